@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
 from tandem.config.layers import SILU, Activation, ActivationKind
@@ -33,13 +33,16 @@ if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.panels import Panels
     from tandem.kernels.gpu.prompts import grouped, products
+    from tandem.kernels.gpu.prompts.code_product import activated, multiplied
     from tandem.kernels.gpu.prompts.order import order
     from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
     from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
-SQUARED = (6.5 if INTERPRETED else 2.2) * 2.0**-8  # without gates: what the activation is made of counts twice
+SQUARED = (
+    6.5 if INTERPRETED else 2.2
+) * 2.0**-8  # without gates: what the activation is made of counts twice
 COUNT, TOP_K = 6, 3
 PLAIN = ("bf16", "int8", "int4")
 STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4 f16", "int4_zeros", *GGUF_BLOCKS)
@@ -60,11 +63,12 @@ def coded(weight: Tensor, fmt: str) -> Tensor | WeightCodes:
         return weight
     if fmt in GGUF_BLOCKS:
         return gguf_codes(fmt, *weight.shape, seed=int(weight[0, 0].abs() * 1000))
-    if fmt != "int4 f16":
+    if fmt not in ("int4 f16", "int4 bf16"):
         return stored(weight, fmt)
     codes, scales = quantise(weight, "int4", 32)
     joined = join_nibbles((codes.flatten(1).int() & 15).to(torch.uint8))
-    return WeightCodes(joined, scales[..., 0].half(), "int4", 32, weight.shape[1])
+    kind = torch.float16 if fmt == "int4 f16" else torch.bfloat16
+    return WeightCodes(joined, scales[..., 0].to(kind), "int4", 32, weight.shape[1])
 
 
 def routed(tokens: int, hidden: int, choose: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +82,7 @@ def anyone() -> Tensor:
 
 
 class Layer:
-    """Experts 1 ... 5 on the GPU, all on the CPU."""
+    """Experts 1 ... 5 on the GPU, all on the CPU. each: their matrices."""
 
     def __init__(
         self, ops: GpuOps, fmt: str, hidden: int = 256, width: int = 256, how: Activation = SILU
@@ -86,6 +90,7 @@ class Layer:
         torch.manual_seed(0)
         packed = fmt if fmt in PLAIN else "bf16"
         each = [tuple(coded(m[e], fmt) for m in matrices(hidden, width, how.gated)) for e in range(COUNT)]
+        self.each = each
         slot_of = torch.arange(-1, COUNT - 1, dtype=torch.int32)
         self.there = ops.gpu_experts(slot_of, hidden, width, packed, how)
         self.here = ops.cpu.experts(COUNT, hidden, width, packed, how)
@@ -109,14 +114,17 @@ class Layer:
         return got
 
 
-@pytest.fixture(params=["PyTorch's", "ours"])
+@pytest.fixture(params=["PyTorch's", "ours", "from codes"])
 def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """So few tokens are many; with either grouped product."""
+    """So few tokens are many; with either grouped product, or from codes where they are read."""
+    if request.param == "from codes" and not torch.cuda.is_available():
+        pytest.skip("codes are decoded on GPUs only")
     if request.param == "ours" and INTERPRETED:
         pytest.skip("the interpreter multiplies the bits of bfloat16, as if they were integers")
     if request.param == "PyTorch's" and not products.has_pytorchs(DEVICE):
         pytest.skip("PyTorch's asks this GPU back")
     monkeypatch.setattr(products, "has_pytorchs", lambda device: request.param != "ours")
+    monkeypatch.setattr(which, "CODES_PAIRS", 192 if request.param == "from codes" else -1)
     monkeypatch.setattr(which, "MANY_TOKENS", 17)
     monkeypatch.setattr(which, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
@@ -215,6 +223,30 @@ def test_our_grouped_product(n: int, k: int, mean_rows: float) -> None:
     expected = torch.einsum("rk,rnk->rn", x[:rows].double(), matrices[whose].double())
     assert (got.double() - expected).norm() <= 2.0**-11 * expected.norm()
     torch.testing.assert_close(got.double(), expected, rtol=2.0**-10, atol=2.0**-10)
+
+
+@needs_cuda
+@pytest.mark.parametrize("mean_rows", [4, 30, 100])  # chooses the tile
+@pytest.mark.parametrize("fmt", ["int4 bf16", "int4 f16", "fp8", "mxfp4", "mxfp8", "q8_0"])
+@pytest.mark.parametrize("shape", [(384, 256), (352, 96)])
+def test_products_from_codes(ops: GpuOps, fmt: str, shape: tuple[int, int], mean_rows: float) -> None:
+    """Against float64. Numbers of codes are exact, sums float32, and each result is rounded once."""
+    made = Layer(ops, fmt, *shape)
+    layer = made.there
+    assert layer.prompts is not None and layer.prompts.codes
+    counts = torch.tensor([0, 1, 130, 17, 65])
+    rows, ends = int(counts.sum()), counts.cumsum(0).int().to(DEVICE)
+    x = torch.randn(rows + 9, shape[0]).bfloat16()
+    numbers = [torch.stack([decoded(expert[i]).double() for expert in made.each[1:]]) for i in range(3)]
+    packed, whose = Packed(layer.pool, layer.stride, 0), torch.arange(5).repeat_interleave(counts)
+    between = activated(x.to(DEVICE), packed, layer.gate_up, ends, mean_rows, Between(shape[1]), ends)
+    got = multiplied(between, packed, layer.gate_up.bytes, layer.down, ends, mean_rows)
+    gate, up = (torch.einsum("rk,rnk->rn", x[:rows].double(), numbers[i][whose]) for i in range(2))
+    expected = torch.nn.functional.silu(gate) * up
+    h = between.cpu()[:rows].double()
+    assert (h - expected).norm() <= 0.5 * 2.0**-8 * expected.norm()
+    expected = torch.einsum("rk,rnk->rn", h, numbers[2][whose])
+    assert (got.cpu()[:rows].double() - expected).norm() <= 0.5 * 2.0**-8 * expected.norm()
 
 
 def test_few_rows_are_not_unpacked() -> None:

@@ -10,7 +10,16 @@ from tandem.bench.formats import FORMATS
 from tandem.bench.kernels.experts import parse_shape
 from tandem.bench.kernels.explain import GPU, chosen
 from tandem.cli.app import app
-from tandem.kernels.which import FEW_TOKENS, MANY_PAIRS, MANY_TOKENS, Reads, Way, cpu_kernel, gpu_way
+from tandem.kernels.which import (
+    CODES_PAIRS,
+    FEW_TOKENS,
+    MANY_PAIRS,
+    MANY_TOKENS,
+    Reads,
+    Way,
+    cpu_kernel,
+    gpu_way,
+)
 
 CODES = Reads(mma=True, prompts=True)
 
@@ -37,18 +46,46 @@ def test_a_gpu_goes_from_pairs_to_tiles_to_unpacked_weights() -> None:
     assert gpu_way(MANY_TOKENS - 1, tiles, 2, CODES) is Way.TILES
 
 
+def test_codes_of_many_rows_are_decoded_in_registers_where_they_can_be() -> None:
+    """In graphs, too; up to so many rows an expert that unpacking them once is faster."""
+    most = CODES_PAIRS * 128
+    for unpacks in (True, False):
+        reads = Reads(True, unpacks, codes=True)
+        assert gpu_way(FEW_TOKENS, FEW_TOKENS * 8, 128, reads) is Way.MMA
+        assert gpu_way(FEW_TOKENS + 1, FEW_TOKENS * 8 + 8, 128, reads) is Way.CODES
+        assert gpu_way(most // 8, most, 128, reads) is Way.CODES
+        assert gpu_way(most // 8 + 1, most + 8, 128, reads) is (Way.PROMPTS if unpacks else Way.TILES)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format_has_an_answer(fmt: str) -> None:
     shape = parse_shape("2048x768x128x8")
     rows = list(chosen(shape, fmt, ["scalar"], (12, 4096)))
-    assert [(row.place, row.tokens) for row in rows] == [("scalar", 12), ("scalar", 4096), (GPU, 12), (GPU, 4096)]
+    assert [(row.place, row.tokens) for row in rows] == [
+        ("scalar", 12),
+        ("scalar", 4096),
+        (GPU, 12),
+        (GPU, 4096),
+    ]
     assert all(row.kernel.why for row in rows)
     refused = {row.fmt for row in rows if row.kernel.name == "none"}
     assert refused == {fmt} & {"f32"}
 
 
 def test_twelve_rows_of_int4_are_explained() -> None:
-    asked = ["bench", "kernels", "--explain", "--shape", "q3", "--format", "int4", "--tokens", "12", "--tier", "scalar"]
+    asked = [
+        "bench",
+        "kernels",
+        "--explain",
+        "--shape",
+        "q3",
+        "--format",
+        "int4",
+        "--tokens",
+        "12",
+        "--tier",
+        "scalar",
+    ]
     result = CliRunner().invoke(app, asked, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "dot_rows" in result.output and "kernels/gpu/mma/expert_mma" in result.output

@@ -51,7 +51,9 @@ def _on_gpu(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
             return Kernel("none", why)
         reads.append(scales > 0 and takes_tensor_cores(codes, scale, group, depth, padded))
     aligned = shape.hidden % 8 == shape.width % 8 == 0
-    return gpu_kernel(tokens, shape.top_k, shape.experts, Reads(all(reads), aligned))
+    return gpu_kernel(
+        tokens, shape.top_k, shape.experts, Reads(all(reads), aligned, codes=all(reads) and aligned)
+    )
 
 
 def table(shape: Shape, rows: Iterable[Chosen]) -> Table:

@@ -90,7 +90,7 @@ def streamed_layer(
         return None
     if gpu is not None and gpu.prompts is not None:
         return StreamedLayer(cpu, gpu.prompts, tuple(gpu.parts()))
-    return StreamedLayer(cpu, PromptExperts(gate_up, down, between, device), ())
+    return StreamedLayer(cpu, PromptExperts(gate_up, down, between, device, cpu.num_experts), ())
 
 
 def place_of(layer: PackedExperts, expert: int) -> int:

@@ -138,7 +138,8 @@ class GpuExperts:
             self._mma = all(expert_mma.reads(panels, self.device) for panels in (self.gate_up, self.down))
             self.pool = torch.empty(self.slots * self.stride, dtype=torch.uint8, device=self.device)
             if PromptExperts.reads((self.gate_up, self.down), self._between):
-                self.prompts = PromptExperts(self.gate_up, self.down, self._between, self.device)
+                sizes = self.gate_up, self.down, self._between, self.device, len(self.slot_of)
+                self.prompts = PromptExperts(*sizes)
         if self._uploads is None:
             self._uploads = Uploads(self.pool, self.stride, self.slots)
         return self._uploads
@@ -164,14 +165,18 @@ class GpuExperts:
         added up before the next, so that its memory is bounded; a row's bits are the same. alone: nothing will be
         added to the sums, so they may be rounded."""
         slots = expert_rows.slots_of(routing)
-        reads = Reads(self._mma, self.prompts is not None and not self.step.captured, self.step.each_row)
+        unpacks = self.prompts is not None and not self.step.captured
+        codes = self.prompts is not None and self.prompts.codes
+        reads = Reads(self._mma, unpacks, self.step.each_row, codes)
         way = gpu_way(len(x), slots.numel(), len(self.slot_of), reads)
         if way is Way.MMA:
             return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)
         if way is Way.ROWS:
             return PartialSums(self._streamed(x, routing), slots)
-        if way is Way.PROMPTS and self.prompts is not None:
-            return PartialSums(self.prompts(x, slots, routing, self.parts()), None)
+        if way in (Way.CODES, Way.PROMPTS) and self.prompts is not None:
+            at_once = self.slots if way is Way.CODES else self.prompts.at_once
+            parts = parts_of(self.pool, self.stride, self.slots, at_once)
+            return PartialSums(self.prompts(x, slots, routing, parts), None)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
         if len(x) <= each:
             return PartialSums(self._tiled(x, routing), slots)
@@ -184,7 +189,9 @@ class GpuExperts:
 
     def parts(self) -> list[Part]:
         """What many rows are multiplied with at a time: expert n of all of them is in slot n."""
-        return [] if self.prompts is None else parts_of(self.pool, self.stride, self.slots, self.prompts.at_once)
+        return (
+            [] if self.prompts is None else parts_of(self.pool, self.stride, self.slots, self.prompts.at_once)
+        )
 
     def _tokens_at_once(self, hidden: int, top_k: int) -> int:
         per_token = top_k * (hidden * 4 + self._between.width * 2)

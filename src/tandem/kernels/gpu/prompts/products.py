@@ -1,6 +1,6 @@
-"""`PromptExperts`: a layer's experts with many rows each. Panels become bfloat16 in scratch, some experts at a time,
-and a grouped product multiplies each expert's rows on the tensor cores: PyTorch's on Hopper and Blackwell servers, ours
-elsewhere.
+"""`PromptExperts`: a layer's experts with many rows each, multiplied on the tensor cores. Up to some two hundred rows
+codes are decoded in registers (`code_product.py`). From there on panels become bfloat16 in scratch, some experts at a
+time, for a grouped product: PyTorch's on Hopper and Blackwell servers, ours elsewhere.
 
 Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
 (`config/gpu_scratch.py`).
@@ -21,14 +21,17 @@ from torch import Tensor
 from tandem.config.gpu_scratch import ROW_BYTES, expert_scratch_bytes, experts_at_once
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
-from tandem.kernels.gpu.prompts import grouped, rows
+from tandem.kernels.gpu.prompts import code_product, grouped, rows
 from tandem.kernels.gpu.prompts.order import Order, order
 from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 from tandem.kernels.ops import Routing
+from tandem.kernels.which import from_codes
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64
-OURS = 1 << 15  # rows of all experts, up to which ours is taken: 16,384 took it 0.87 of PyTorch's time on an H100
+OURS = (
+    1 << 15
+)  # rows of all experts, up to which ours is taken: 16,384 took it 0.87 of PyTorch's time on an H100
 PYTORCHS = (9, 10)  # major compute capabilities on which PyTorch's grouped product asks nothing back
 grouped_product: Any = getattr(torch, "_grouped_mm", None)  # private: where a PyTorch has none, ours goes on
 
@@ -86,10 +89,15 @@ def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part
 
 
 class PromptExperts:
-    """Of one shape and format; whose they are is said at each call."""
+    """Of one shape and format; whose they are is said at each call. codes: whether few rows need no unpacking."""
 
-    def __init__(self, gate_up: Panels, down: Panels, between: Between, device: torch.device) -> None:
+    def __init__(
+        self, gate_up: Panels, down: Panels, between: Between, device: torch.device, experts: int
+    ) -> None:
+        """experts: of the layer, here or elsewhere, among which rows are divided."""
         self._gate_up, self._down, self.between = gate_up, down, between
+        self._experts = experts
+        self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
         self._made: Tensor | None = None
@@ -108,16 +116,19 @@ class PromptExperts:
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
-        first = 0
+        first, unpacked = 0, not (self.codes and from_codes(keys.numel(), self._experts))
         for part in parts:
             numbered = range(first, first + part.count)
             part.arrive()
-            matrices = self._unpacked(part, counts, first)
-            part.read()
+            matrices = self._unpacked(part, counts, first) if unpacked else None
+            if unpacked:
+                part.read()
             for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
                 some = Routing(*chosen)
-                down = self._products(own, each, some, numbered, *matrices)
+                down = self._products(own, each, some, numbered, matrices or part.packed)
                 rows.add(down, each, some, self.between.down, out, numbered, new=first == 0)
+            if not unpacked:
+                part.read()
             first = numbered.stop
         return sums
 
@@ -146,15 +157,23 @@ class PromptExperts:
         return gate_up, down
 
     def _products(
-        self, x: Tensor, order: Order, routing: Routing, keys: range, gate_up: Tensor, down: Tensor
+        self, x: Tensor, order: Order, routing: Routing, keys: range, which: tuple[Tensor, Tensor] | Packed
     ) -> Tensor:
-        """Of each of the part's rows its expert's result without the bias, bfloat16 [T * k, hidden]."""
+        """Of each of the part's rows its expert's result without the bias, bfloat16 [T * k, hidden]. which: matrices,
+        or their codes."""
         ends = order.ends[keys.start : keys.stop]
         ids = None if self.between.gate_up is None else routing.ids
         gathered, whose = rows.gather(x, order, ids, keys)
-        mean = len(gathered) / len(order.ends)
+        if isinstance(which, Packed):
+            return self._of_codes(gathered, which, ends, whose)
+        (gate_up, down), mean = which, len(gathered) / len(order.ends)
         between = rows.activate(_product(gathered, gate_up, ends, mean), ends, whose, self.between)
         return _product(between, down, ends, mean)
+
+    def _of_codes(self, gathered: Tensor, packed: Packed, ends: Tensor, whose: Tensor) -> Tensor:
+        mean, down_at = len(gathered) / self._experts, self._gate_up.bytes
+        between = code_product.activated(gathered, packed, self._gate_up, ends, mean, self.between, whose)
+        return code_product.multiplied(between, packed, down_at, self._down, ends, mean)
 
 
 def _product(x: Tensor, matrices: Tensor, ends: Tensor, mean_rows: float) -> Tensor:
