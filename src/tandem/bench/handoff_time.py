@@ -15,7 +15,7 @@ from tandem.kernels.ops import Routing
 def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:
     """Microseconds that a layer's hand-off takes in a CUDA graph when the CPU has nothing to compute: both kernels,
     both ways over PCIe, and an empty batch of the pool."""
-    device, k = side.ops.device, config.moe.router.top_k
+    device, k = side.ops.device, side.handoff.sizes.top_k  # with shared experts that count as routed ones
     cpu = side.ops.cpu.experts(1, config.hidden, config.moe.experts.width)
     number = side.handoff.add(cpu)
     x = torch.zeros(1, config.hidden, dtype=torch.bfloat16, device=device)

@@ -24,6 +24,7 @@ from tandem.kernels.gpu.shared_memory import has_tensor_memory, shared_bytes
 from tandem.kernels.ops import LatentSizes
 
 PARTS = 64  # of a row's keys, for all tiles of heads together: one row fills half of a large GPU
+LEAST_PARTS = 8  # one long row beside short ones is not to be alone on few processors
 MERGED = 8  # parts at a time
 HOPPER_RANK, HOPPER_ROPE = 512, 64  # what `decode_hopper.py` is written for, in tiles of 64 heads and 64 keys
 VARYING = ["table_width", "table_row"]
@@ -119,23 +120,23 @@ def _decode(x, latents, tables, lens, partial, stats, scale, table_width, table_
     tl.store(stats + out * 2 + 1, sums, h < HEADS)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED[1:])
-def _merge(partial, stats, lens, out, HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=UNALIGNED[1:])
+def _merge(partial, stats, lens, out, parts, HEADS: tl.constexpr, RANK: tl.constexpr, MOST: tl.constexpr,
            KEYS: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr, CHOSEN: tl.constexpr,
            OVERLAP: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    part, d = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    part, d = tl.arange(0, MOST), tl.arange(0, BLOCK)
     begin(OVERLAP and CHOSEN)
-    used = tl.minimum(tl.cdiv(tl.load(lens + row // HEADS), KEYS), PARTS)  # the others have written nothing
+    used = tl.minimum(tl.cdiv(tl.load(lens + row // HEADS), KEYS), parts)  # the others have written nothing
     begin(OVERLAP and not CHOSEN)
-    at = row * PARTS + part
+    at = row * parts + part
     m = tl.load(stats + at * 2, part < used, other=float("-inf"))
     most = tl.max(m)
     total = tl.sum(tl.load(stats + at * 2 + 1, part < used, other=0.0) * tl.exp2(m - most))
     y = tl.zeros([BLOCK], tl.float32)
     for first in range(0, used, MERGED):
         some = first + tl.arange(0, MERGED)
-        there, source = some < used, row * PARTS + some
+        there, source = some < used, row * parts + some
         acc = tl.load(
             partial + source[:, None] * RANK + d[None, :], there[:, None] & (d < RANK)[None, :], other=0.0
         )
@@ -158,15 +159,34 @@ def block_of(width: int) -> int:
 
 
 def parts_of(sizes: LatentSizes, tile: Tile) -> int:
+    """By the row's heads alone."""
     tiles = -(-sizes.heads // tile.heads)
     return max(16, PARTS >> (tiles - 1).bit_length())
+
+
+def parts_of_rows(device: torch.device, sizes: LatentSizes, rows: int) -> int:
+    """Of so many rows together. A program of 64 heads fills a processor, and what it has summed is written and read
+    once more: with many rows, fewer parts keep all processors busy."""
+    tile = tile_of(device, sizes)
+    if tile.heads < 64:
+        return parts_of(sizes, tile)
+    programs = rows * -(-sizes.heads // tile.heads)
+    each = max(1, _processors(device) // programs)
+    return min(PARTS, max(LEAST_PARTS, 1 << (each.bit_length() - 1)))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # a large GPU's, for kernels that are only compiled
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float, parts: int = 0) -> Tensor:
     """x [T, H, width], absorbed and turned -> what each head sees, [T, H, rank]. scale > 0. parts: of a row's keys, 0:
     as many as keep the GPU busy with few rows."""
     tile = tile_of(x.device, sizes)
-    parts, out = parts or parts_of(sizes, tile), x.new_empty((len(x), sizes.heads, sizes.rank))
+    parts, out = parts or parts_of_rows(x.device, sizes, len(x)), x.new_empty((len(x), sizes.heads, sizes.rank))
     each = max(1, PARTIAL_BYTES // (sizes.heads * parts * (sizes.rank + 2) * 4))
     for first in range(0, len(x), each):
         some = slice(first, first + each)
@@ -184,7 +204,7 @@ def _some_rows(
     heads, rank, rows = sizes.heads, sizes.rank, len(x)
     partial = x.new_empty((rows, heads, parts, rank), dtype=torch.float32)
     stats = x.new_empty((rows, heads, parts, 2), dtype=torch.float32)
-    shared = {"HEADS": heads, "RANK": rank, "PARTS": parts, "KEYS": tile.keys, "CHOSEN": pages.chosen}
+    shared = {"HEADS": heads, "RANK": rank, "KEYS": tile.keys, "CHOSEN": pages.chosen}
     shared |= overlapped(x.device)
     width = pages.tables.shape[1]
     common = (
@@ -194,15 +214,15 @@ def _some_rows(
     grid, page = (triton.cdiv(heads, tile.heads), parts, rows), pages.latents.shape[1]
     if tile == MANY_HEADS[0] and x.dtype is torch.bfloat16 and (kernel := hopper_kernel(x.device, sizes)):
         kernel[grid](
-            *common, HEADS=heads, PAGE=page, PARTS=parts, CHOSEN=pages.chosen, num_warps=8, **overlapped(x.device)
+            *common, parts, HEADS=heads, PAGE=page, CHOSEN=pages.chosen, num_warps=8, **overlapped(x.device)
         )
     else:
         _decode[grid](
             *common, ROPE=sizes.rope, PAGE=page, ROWS=tile.heads, BLOCK=block_of(rank), TURNED=block_of(sizes.rope),
-            PRECISION=precision(x), **shared, num_warps=tile.warps, num_stages=tile.stages,
+            PRECISION=precision(x), PARTS=parts, **shared, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     _merge[(rows * heads,)](
-        partial, stats, pages.lens, out, BLOCK=block_of(rank), MERGED=MERGED, **shared, num_warps=4
+        partial, stats, pages.lens, out, parts, BLOCK=block_of(rank), MOST=PARTS, MERGED=MERGED, **shared, num_warps=4
     )
 
 
@@ -231,7 +251,7 @@ def _try(kernel: Any, device: torch.device) -> None:
     latents, table = torch.ones_like(x[:, :16, None]), torch.zeros(1, 1, dtype=torch.int32, device=device)
     partial, stats = torch.zeros(64, 16, 512, device=device), torch.zeros(64, 16, 2, device=device)
     kernel[(1, 16, 1)](
-        x, latents, table, torch.ones_like(table[0]), partial, stats, 1.0, 1, 1, HEADS=64, PAGE=16, PARTS=16,
+        x, latents, table, torch.ones_like(table[0]), partial, stats, 1.0, 1, 1, 16, HEADS=64, PAGE=16,
         CHOSEN=False, num_warps=8, **overlapped(device),
     )  # fmt: skip
     if not (bool((partial[:, 0] == 1).all()) and bool((stats[:, 0, 1] == 1).all())):

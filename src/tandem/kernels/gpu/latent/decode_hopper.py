@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 load_async = (
     getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 )  # Triton 3.9, and before
+VARYING = ["table_width", "table_row", "parts"]
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -71,21 +72,21 @@ def _scores(q_turned, q_straight, r, c, start, n, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, m, total, partial, stats, row, tile, part, HEADS: gl.constexpr, PARTS: gl.constexpr,
+def _store(acc, m, total, partial, stats, row, tile, part, parts, HEADS: gl.constexpr,
            SUMS: gl.constexpr, ROW: gl.constexpr):  # fmt: skip
     h, d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), gl.arange(0, 512, gl.SliceLayout(0, SUMS))
-    out = (row + h) * PARTS + part
+    out = (row + h) * parts + part
     gl.store(partial + out[:, None] * 512 + d[None, :], acc, (h < HEADS)[:, None])
     h = tile * 64 + gl.arange(0, 64, ROW)
-    out = (row + h) * PARTS + part
+    out = (row + h) * parts + part
     gl.store(stats + out * 2, m, h < HEADS)
     gl.store(stats + out * 2 + 1, total, h < HEADS)
 
 
-@gluon.jit(do_not_specialize=["table_width", "table_row"], do_not_specialize_on_alignment=["tables", "lens"])
-def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, table_row, HEADS: gl.constexpr,
-                  PAGE: gl.constexpr, PARTS: gl.constexpr, CHOSEN: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    HOP: gl.constexpr = 64 * PARTS
+@gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["tables", "lens"])
+def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, table_row, parts, HEADS: gl.constexpr,
+                  PAGE: gl.constexpr, CHOSEN: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    hop = 64 * parts
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     SMALL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -114,20 +115,20 @@ def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, 
     ahead += part * 64
     page = gl.load(table + ahead // PAGE, ahead < room, other=0)
     _load_block(latents, page, part * 64, n, turned.index(0), straight.index(0), PAGE, WIDE, SMALL)
-    ahead += HOP
+    ahead += hop
     page = gl.load(table + ahead // PAGE, ahead < room, other=0)  # a turn early: no load waits for another
     m = gl.full([64], float("-inf"), gl.float32, ROW)
     total, acc = gl.zeros([64], gl.float32, ROW), gl.zeros([64, 512], gl.float32, SUMS)
     i = 0
-    for start in range(part * 64, n, HOP):
+    for start in range(part * 64, n, hop):
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()  # the block is there, and nobody reads the one before any more
-        if start + HOP < n:
+        if start + hop < n:
             _load_block(
-                latents, page, start + HOP, n, turned.index(1 - i), straight.index(1 - i), PAGE, WIDE, SMALL
+                latents, page, start + hop, n, turned.index(1 - i), straight.index(1 - i), PAGE, WIDE, SMALL
             )
-            ahead += HOP
+            ahead += hop
             page = gl.load(table + ahead // PAGE, ahead < room, other=0)
         scores = _scores(q_turned, q_straight, turned.index(i), straight.index(i), start, n, SCORES)
         top = gl.maximum(m, gl.max(scores, 1) * scale)
@@ -141,4 +142,4 @@ def decode_hopper(x, latents, tables, lens, partial, stats, scale, table_width, 
         m = top
         acc = warpgroup_mma_wait(0, deps=[acc])
         i = 1 - i
-    _store(acc, m, total, partial, stats, t * HEADS, tile, part, HEADS, PARTS, SUMS, ROW)
+    _store(acc, m, total, partial, stats, t * HEADS, tile, part, parts, HEADS, SUMS, ROW)
