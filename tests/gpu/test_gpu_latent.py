@@ -45,7 +45,9 @@ def ops() -> GpuOps:
 
 
 def there(batch: Batch) -> Batch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if torch.is_tensor(getattr(batch, f.name))}
+    tensors = {
+        f.name: getattr(batch, f.name) for f in fields(batch) if torch.is_tensor(getattr(batch, f.name))
+    }
     return replace(batch, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
 
 
@@ -243,9 +245,33 @@ def test_deepseeks_own_sizes(ops: GpuOps, monkeypatch: pytest.MonkeyPatch, heads
     Case(LatentSizes(heads, 128, 64, 512, 128), spans).check(ops)
 
 
+def test_many_rows_are_divided_among_fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of heads; and never fewer than eight, for rows that are longer than the others."""
+    deepseek = LatentSizes(128, 128, 64, 512, 128)
+    monkeypatch.setattr(decoding, "_processors", lambda device: 132)
+    monkeypatch.setattr(decoding, "tile_of", lambda device, sizes: decoding.MANY_HEADS[0])
+    parts = [decoding.parts_of_rows(DEVICE, deepseek, rows) for rows in (1, 2, 3, 4, 5, 8, 64)]
+    assert parts == [64, 32, 16, 16, 8, 8, 8]
+    assert decoding.parts_of(deepseek, decoding.MANY_HEADS[0]) == 32
+    monkeypatch.setattr(decoding, "tile_of", lambda device, sizes: decoding.FEW_HEADS[0])
+    assert {decoding.parts_of_rows(DEVICE, deepseek._replace(heads=16), rows) for rows in (1, 64)} == {64}
+
+
+@pytest.fixture(scope="module")
+def same_in_every_batch() -> GpuOps:
+    cpu = CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1])
+    return GpuOps(DEVICE, cpu, deterministic=True)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="NumPy's products may differ by the number of rows")
-@pytest.mark.parametrize("heads", [16, 128])
-def test_a_row_that_decodes_is_the_same_in_every_batch(ops: GpuOps, heads: int) -> None:
+@pytest.mark.parametrize(
+    "heads, mode", [(16, "ops"), (16, "same_in_every_batch"), (128, "same_in_every_batch")]
+)
+def test_a_row_that_decodes_is_the_same_in_every_batch(
+    request: pytest.FixtureRequest, heads: int, mode: str
+) -> None:
+    """With many heads in the deterministic mode alone: else fewer programs share a row's keys in a larger batch."""
+    ops: GpuOps = request.getfixturevalue(mode)
     sizes = LatentSizes(heads, 128, 64, 512, 128)
     spans = [(2999, 3000), (10, 11), (700, 701), (100, 140)]
     case = Case(sizes, spans, 3)

@@ -98,7 +98,7 @@ class GpuOps:
         return GpuCodes(packed, bias, self.device, self.cpu.pool, self._fixed)
 
     def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> GpuLatentHeads:
-        return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device)
+        return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device, self._fixed)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU

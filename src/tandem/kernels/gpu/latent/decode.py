@@ -1,8 +1,8 @@
 """Absorbed queries against latent pages: a row's keys are divided among PARTS programs; a second kernel merges them.
 
 All heads of a row share its keys: they are the rows of a product on tensor cores, and a block of latents is key and
-value in one. As in `attention_decode.py`, program p takes blocks p, p + parts, … of a fixed number of keys. So how the
-keys are divided depends on the row's length alone, and the result is the same in every batch.
+value in one. As in `attention_decode.py`, program p takes blocks p, p + parts, … of a fixed number of keys. Where the
+parts are as many for any number of rows, the result is the same in every batch.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ def _merge(partial, stats, lens, out, parts, HEADS: tl.constexpr, RANK: tl.const
 def tile_of(device: torch.device, sizes: LatentSizes) -> Tile:
     """The fastest tile for so many heads that fits the GPU; the last one if none does."""
     width = block_of(sizes.rank) + block_of(sizes.rope)
-    tiles: tuple[Tile, ...] = MANY_HEADS if sizes.heads > 32 else SOME_HEADS if sizes.heads > 16 else FEW_HEADS
+    tiles: tuple[Tile, ...] = (
+        MANY_HEADS if sizes.heads > 32 else SOME_HEADS if sizes.heads > 16 else FEW_HEADS
+    )
     if has_tensor_memory(device):  # tiles of 64 heads would not fit there
         tiles = tuple(tile for tile in tiles if tile.heads < 64)
     return next((tile for tile in tiles if tile.shared_bytes(width) <= shared_bytes(device)), tiles[-1])
@@ -159,7 +161,7 @@ def block_of(width: int) -> int:
 
 
 def parts_of(sizes: LatentSizes, tile: Tile) -> int:
-    """By the row's heads alone."""
+    """For any number of rows: one row fills half of a large GPU, tiles of few heads all of it."""
     tiles = -(-sizes.heads // tile.heads)
     return max(16, PARTS >> (tiles - 1).bit_length())
 
@@ -184,9 +186,12 @@ def _processors(device: torch.device) -> int:
 
 def decode(x: Tensor, pages: Pages, sizes: LatentSizes, scale: float, parts: int = 0) -> Tensor:
     """x [T, H, width], absorbed and turned -> what each head sees, [T, H, rank]. scale > 0. parts: of a row's keys, 0:
-    as many as keep the GPU busy with few rows."""
+    as many as suit so many rows."""
     tile = tile_of(x.device, sizes)
-    parts, out = parts or parts_of_rows(x.device, sizes, len(x)), x.new_empty((len(x), sizes.heads, sizes.rank))
+    parts, out = (
+        parts or parts_of_rows(x.device, sizes, len(x)),
+        x.new_empty((len(x), sizes.heads, sizes.rank)),
+    )
     each = max(1, PARTIAL_BYTES // (sizes.heads * parts * (sizes.rank + 2) * 4))
     for first in range(0, len(x), each):
         some = slice(first, first + each)
@@ -222,7 +227,16 @@ def _some_rows(
             PRECISION=precision(x), PARTS=parts, **shared, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     _merge[(rows * heads,)](
-        partial, stats, pages.lens, out, parts, BLOCK=block_of(rank), MOST=PARTS, MERGED=MERGED, **shared, num_warps=4
+        partial,
+        stats,
+        pages.lens,
+        out,
+        parts,
+        BLOCK=block_of(rank),
+        MOST=PARTS,
+        MERGED=MERGED,
+        **shared,
+        num_warps=4,
     )
 
 

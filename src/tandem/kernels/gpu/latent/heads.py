@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel
+from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel, parts_of, tile_of
 from tandem.kernels.gpu.latent.per_head import per_head
 from tandem.kernels.gpu.latent.prompt import Chunk, Prompts
 from tandem.kernels.gpu.latent.turn import NewKeys, turn
@@ -30,13 +30,20 @@ class GpuLatentHeads:
     """`LatentHeads` in bfloat16 or float32."""
 
     def __init__(
-        self, sizes: LatentSizes, weights: LatentWeights, dtype: torch.dtype, device: torch.device
+        self,
+        sizes: LatentSizes,
+        weights: LatentWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: bool = False,
     ) -> None:
+        """fixed: a row has the same bits beside any others."""
         both = torch.cat((weights.keys.transpose(1, 2), weights.values), 1)
         self._up = both.to(device, dtype).contiguous()  # [H, nope + value, rank], as checkpoints have it
         self._sizes = sizes
         self._weights = weights._replace(keys=self._up[:, : sizes.nope], values=self._up[:, sizes.nope :])
         self._prompts = Prompts(sizes, self._weights, self._up)
+        self._parts = parts_of(sizes, tile_of(device, sizes)) if fixed else 0
         hopper_kernel(device, sizes)  # tried before a graph is captured
 
     def __call__(
@@ -65,7 +72,11 @@ class GpuLatentHeads:
         s, w = self._sizes, self._weights
         if len(q):
             per_head(q[..., : s.nope], w.keys, x[..., s.rope :], flipped=True)
-            per_head(decode(x, pages, s, w.scale, parts), w.values, out.view(len(q), s.heads, s.value))
+            per_head(
+                decode(x, pages, s, w.scale, parts or self._parts),
+                w.values,
+                out.view(len(q), s.heads, s.value),
+            )
 
     def _few_rows(
         self,
@@ -82,7 +93,9 @@ class GpuLatentHeads:
         if chosen is not None:
             seen = _chosen_pages(pages, chosen, rows)
         else:
-            owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(q.device)
+            owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(
+                q.device
+            )
             seen = Pages(pages, batch.block_tables[owners], (positions + 1).int())
         self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), seen, out[rows])
 
