@@ -11,7 +11,7 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from paged_batches import Batch, make_batch, random_tables
 from tandem import LLM, SamplingParams, _core
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Ops, Rope
+from tandem.kernels.ops import HeadNorms, Ops, Rope
 from tandem.kernels.reference import TorchOps
 
 if AVAILABLE:
@@ -31,7 +31,9 @@ def ops() -> Ops:
 
 def there(batch: Batch) -> Batch:
     each = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return replace(batch, **{name: part.to(DEVICE) for name, part in each.items() if isinstance(part, torch.Tensor)})
+    return replace(
+        batch, **{name: part.to(DEVICE) for name, part in each.items() if isinstance(part, torch.Tensor)}
+    )
 
 
 def stored(pages: int, heads: int, dim: int) -> torch.Tensor:
@@ -41,7 +43,9 @@ def stored(pages: int, heads: int, dim: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("spans", "single"), [([(299, 300), (70, 71)], 0), ([(0, 37), (290, 300)], 0),
                                                ([(299, 300), (0, 37), (250, 300)], 1)])  # fmt: skip
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value"), [(8, 1, 64, 64), (6, 2, 40, 22), (4, 2, 128, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value"), [(8, 1, 64, 64), (6, 2, 40, 22), (4, 2, 128, 128)]
+)
 def test_attention_reads_float8(ops: Ops, heads, kv_heads, dim, value, spans, single) -> None:
     """As over the same numbers in float32: float8 becomes bfloat16 without loss."""
     torch.manual_seed(0)
@@ -65,13 +69,14 @@ def test_keys_and_values_are_rounded_to_the_nearest(ops: Ops, norm: bool) -> Non
     batch, angles = there(make_batch([(0, 5), (49, 50)], tables)), torch.rand(50, 6).to(DEVICE) * 6.3
     qkv = torch.randn(6, (heads + kv_heads) * dim + kv_heads * value).to(torch.bfloat16)
     qkv[3, -1], qkv[4, -2] = 1000.0, -1000.0
-    norms = tuple((1 + 0.1 * torch.randn(dim)).bfloat16().to(DEVICE) for _ in range(2)) if norm else (None, None)
+    norms = (
+        tuple((1 + 0.1 * torch.randn(dim)).bfloat16().to(DEVICE) for _ in range(2)) if norm else (None, None)
+    )
     found = []
     for dtype in (torch.bfloat16, FP8):
         k, v = (torch.zeros(pages, PAGE, kv_heads, n, device=DEVICE).to(dtype) for n in (dim, value))
         q = ops.rope_store(
-            qkv.to(DEVICE), Rope(angles.cos(), angles.sin()), batch, k, v, heads=heads, kv_heads=kv_heads,
-            head_dim=dim, q_norm=norms[0], k_norm=norms[1],
+            qkv.to(DEVICE), Rope(angles.cos(), angles.sin()), batch, k, v, heads, HeadNorms(*norms),
         )  # fmt: skip
         found.append([q.float().cpu(), k.float().cpu(), v.float().cpu()])
     (q, k, v), (q8, k8, v8) = found
@@ -93,5 +98,7 @@ def test_an_engine_keeps_float8_and_finds_it_again(tiny_models, ops, share) -> N
     assert {array.dtype for arrays in states for array in arrays} == {FP8}
     first, again = (llm.generate([prompt], scored, progress=False)[0] for _ in range(2))
     assert first.token_ids == again.token_ids and len(first.token_ids) == 8
-    differences = [abs(a.logprob - b.logprob) for a, b in zip(usual.logprobs, first.logprobs, strict=True)][:1]
+    differences = [abs(a.logprob - b.logprob) for a, b in zip(usual.logprobs, first.logprobs, strict=True)][
+        :1
+    ]
     assert 0 < differences[0] < 0.5

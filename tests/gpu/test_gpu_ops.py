@@ -26,7 +26,7 @@ from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Ops, Rope, Routing, Tally
+from tandem.kernels.ops import HeadNorms, Ops, Rope, Routing, Tally
 from tandem.kernels.reference import TorchOps
 
 if AVAILABLE:
@@ -48,7 +48,9 @@ def ops() -> Ops:
 
 def there(batch: Batch) -> Batch:
     each = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return replace(batch, **{name: part.to(DEVICE) for name, part in each.items() if isinstance(part, torch.Tensor)})
+    return replace(
+        batch, **{name: part.to(DEVICE) for name, part in each.items() if isinstance(part, torch.Tensor)}
+    )
 
 
 def bf16(*shape: int) -> Tensor:
@@ -99,7 +101,10 @@ def test_the_best_logit_among_those_that_a_mask_allows(rows: int, vocab: int) ->
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_the_best_logit_waits_for_masks_that_are_made_meanwhile(rows: int) -> None:
-    logits, words = torch.randn(rows, 9000, generator=torch.Generator().manual_seed(2)).to(DEVICE), -(-9000 // 32)
+    logits, words = (
+        torch.randn(rows, 9000, generator=torch.Generator().manual_seed(2)).to(DEVICE),
+        -(-9000 // 32),
+    )
     masks, there = [new_mask(words) for _ in range(rows)], GraphMasks(rows, torch.device(DEVICE))
     best.best_of(logits, there.there)  # compiles, and waits for nobody
     torch.cuda.synchronize()
@@ -146,7 +151,8 @@ def test_norm_adds_the_residual_and_normalises(ops: Ops, shape: tuple[int, int])
 
 @pytest.mark.parametrize("norm", ["none", "head", "all", "gates"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary", "value"), [(8, 2, 64, 64, 64), (6, 3, 24, 12, 24), (4, 2, 40, 12, 22)]
+    ("heads", "kv_heads", "dim", "rotary", "value"),
+    [(8, 2, 64, 64, 64), (6, 3, 24, 12, 24), (4, 2, 40, 12, 22)],
 )
 def test_rope_store(
     ops: Ops, norm: str, heads: int, kv_heads: int, dim: int, rotary: int, value: int
@@ -159,7 +165,9 @@ def test_rope_store(
     batch = make_batch([(0, 5), (49, 50)], tables)
     angles = torch.rand(50, rotary // 2) * 6.3
     qkv = bf16(6, ((1 + (norm == "gates")) * heads + kv_heads) * dim + kv_heads * value)
-    sizes = {"none": None, "head": (dim, dim), "gates": (dim, dim), "all": (heads * dim, kv_heads * dim)}[norm]
+    sizes = {"none": None, "head": (dim, dim), "gates": (dim, dim), "all": (heads * dim, kv_heads * dim)}[
+        norm
+    ]
     norms = (None, None) if sizes is None else tuple(1 + 0.1 * bf16(n) for n in sizes)
     results = []
     for each, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
@@ -168,9 +176,8 @@ def test_rope_store(
         )
         q = each.rope_store(
             qkv.to(device), Rope(angles.cos().to(device), angles.sin().to(device)),
-            there(batch) if each is ops else batch, k_pages, v_pages, heads=heads, kv_heads=kv_heads, head_dim=dim,
-            q_norm=None if norms[0] is None else norms[0].to(device),
-            k_norm=None if norms[1] is None else norms[1].to(device),
+            there(batch) if each is ops else batch, k_pages, v_pages, heads,
+            HeadNorms(*(None if w is None else w.to(device) for w in norms)),
         )  # fmt: skip
         results.append((q, k_pages, v_pages))
     for got, expected in zip(*results, strict=True):
@@ -211,7 +218,7 @@ def test_copies_that_lie_nowhere_write_no_keys_and_values(ops: Ops) -> None:
     def written(slots: Tensor) -> list[Tensor]:
         into = [k.clone(), v.clone()]
         rope = Rope(angles.cos(), angles.sin())
-        ops.rope_store(qkv, rope, replace(batch, cache_slots=slots), *into, heads=8, kv_heads=2, head_dim=16)
+        ops.rope_store(qkv, rope, replace(batch, cache_slots=slots), *into, 8)
         return into
 
     four_of_six = torch.where(torch.arange(6) < 4, batch.cache_slots.cpu(), -1).to(DEVICE)
@@ -228,8 +235,8 @@ def test_a_norm_over_all_heads_does_not_pass_over_gates(ops: Ops) -> None:
     angles, norms = torch.rand(5, 6).to(DEVICE), (bf16(96).to(DEVICE), bf16(48).to(DEVICE))
     with pytest.raises(KernelError, match="cannot pass over gates"):
         ops.rope_store(
-            bf16(5, 12 * 24).to(DEVICE), Rope(angles, angles), there(make_batch([(0, 5)], tables)), k, v, heads=4,
-            kv_heads=2, head_dim=24, q_norm=norms[0], k_norm=norms[1],
+            bf16(5, 12 * 24).to(DEVICE), Rope(angles, angles), there(make_batch([(0, 5)], tables)), k, v, 4,
+            HeadNorms(*norms),
         )  # fmt: skip
 
 

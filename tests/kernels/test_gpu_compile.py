@@ -24,7 +24,7 @@ from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import DeltaState, DeltaWeights, Product
-from tandem.kernels.ops import ExpertBiases, LatentSizes, LatentWeights, Rope, Routing, Tally
+from tandem.kernels.ops import ExpertBiases, HeadNorms, LatentSizes, LatentWeights, Rope, Routing, Tally
 from tandem.kernels.token_index import IndexWeights
 
 if HAS_TRITON and not INTERPRETED:
@@ -240,7 +240,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
         ops.route(torch.zeros(rows, 64), router, None, 1, tally)
         ops.rope_store(
             torch.zeros(rows, 40 * 128).bfloat16(), Rope(angles.cos(), angles.sin()), make_batch([(0, rows)], tables),
-            *pools, heads=32, kv_heads=4, head_dim=128, q_norm=norm, k_norm=norm,
+            *pools, 32, HeadNorms(norm, norm),
         )  # fmt: skip
     counts = {name: len(variants) for name, variants in compiler.variants.items()}
     assert counts == {

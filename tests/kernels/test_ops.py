@@ -18,7 +18,7 @@ from tandem import _core
 from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import ColumnRun, Rope
+from tandem.kernels.ops import ColumnRun, HeadNorms, Rope
 from tandem.kernels.reference import TorchOps
 
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-7
@@ -87,8 +87,7 @@ def test_rope_store(
         dims = head_dim, value_dim
         k_pages, v_pages = (torch.zeros(pages, PAGE, kv_heads, n, dtype=dtype) for n in dims)
         q = each.rope_store(
-            qkv, rope, batch, k_pages, v_pages, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            q_norm=q_norm, k_norm=k_norm,
+            qkv, rope, batch, k_pages, v_pages, heads, HeadNorms(q_norm, k_norm),
         )  # fmt: skip
         results.append((q, k_pages, v_pages))
     for got, expected in zip(*results, strict=True):
@@ -160,7 +159,7 @@ def test_keys_that_are_values_too(ops: CpuOps, dtype: torch.dtype) -> None:
     old = torch.randn(pages, PAGE, 1, head_dim).to(dtype)
     for each in (ops, TorchOps()):
         kv = old.clone()
-        q = each.rope_store(qk, rope, batch, kv, kv, heads=heads, kv_heads=1, head_dim=head_dim)
+        q = each.rope_store(qk, rope, batch, kv, kv, heads)
         results.append((q, kv, each.attention(q, kv, kv, batch, head_dim**-0.5)))
     (q, kv, got), (expected_q, expected_kv, expected) = results
     assert torch.equal(q, expected_q) and torch.equal(kv, expected_kv)

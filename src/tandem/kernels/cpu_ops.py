@@ -32,8 +32,10 @@ from tandem.kernels.in_memory import InMemory
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
+    NO_NORMS,
     ColumnRun,
     Columns,
+    HeadNorms,
     LatentSizes,
     LatentWeights,
     Recorded,
@@ -114,9 +116,7 @@ class CpuOps(InMemory):
             int8_activations=self.int8_activations, in_place=self.experts_in_place,
         )  # fmt: skip
 
-    def mlp(
-        self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
-    ) -> OneExpert:
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> OneExpert:
         return OneExpert(PackedExperts(self.workspace, 1, hidden, width, fmt, activation))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
@@ -154,21 +154,22 @@ class CpuOps(InMemory):
         batch: BatchLayout,
         k_pages: Tensor,
         v_pages: Tensor,
-        *,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
+        kv_heads, head_dim = k_pages.shape[2:]
         qkv = without_gates(qkv, heads, kv_heads, head_dim)
-        q_norm, k_norm = _beside(qkv, q_norm), _beside(qkv, k_norm)
+        q_norm, k_norm = _beside(qkv, norms.q), _beside(qkv, norms.k)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
-        shape, view = _heads(heads, kv_heads, head_dim, *sizes, v_pages.shape[3]), self.view_of(batch, k_pages)
+        shape, view = (
+            _heads(heads, kv_heads, head_dim, *sizes, v_pages.shape[3]),
+            self.view_of(batch, k_pages),
+        )
         q = qkv.new_empty((qkv.shape[0], heads, head_dim))
         values = None if v_pages is k_pages else v_pages
-        self._dense.rope_store(view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, values, q, eps)
+        self._dense.rope_store(
+            view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, values, q, norms.eps
+        )
         return q
 
     def attention(

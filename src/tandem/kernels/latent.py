@@ -32,7 +32,9 @@ class HeadOps(Ops, Protocol):
 class AttendChosen(Protocol):
     """`Ops.attention` of one kv head, whose keys are values, too, over what rows have chosen."""
 
-    def __call__(self, q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen) -> Tensor: ...
+    def __call__(
+        self, q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen
+    ) -> Tensor: ...
 
 
 class AbsorbedHeads:
@@ -51,10 +53,7 @@ class AbsorbedHeads:
         self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
     ) -> Tensor:
         s, rows = self._sizes, len(q)
-        turned = self._ops.rope_store(
-            self._queries_and_key(q, kv), self._rope, batch, pages, pages,
-            heads=s.heads, kv_heads=1, head_dim=s.width,
-        )  # fmt: skip
+        turned = self._ops.rope_store(self._queries_and_key(q, kv), self._rope, batch, pages, pages, s.heads)
         seen, scale = q.new_empty((rows, s.heads * s.rank)), self._scale
         if chosen is None:
             looked = self._ops.attention(turned, pages, pages, batch, scale)

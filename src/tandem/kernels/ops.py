@@ -44,6 +44,18 @@ class Rope:
         return 2 * int(self.cos.shape[1])
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms before the rotation: weights [D] over each head (Qwen3, GLM-4.6), or [H * D] of q and [G * D] of k over
+    all heads together (OLMoE)."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    eps: float = 1e-6
+
+
+NO_NORMS = HeadNorms()
+
+
 class Routing(NamedTuple):
     """One layer's chosen experts: ids int32 [T, k], weights float32 [T, k]; best first, ties by lowest id. slots int32
     [T, k]: where they lie, as `places` says; None where nobody asked."""
@@ -281,24 +293,17 @@ class Ops(Protocol):
         batch: BatchLayout,
         k_pages: Tensor,
         v_pages: Tensor,
-        *,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
         """Per-head norm, rotation and the cache write of one layer, in one pass.
 
         qkv is [T, (H + 2G) * D]: all q heads, then k, then v; or [T, (2H + 2G) * D]: each q head is followed by a
-        gate, which is left out. q_norm and k_norm are [D] weights of an RMS
-        norm over each head (Qwen3, GLM-4.6) or [H * D] and [G * D] over all heads together (OLMoE), before
-        the rotation. K and V of row t go to row batch.cache_slots[t] of k_pages and v_pages ([num_pages,
-        page_size, G, D]). Values may be narrower: v_pages [num_pages, page_size, G, E], and qkv likewise. Where
-        v_pages is k_pages, keys are values, too: qkv is [T, (H + G) * D], without v. Returns q [T, H, D]. In
-        bfloat16 the tables are rounded to bfloat16 first and each
-        product and the sum are rounded, as Transformers does.
+        gate, which is left out. H is `heads`; the pages say G and D. K and V of row t go to row
+        batch.cache_slots[t] of k_pages and v_pages ([num_pages, page_size, G, D]). Values may be narrower: v_pages
+        [num_pages, page_size, G, E], and qkv likewise. Where v_pages is k_pages, keys are values, too: qkv is
+        [T, (H + G) * D], without v. Returns q [T, H, D]. In bfloat16 the tables are rounded to bfloat16 first and
+        each product and the sum are rounded, as Transformers does.
         """
         ...
 

@@ -29,9 +29,11 @@ from tandem.kernels.in_memory import InMemory
 from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
+    NO_NORMS,
     ColumnRun,
     Columns,
     ExpertBiases,
+    HeadNorms,
     LatentSizes,
     LatentWeights,
     Recorded,
@@ -186,9 +188,7 @@ class TorchOps(InMemory):
     ) -> TorchExperts:
         return TorchExperts(num_experts, hidden, width, fmt, activation)
 
-    def mlp(
-        self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
-    ) -> OneExpert:
+    def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> OneExpert:
         return OneExpert(self.experts(1, hidden, width, fmt, activation))
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
@@ -214,18 +214,15 @@ class TorchOps(InMemory):
         batch: BatchLayout,
         k_pages: Tensor,
         v_pages: Tensor,
-        *,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
+        kv_heads, head_dim = k_pages.shape[2:]
         qkv = without_gates(qkv, heads, kv_heads, head_dim)
         values = 0 if v_pages is k_pages else kv_heads * v_pages.shape[-1]
         q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, values], dim=-1)
-        q, k = self._head_norm(q, q_norm, head_dim, eps), self._head_norm(k, k_norm, head_dim, eps)
+        q = self._head_norm(q, norms.q, head_dim, norms.eps)
+        k = self._head_norm(k, norms.k, head_dim, norms.eps)
         rows = batch.cache_slots
         k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)
         if values:

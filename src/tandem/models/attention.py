@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from tandem.config.layers import Gqa
-from tandem.kernels.ops import SureRead
+from tandem.kernels.ops import NO_NORMS, HeadNorms, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -25,8 +25,12 @@ class Attention:
             del rows["v"]
         modules, sizes = [f"{name}.{each}_proj" for each in rows], list(rows.values())
         self.qkv = b.linear(modules, sizes, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
-        self.head_gate = b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate else None
-        self.out = b.linear([f"{name}.o_proj"], [b.config.hidden], shape.heads * shape.value_dim, bias=shape.out_bias)
+        self.head_gate = (
+            b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate else None
+        )
+        self.out = b.linear(
+            [f"{name}.o_proj"], [b.config.hidden], shape.heads * shape.value_dim, bias=shape.out_bias
+        )
         self.sinks = b.float_tensor(f"{name}.sinks", shape.heads) if shape.sinks else None
         self.ones = b.ops.resident(torch.ones(shape.value_dim)) if values.norm else None
         self.q_norm = self.k_norm = None
@@ -40,17 +44,18 @@ class Attention:
         return sure_reads(self.qkv, *([] if self.head_gate is None else [self.head_gate]), self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        s, qkv, norms, ((k_pages, v_pages),) = self.shape, self.qkv(x), (self.q_norm, self.k_norm), states
+        s, qkv, norms, ((k_pages, v_pages),) = (
+            self.shape,
+            self.qkv(x),
+            HeadNorms(self.q_norm, self.k_norm, self.shape.norm.eps),
+            states,
+        )
         batch = p.batch if s.sees_all else p.batch.windowed
         if s.clip:
-            qkv, norms = self._clipped(qkv), (None, None)
+            qkv, norms = self._clipped(qkv), NO_NORMS
         if not s.values.plain:
             qkv = self._with_values(qkv)
-        q = self.ops.rope_store(
-            qkv, self.rope, batch, k_pages, v_pages,
-            heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
-            q_norm=norms[0], k_norm=norms[1], eps=s.norm.eps,
-        )  # fmt: skip
+        q = self.ops.rope_store(qkv, self.rope, batch, k_pages, v_pages, s.heads, norms)
         seen = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
         if self.head_gate is not None:
             seen = self._softplus_gated(seen, self.head_gate(x))

@@ -34,6 +34,8 @@ from tandem.kernels.gpu.residual.hyper import gpu_streams
 from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.ops import (
+    NO_NORMS,
+    HeadNorms,
     LatentSizes,
     LatentWeights,
     Lookup,
@@ -57,12 +59,18 @@ class GpuOps:
     """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
 
     def __init__(
-        self, device: torch.device, cpu: CpuOps, attention: Attention | None = None, deterministic: bool = False
+        self,
+        device: torch.device,
+        cpu: CpuOps,
+        attention: Attention | None = None,
+        deterministic: bool = False,
     ) -> None:
         """attention: Triton's where none is given. deterministic: a row has the same bits beside any others."""
         self.device, self.cpu = device, cpu
         self._attention = attention or attention_of("triton")
-        self.pausable = self._attention.pausable  # a pass may stop between two layers while graphs are replayed
+        self.pausable = (
+            self._attention.pausable
+        )  # a pass may stop between two layers while graphs are replayed
         self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
         self._step, self._fixed = StepKind(each_row=deterministic), deterministic
 
@@ -116,6 +124,7 @@ class GpuOps:
         tables: tuple[Tensor, Tensor] | None = None,
     ) -> GpuExperts:
         """Those whose slot is not -1. tables: as `GpuExperts` has them."""
+
         def packer() -> PackedExperts:
             return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
@@ -146,16 +155,10 @@ class GpuOps:
         batch: BatchLayout,
         k_pages: Tensor,
         v_pages: Tensor,
-        *,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
-        counts = rotation.HeadCounts(heads, kv_heads, head_dim, v_pages.shape[3])
-        return rotation.rope_store(qkv, rope, batch, (k_pages, v_pages), counts, (q_norm, k_norm), eps)
+        return rotation.rope_store(qkv, rope, batch, (k_pages, v_pages), heads, norms)
 
     def attention(
         self,

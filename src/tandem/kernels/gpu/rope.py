@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,19 +9,10 @@ from torch import Tensor
 from tandem.errors import KernelError
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.ops import Rope
+from tandem.kernels.ops import HeadNorms, Rope
 
 MANY_ROWS, AT_ONCE = 128, 8  # from so many rows on a program has eight heads, a warp each: the bits are the same
 SMALL = 128  # channels of a head for one warp
-
-
-class HeadCounts(NamedTuple):
-    """Query heads, key/value heads and channels of each; those of a value."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
 
 
 @triton.jit
@@ -115,13 +104,12 @@ def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_
 
 
 def rope_store(
-    qkv: Tensor, rope: Rope, batch: BatchLayout, pages: tuple[Tensor, Tensor], counts: HeadCounts,
-    norms: tuple[Tensor | None, Tensor | None], eps: float,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor, rope: Rope, batch: BatchLayout, pages: tuple[Tensor, Tensor], heads: int, norms: HeadNorms
+) -> Tensor:
     """As `Ops.rope_store`."""
-    heads, kv_heads, dim, value = counts
-    q = qkv.new_empty((qkv.shape[0], heads, dim))
-    q_norm, k_norm = norms
+    kv_heads, dim = pages[0].shape[2:]
+    q, value = qkv.new_empty((qkv.shape[0], heads, dim)), pages[1].shape[3]
+    q_norm, k_norm, eps = norms
     has_norm = q_norm is not None and k_norm is not None
     whole, gated = q_norm is not None and q_norm.numel() != dim, qkv.shape[1] == 2 * (heads + kv_heads) * dim
     if whole and gated:
