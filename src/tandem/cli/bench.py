@@ -132,16 +132,11 @@ def kernels(
     if explain:
         measured.explain(**asked)
         return
-    measured.run(
-        **asked,
-        threads=threads,
-        with_torch=with_torch,
-        int8_activations=int8_activations,
-        seconds=seconds,
+    measures = measured.Asked(
+        **asked, with_torch=with_torch, int8_activations=int8_activations, seconds=seconds,
         working_set_mib=working_set_mib,
-        out=out,
-        plot=plot,
-    )
+    )  # fmt: skip
+    measured.run(measures, threads, out, plot)
 
 
 @bench.command()

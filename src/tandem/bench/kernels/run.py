@@ -71,35 +71,40 @@ class Request:
     working_set: int  # bytes of distinct weights at least
 
 
-def run(
-    *,
-    shapes: list[str],
-    formats: list[str],
-    tiers: list[str],
-    tokens: list[int],
-    threads: int | None,
-    with_torch: bool,
-    int8_activations: bool,
-    seconds: float,
-    working_set_mib: int | None,
-    out: Path | None,
-    plot: Path | None,
-) -> None:
-    """Checks the flags, measures, prints, and writes what was asked for. No tiers: the best of this machine."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """The flags as they are. No tiers: the best of this machine."""
+
+    shapes: list[str]
+    formats: list[str]
+    tiers: list[str]
+    tokens: list[int]
+    with_torch: bool
+    int8_activations: bool
+    seconds: float
+    working_set_mib: int | None
+
+    def checked(self, machine: Machine) -> Request:
+        """Raises ConfigError."""
+        request = Request(
+            tuple(map(parse_shape, self.shapes)),
+            one_of("--format", self.formats, bench_formats.FORMATS),
+            one_of("--tier", self.tiers or [machine.tiers[-1]], machine.tiers),
+            tuple(self.tokens),
+            self.with_torch,
+            self.int8_activations,
+            self.seconds,
+            beyond_caches_bytes() if self.working_set_mib is None else self.working_set_mib << 20,
+        )
+        if self.int8_activations and set(request.formats) <= set(bench_formats.NO_INTEGERS):
+            raise ConfigError("--int8-activations: no --format given has integer codes; add int8 or int4")
+        return request
+
+
+def run(asked: Asked, threads: int | None, out: Path | None, plot: Path | None) -> None:
+    """Checks the flags, measures, prints, and writes what was asked for."""
     machine = this_machine()
-    request = Request(
-        tuple(map(parse_shape, shapes)),
-        one_of("--format", formats, bench_formats.FORMATS),
-        one_of("--tier", tiers or [machine.tiers[-1]], machine.tiers),
-        tuple(tokens),
-        with_torch,
-        int8_activations,
-        seconds,
-        beyond_caches_bytes() if working_set_mib is None else working_set_mib << 20,
-    )
-    if int8_activations and set(request.formats) <= set(bench_formats.NO_INTEGERS):
-        raise ConfigError("--int8-activations: no --format given has integer codes; add int8 or int4")
-    bench = Bench(request, machine, pools_of(machine, threads))
+    bench = Bench(asked.checked(machine), machine, pools_of(machine, threads))
     results = bench.run()
     console = Console()
     if out is not None:  # first: what is printed to may be gone after Ctrl-C
