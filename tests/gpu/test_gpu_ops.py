@@ -198,12 +198,12 @@ def test_rows_have_the_same_bits_among_many(
     batch, angles = there(make_batch([(0, 5), (49, 50)], tables)), torch.rand(50, dim // 4) * 6.3
     rope = Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE))
     qkv = bf16(6, ((1 + gates) * heads + kv_heads) * dim + kv_heads * value).to(DEVICE)
-    weights = {} if norm == "none" else {name: (1 + 0.1 * bf16(dim)).to(DEVICE) for name in ("q_norm", "k_norm")}
+    norms = HeadNorms(*[] if norm == "none" else [(1 + 0.1 * bf16(dim)).to(DEVICE) for _ in "qk"])
     results = []
     for many in (1, 1 << 30):
         monkeypatch.setattr(rotation, "MANY_ROWS", many)
         kept = [torch.zeros(pages, PAGE, kv_heads, n, dtype=torch.bfloat16, device=DEVICE) for n in (dim, value)]
-        q = ops.rope_store(qkv, rope, batch, *kept, heads=heads, kv_heads=kv_heads, head_dim=dim, **weights)
+        q = ops.rope_store(qkv, rope, batch, *kept, heads, norms)
         results.append([q, *kept])
     assert all(map(torch.equal, *results))
 
