@@ -61,6 +61,7 @@ class DraftNames:
     hidden_norm: str = "model.layers.{layer}.hnorm"
     projection: str = "model.layers.{layer}.eh_proj"
     norm: str = "model.layers.{layer}.shared_head.norm"
+    vocab: str = "model.layers.{layer}.d2t"  # of each token that is guessed: its number less its place, as EAGLE-3 has
 
 
 PLAIN_DRAFT_NAMES = DraftNames()

@@ -84,11 +84,24 @@ def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
 
 def with_drafts(keys: JsonKeys, made: ModelConfig, *, count: int = 0) -> ModelConfig:
     """With a draft layer like the last one that looks back at tokens, where the checkpoint has some. Of several the
-    first guesses all tokens. count: what absent keys mean."""
+    first guesses all tokens. Its feed-forward may be dense. count: what absent keys mean."""
     given = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
     layers = [layer for layer in made.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
-    found = Drafts(layers[-1], made.norm) if max(given, default=count) and layers else None
+    if not (max(given, default=count) and layers):
+        return replace(made, unread_keys=keys.unread)
+    vocab = keys.count("draft_vocab_size", 0, most=made.vocab)
+    found = Drafts(_with_feed_forward(keys, layers[-1]), made.norm, 0 if vocab == made.vocab else vocab)
     return replace(made, drafts=found, unread_keys=keys.unread)
+
+
+def _with_feed_forward(keys: JsonKeys, layer: Layer) -> Layer:
+    """A draft layer's, as Transformers' key says; sparse where it says nothing."""
+    kind = next(iter(keys.get("mtp_mlp_layer_types") or ["sparse"]))
+    if kind != "dense":
+        return layer
+    dense = Dense(keys.size("intermediate_size", 5632), activation(keys))
+    blocks = (replace(each, body=dense) if isinstance(each.body, Moe) else each for each in layer.blocks)
+    return replace(layer, blocks=tuple(blocks))
 
 
 ACTIVATIONS: dict[str, ActivationKind] = {

@@ -17,6 +17,7 @@ from tandem import __version__
 from tandem.bench.probes import MachineProbe
 from tandem.bench.rows import commit
 from tandem.bench.sample import verified
+from tandem.checkpoint import with_draft_config
 from tandem.config import EngineConfig
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
@@ -57,7 +58,7 @@ def _flags(config: EngineConfig) -> dict[str, Any]:
 
 
 def _subject(path: Path, config: EngineConfig) -> Any:
-    model = model_at(path)
+    model = with_draft_config(model_at(path), config)
     return model, stored_at(path, model, config.kt_weight_path)
 
 

@@ -134,6 +134,7 @@ def _speeds_here(wish: MachineWish, machine: Machine, probe: MachineProbe | None
 def _subject(asked: EngineConfig, named: str | None) -> Subject:
     """The model's sizes and how it is stored. Raises what reading them raises."""
     from tandem.bench.architectures import named_subject
+    from tandem.checkpoint import with_draft_config
     from tandem.engine.start.model_files import inspect
     from tandem.engine.start.planning import model_at, stored_at
 
@@ -141,7 +142,7 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
         return named_subject(named)
 
     def look(path: Path) -> Subject:
-        model = model_at(path)
+        model = with_draft_config(model_at(path), asked)
         return model, stored_at(path, model, asked.kt_weight_path)
 
     return inspect(asked.model, look)

@@ -249,6 +249,9 @@ class EngineConfig:
         None, "Who guesses: NGRAM the text itself, NEXTN the draft layer.", group=DRAFT,
         choices=["NGRAM", "NEXTN", "EAGLE"],
     )  # fmt: skip
+    speculative_draft_model_path: str | None = flag(
+        None, "Directory of a draft layer; default: the checkpoint's own.", group=DRAFT
+    )
     speculative_num_steps: int | None = flag(
         None, "Most guesses of a sequence in a step; default: 7, NEXTN: 3.", group=DRAFT, minimum=1, maximum=63
     )

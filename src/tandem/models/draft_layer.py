@@ -12,6 +12,7 @@ from tandem.architectures.names import DraftNames, Names
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.kernels.ops import Linear
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer
@@ -33,6 +34,11 @@ class DraftLayer:
         self.projection = b.linear([at.projection], [hidden], 2 * hidden)
         self.layer = decoder_layer(b, len(config.layers), replace(names, layer=at.layer))
         self.ending = OneStream(b.ops)
+        self.ids: Tensor | None = None  # of the tokens that are guessed; None: all
+        if vocab := config.drafter.vocab:
+            places = b.checkpoint.get(at.vocab, (vocab,), whole=True)
+            ids = places.long() + torch.arange(vocab)
+            self.ids, self._own_head = b.ops.resident(ids), _rows_of_head(b, ids)
 
     def __call__(self, embedded: Tensor, hidden: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """embedded, hidden [T, hidden]: of the tokens, and what the last norm made before them. states: the layer's
@@ -52,6 +58,23 @@ class DraftLayer:
             first = last
         return self.ending.enter(_of(p, batch.logits_rows), self.last_norm, self.eps)
 
+    def guesses(self, x: Tensor, head: Linear) -> Tensor:
+        """The likeliest tokens behind rows of what the layer returned, int64 [R]. head: the model's."""
+        if self.ids is None:
+            return head(x, torch.float32).argmax(-1)
+        return self.ids[self._own_head(x, torch.float32).argmax(-1)]
+
+
+def head_name(config: ModelConfig) -> str:
+    """The matrix that makes logits; the embedding itself where the two are tied."""
+    return "model.embed_tokens" if config.tied_embeddings else "lm_head"
+
+
+def _rows_of_head(b: Builder, ids: Tensor) -> Linear:
+    """Some rows of the model's head as a matrix of their own, which no cache keeps."""
+    find = b.checkpoint.lookup(f"{head_name(b.config)}.weight", (b.config.vocab, b.config.hidden))
+    return b.ops.linear(find(ids).to(b.dtype), None, b.dense_format)
+
 
 def _of(p: Pass, rows: Tensor) -> Pass:
     """The same pass for some of its rows, or for all of them."""
@@ -63,7 +86,7 @@ def _of(p: Pass, rows: Tensor) -> Pass:
 def draft_names(config: ModelConfig) -> DraftNames:
     """As the checkpoint has them."""
     names, number = family_of(config.model_type).drafts, len(config.layers)
-    parts = names.layer, names.embedding_norm, names.hidden_norm, names.projection, names.norm
+    parts = names.layer, names.embedding_norm, names.hidden_norm, names.projection, names.norm, names.vocab
     return DraftNames(*(part.format(layer=number) for part in parts))
 
 
@@ -74,7 +97,7 @@ def check_draft_layer(config: ModelConfig, checkpoint: Checkpoint) -> None:
     projection = draft_names(config).projection
     if not checkpoint.has_matrix(projection):
         raise ConfigError(
-            f"--speculative-algorithm NEXTN: {checkpoint.path} has no draft layer: there is no tensor "
+            f"--speculative-algorithm NEXTN: {checkpoint.path_of(projection)} has no draft layer: there is no tensor "
             f"{projection}.weight; take NGRAM, which needs none, or leave it out",
             fields=("speculative_algorithm",),
         )

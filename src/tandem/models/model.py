@@ -12,7 +12,7 @@ from tandem.architectures.names import Names
 from tandem.kernels.ops import Linear, Recorded, SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
-from tandem.models.draft_layer import DraftLayer
+from tandem.models.draft_layer import DraftLayer, head_name
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.passing import Pass, States
@@ -72,7 +72,7 @@ class Model:
             hidden = states[-1][0].flatten(0, 1)[batch.cache_slots]
         first = self._spans[-1][1] + sum(len(block.states) for block in self.layers[-1].blocks)
         x = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
-        return self.head(x, torch.float32).argmax(-1), x
+        return self.drafter.guesses(x, self.head), x
 
     def _kept(self, x: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""
@@ -167,9 +167,7 @@ def names_of(b: Builder) -> Names:
 
 
 def head_of(b: Builder) -> Linear:
-    """The matrix that makes logits; the embedding itself where the two are tied."""
-    name = "model.embed_tokens" if b.config.tied_embeddings else "lm_head"
-    return b.linear([name], [b.config.vocab], b.config.hidden)
+    return b.linear([head_name(b.config)], [b.config.vocab], b.config.hidden)
 
 
 def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:

@@ -15,12 +15,14 @@ DEFAULT_DRAFTS = 3  # of a draft layer: each costs a pass through it, and is lik
 DRAFT_ALGORITHMS = ("NEXTN", "EAGLE")
 DEFAULT_LEAST_MATCH, DEFAULT_LONGEST_MATCH = 2, 16  # tokens
 SPECULATION_FIELDS = (
-    "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk",
+    "speculative_draft_model_path", "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk",
     "speculative_moe_runner_backend", "speculative_ngram_min_match_window_size",
     "speculative_ngram_max_match_window_size", "disable_speculative_governor",
 )  # fmt: skip
 _ALGORITHM = ("speculative_algorithm",)
-_DRAFT_FLAGS = ("speculative_eagle_topk", "speculative_moe_runner_backend")
+_DRAFT_FLAGS = (
+    "speculative_draft_model_path", "speculative_eagle_topk", "speculative_moe_runner_backend",
+)  # fmt: skip
 _NGRAM_FLAGS = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
 
 

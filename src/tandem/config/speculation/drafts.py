@@ -19,12 +19,13 @@ class Drafts:
 
     layer: Layer
     norm: Norm
+    vocab: int = 0  # tokens that it can guess, of the model's; 0: all
 
     def params(self, hidden: int) -> int:
-        """Weights that every guess uses, beside the head."""
+        """Weights that every guess uses; the head counts where it has rows of its own."""
         blocks = self.layer.blocks
         bodies = sum(block.body.params(hidden) for block in blocks)
-        return bodies + 2 * hidden * hidden + (len(blocks) + 3) * hidden
+        return bodies + (self.vocab + 2 * hidden + len(blocks) + 3) * hidden
 
     def states(self, hidden: int) -> tuple[State, ...]:
         """Of a sequence: the layer's, then the model's hidden states, so that rows can be made up for at any time."""

@@ -20,6 +20,8 @@ from tandem.checkpoint import (
     load_model_config,
     open_checkpoint,
     resolve_model,
+    with_draft_config,
+    with_draft_layer,
     with_experts,
 )
 from tandem.checkpoint.demo import build_demo
@@ -96,8 +98,9 @@ def load_parts(
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        model_config = cached_as(config, drafting(config, load_model_config(directory)))
+        model_config = cached_as(config, drafting(config, with_draft_config(load_model_config(directory), config)))
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
+        checkpoint = with_draft_layer(checkpoint, config)
         stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
         plan = resolve(config, model_config, whole.result(), stored)
         models.check_draft_layer(model_config, checkpoint)

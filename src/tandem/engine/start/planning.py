@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tandem.checkpoint import demo_dir, load_model_config, open_checkpoint, resolve_model, with_experts
+from tandem.checkpoint import (
+    demo_dir,
+    load_model_config,
+    open_checkpoint,
+    resolve_model,
+    with_draft_config,
+    with_experts,
+)
 from tandem.checkpoint.demo_text import CONFIG
 from tandem.checkpoint.glance.from_names import formats_from_names
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
@@ -37,7 +44,7 @@ def planned(config: EngineConfig, machine: Machine, path: Path | None = None) ->
     """As `plan_of`, for any machine. path: where the model's files are; None: where `config.model` says."""
     path = resolve_model(config.model) if path is None else path
     try:
-        model = model_at(path)
+        model = with_draft_config(model_at(path), config)
     except ConfigError as error:
         raise ConfigError(*error.reasons, *machine_refusals(config, machine)) from error
     try:
@@ -61,7 +68,7 @@ def _other_refusals(
 
 def model_of(config: EngineConfig) -> ModelConfig:
     """What config.json says; the demo model need not have been built."""
-    return model_at(resolve_model(config.model))
+    return with_draft_config(model_at(resolve_model(config.model)), config)
 
 
 def model_at(path: Path) -> ModelConfig:

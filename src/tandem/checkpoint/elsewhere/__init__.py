@@ -1,0 +1,1 @@
+"""Checkpoints of which a part is somewhere else."""

@@ -1,0 +1,96 @@
+"""`DraftsElsewhere`: a draft layer out of one directory, everything else out of another
+(`--speculative-draft-model-path`).
+
+The directory has a `config.json` of the model's family, which says how the layer is made, and its tensors, by the names
+that they have in a checkpoint with a draft layer. The demo model's own one is part of this package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+from tandem.checkpoint.elsewhere.two import TwoCheckpoints
+from tandem.checkpoint.resolve import demo_dir, resolve_model
+from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint
+from tandem.config import EngineConfig, ModelConfig, StoredFormats
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS
+from tandem.errors import ConfigError
+
+FLAG = "--speculative-draft-model-path"
+FIELDS = ("speculative_draft_model_path",)
+DEMO_DRAFT = Path(str(files("tandem"))) / "data" / "demo" / "draft"
+
+
+def draft_directory(config: EngineConfig) -> Path | None:
+    """Where the draft layer is, if it is not the checkpoint's own, and one is asked for. Raises CheckpointError."""
+    if config.speculative_algorithm not in DRAFT_ALGORITHMS:
+        return None
+    if config.speculative_draft_model_path is not None:
+        return resolve_model(config.speculative_draft_model_path)
+    demo = Path(config.model).expanduser() in (Path("demo"), demo_dir())
+    return DEMO_DRAFT if demo and DEMO_DRAFT.is_dir() else None
+
+
+def with_draft_config(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """With the draft layer that `config` names. Raises ConfigError where it is another model's, or there is none."""
+    path = draft_directory(config)
+    if path is None:
+        return model
+    theirs = load_model_config(path)
+    for what, ours, other in (
+        ("hidden size", model.hidden, theirs.hidden),
+        ("vocabulary", model.vocab, theirs.vocab),
+        ("number of layers", len(model.layers), len(theirs.layers)),
+        ("family", model.model_type, theirs.model_type),
+    ):
+        if ours != other:
+            raise ConfigError(
+                f"{FLAG} {path} is of another model: its {what} is {other}, not {ours}", fields=FIELDS
+            )
+    if theirs.drafts is None:
+        raise ConfigError(
+            f"{FLAG} {path}: its config.json has no draft layer; num_nextn_predict_layers must be 1",
+            fields=FIELDS,
+        )
+    return replace(model, drafts=theirs.drafts)
+
+
+def with_draft_layer(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint:
+    """`checkpoint` with the tensors of the directory that `config` names in front of its own."""
+    path = draft_directory(config)
+    return checkpoint if path is None else DraftsElsewhere(checkpoint, open_checkpoint(path))
+
+
+class DraftsElsewhere(TwoCheckpoints):
+    """What the planner asks of all weights is said of the model's."""
+
+    def __init__(self, model: Checkpoint, drafts: Checkpoint) -> None:
+        super().__init__(model, drafts)
+        self._there = frozenset(drafts.names())
+
+    def _is_other(self, name: str) -> bool:
+        return name in self._there or f"{name}.weight" in self._there or self._other.has_matrix(name)
+
+    def formats(self) -> StoredFormats:
+        return self._first.formats()
+
+    def expert_files(self) -> tuple[list[Path], bool]:
+        ours, theirs = self._first.expert_files(), self._other.expert_files()
+        return [*ours[0], *theirs[0]], ours[1] and theirs[1]
+
+    def nbytes(self, experts: bool | None = None) -> int:
+        return self._first.nbytes(experts) + self._other.nbytes(experts)
+
+    def read_ahead(self, layer: int, experts: bool | None = None) -> None:
+        self._first.read_ahead(layer, experts)
+        self._other.read_ahead(layer, experts)
+
+    def forget(self, layer: int, experts: bool | None = None) -> None:
+        self._first.forget(layer, experts)
+        self._other.forget(layer, experts)
+
+    def release(self, experts: bool | None = None) -> None:
+        self._first.release(experts)
+        self._other.release(experts)
