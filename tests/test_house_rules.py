@@ -48,7 +48,6 @@ LARGE_FUNCTIONS: dict[str, str] = {}
 MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 20, 8, 25
 MANY_PARAMETERS = {
     "src/tandem/config/flags.py:flag": 11,
-    "src/tandem/engine/gpu_runner.py:GpuRunner.__init__": 9,
     "src/tandem/kernels/packed/experts.py:PackedExperts.__init__": 10,
 }
 

@@ -105,6 +105,7 @@ class Session:
         late: int = 0,
         prompts: tuple[int, ...] = (),
     ) -> None:
+        from tandem.engine.batch_arrays import StepShape
         from tandem.engine.gpu_runner import GpuRunner, GraphPlan
         from tandem.engine.start.gpu_side import begin_step, defer_experts, gpu_side
 
@@ -128,8 +129,7 @@ class Session:
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
             self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES, prompts=prompts),
-            page_size=PAGE, max_step_tokens=256,
-            usage=self.usage, live=restless(self.side, self.usage) if moving else None,
+            StepShape(PAGE, 256), usage=self.usage, live=restless(self.side, self.usage) if moving else None,
             begin_step=begin_step(self.side, None),
         )  # fmt: skip
 

@@ -37,6 +37,7 @@ from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.forecast.bound import experts_seconds
+from tandem.engine.batch_arrays import StepShape
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import BeginStep, GpuRunner, GraphPlan
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
@@ -271,9 +272,8 @@ def _runner(
     pages = -(-plan.context_length // plan.page_size)
     graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, prompts=prompts)
     return GpuRunner(
-        model, states, side.handoff, graphs,
-        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=usage, live=live,
-        begin_step=begin,
+        model, states, side.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
+        usage=usage, live=live, begin_step=begin,
     )  # fmt: skip
 
 

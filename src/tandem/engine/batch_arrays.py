@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,13 @@ class _Places:
 
     def _table(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         return sequence.window_table if self._windowed else sequence.page_table
+
+
+class StepShape(NamedTuple):
+    """Tokens of a page, and of the largest step."""
+
+    page_size: int
+    max_tokens: int
 
 
 class BatchArrays:

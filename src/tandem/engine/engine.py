@@ -15,6 +15,7 @@ from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.config.state import StateLayout
 from tandem.engine.answer import Answer
 from tandem.engine.aside import Aside
+from tandem.engine.batch_arrays import StepShape
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.failures import why
@@ -96,9 +97,8 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
         drafting=plan.drafts,
     )  # fmt: skip
     return GpuRunner(
-        parts.model, states, parts.handoff, graphs,
-        page_size=plan.page_size, max_step_tokens=plan.max_step_tokens, usage=parts.usage, live=parts.live,
-        begin_step=parts.begin_step,
+        parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
+        usage=parts.usage, live=parts.live, begin_step=parts.begin_step,
     )  # fmt: skip
 
 

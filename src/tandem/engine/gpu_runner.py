@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
-from tandem.engine.batch_arrays import BatchArrays, moved
+from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
 from tandem.engine.paused_pass import PausingModel
@@ -182,9 +182,8 @@ class GpuRunner:
         states: list[tuple[Tensor, ...]],
         handoff: Handoff,
         graphs: GraphPlan,
+        shape: StepShape,
         *,
-        page_size: int,
-        max_step_tokens: int,
         usage: ExpertUsage | None = None,
         live: LiveExperts | None = None,
         begin_step: BeginStep | None = None,
@@ -193,14 +192,14 @@ class GpuRunner:
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
         self._usage, self._live, self._begin_step = usage, live, begin_step or nothing_begins
         made = partial(
-            BatchArrays, page_size, max_step_tokens, guessing=graphs.guessing, windowed=graphs.windowed,
+            BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
             each_row=graphs.each_row,
         )  # fmt: skip
         self._arrays, self._paused = made(apart=True), made()
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
-        self._rows, self._best = HostRows(handoff.device), BestRows(max_step_tokens, handoff.device)
+        self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         said: object = begin_step
         self._start = said if isinstance(said, PassStart) else None
