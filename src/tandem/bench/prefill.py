@@ -36,7 +36,7 @@ SPLITS = 100
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the flags asked for. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where
-    it pays."""
+    it pays; cached: tokens before each prompt, whose keys and values are there."""
 
     config: str
     formats: tuple[str, ...]
@@ -48,10 +48,11 @@ class Request:
     repeats: int = 3
     threads: int | None = None
     tier: str = "auto"
+    cached: int = 0
 
     def model(self) -> hybrid.Request:
         """As the decode bench builds one."""
-        sizes = (self.layers, max(self.tokens), 1, self.repeats, self.threads, self.tier)
+        sizes = (self.layers, self.cached + max(self.tokens), 1, self.repeats, self.threads, self.tier)
         return hybrid.Request(self.config, self.formats, self.shares, (1,), *sizes, prompts=True)
 
 
@@ -87,14 +88,14 @@ class Work:
         return max(bus, cpu, flops / rates.gpu.flops, nbytes / (rates.gpu.gbps * 1e9))
 
 
-def work_of(model: ModelConfig, packed: int, tokens: int, gpu_share: float) -> Work:
-    """packed: bytes of one routed expert."""
+def work_of(model: ModelConfig, packed: int, tokens: int, gpu_share: float, cached: int = 0) -> Work:
+    """packed: bytes of one routed expert; cached: tokens before."""
     head = model.vocab * model.hidden  # one row of it
     dense = (model.dense_params - head) * 2.0 * tokens + 2.0 * head
     top_k, each = model.moe.router.top_k, model.moe.experts.params(model.hidden)
     experts = 2.0 * tokens * top_k * each * len(model.moe_layers)
     used = model.routed_experts * (1 - (1 - top_k / model.moe.router.num_experts) ** tokens)
-    attention = attention_flops(model, tokens, 0, per_head=True)
+    attention = attention_flops(model, tokens, cached, per_head=True)
     nbytes = model.dense_bytes("bfloat16", on_gpu=True), used * packed
     return Work(dense + attention, nbytes[0], experts, nbytes[1], gpu_share)
 
@@ -129,24 +130,24 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
 
 
 def _row(request: Request, built: hybrid.Built, tokens: int, share: float, rates: Rates) -> dict[str, Any]:
-    times = list(prompt_seconds(built, tokens, request.repeats))
+    times, cached = list(prompt_seconds(built, tokens, request.repeats, request.cached)), request.cached
     seconds = statistics.median(times)
-    bound = work_of(built.config, built.expert_bytes, tokens, share).bound_seconds(rates)
+    bound = work_of(built.config, built.expert_bytes, tokens, share, cached).bound_seconds(rates)
     return {
         "bench": "prefill", "config": request.config, "layers": request.layers, "gpu_share": share,
-        "tokens": tokens, "cached": 0, "tok_s": round(tokens / seconds, 1), "bound_tok_s": round(tokens / bound, 1),
+        "tokens": tokens, "cached": cached, "tok_s": round(tokens / seconds, 1), "bound_tok_s": round(tokens / bound, 1),
         "share": round(bound / seconds, 4), "chunk": request.chunk, "threshold": request.threshold,
         "experts": "all chosen", "dram_gbps": round(rates.dram_gbps, 1), "pcie_gbps": rates.gpu.to_gpu_gbps,
     }  # fmt: skip
 
 
-def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int) -> Iterator[float]:
-    """Of a prompt from nothing, after one that warms up."""
+def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int = 0) -> Iterator[float]:
+    """Of a prompt from nothing, or after so many tokens; one before warms up."""
     for repeat in range(repeats + 1):
         started = perf_counter()
         with torch.inference_mode():
-            for first in range(0, tokens, built.plan.max_step_tokens):
-                last = min(first + built.plan.max_step_tokens, tokens)
+            for first in range(cached, cached + tokens, built.plan.max_step_tokens):
+                last = min(first + built.plan.max_step_tokens, cached + tokens)
                 built.runner.logits(chunk_of(built, first, last))
         if repeat:
             yield perf_counter() - started

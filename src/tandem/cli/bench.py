@@ -223,6 +223,7 @@ def prefill(
         int | None, typer.Option(min=1, help="worker threads (default: usable physical cores)")
     ] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
+    cached: Annotated[int, typer.Option(min=0, help="tokens before the prompt, which are cached")] = 0,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
 ) -> None:
     """Measure prompts on a GPU against what bus, CPU and GPU allow together.
@@ -232,7 +233,7 @@ def prefill(
     from tandem.bench.prefill import Request, run
 
     lists = (tuple(fmt or ["INT4"]), tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(tokens or [512, 2048, 8192]))
-    run(Request(config, *lists, layers, chunk, threshold, repeats, threads, tier), out)
+    run(Request(config, *lists, layers, chunk, threshold, repeats, threads, tier, cached), out)
 
 
 @bench.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.gpu_scratch import MLP_BYTES, ROW_BYTES
+from tandem.config.gpu_scratch import MLP_BYTES, ROW_BYTES, pair_bytes
 from tandem.config.layers import Dense, Gqa, Moe
 from tandem.config.model_config import ModelConfig
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS
@@ -99,7 +99,7 @@ def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...]) -> int:
     experts = 0
     if model.moe_layers:
         top_k = model.moe.router.top_k + model.moe.fusible_shared
-        experts = top_k * 2 * (2 * hidden + 3 * model.moe.experts.width)
+        experts = top_k * pair_bytes(hidden, model.moe.experts.width)
     heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
     rows, between = max(sizes, default=0), max(map(_between_bytes, _dense_parts(model)), default=0)
     fed = max(min(rows * experts, ROW_BYTES), min(rows * between, MLP_BYTES))

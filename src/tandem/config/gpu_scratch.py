@@ -18,6 +18,7 @@ HEAD_BYTES = 512 << 20  # of a prompt's queries, keys, values and results, of as
 SCORE_BYTES = 256 << 20  # of scores of tokens that rows may choose; once for graphs, once for other steps
 PIECE = 16384  # tokens of a prefix whose keys and values are there at a time
 DECODED_ROWS, DECODE_PARTS = 256, 32  # rows that decode at a time, and parts of a row's keys
+GQA_PIECE, GQA_ROUND = 32768, 1024  # the same of grouped heads, which are few; and what rows are rounded up to
 SQUARE = 8192  # rows of a chunk at a time
 MLP_BYTES = 512 << 20  # of what lies between the matrices of a dense feed-forward, at a time
 ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
@@ -37,6 +38,8 @@ def mixer_scratch_bytes(mixer: Mixer, hyper: Hyper | None, hidden: int, step: St
         return latent_scratch_bytes(mixer, step.context, step.rows)
     if isinstance(mixer, SharedKv):
         return shared_kv_scratch_bytes(mixer, hyper, hidden, step)
+    if isinstance(mixer, Gqa):
+        return gqa_scratch_bytes(mixer, step)
     return step.rows * mixer.chunk_row_bytes if isinstance(mixer, DeltaRule) else 0
 
 
@@ -84,6 +87,23 @@ def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
     return 3 * 8 * step.sequences * entries + order + 3 * max(0, one - SHARED_KEY_BYTES)
 
 
+def gqa_rows(heads: int, dim: int, value: int) -> int:
+    """How many rows of a chunk have room at a time: queries, two pieces of results, and their sum in float32."""
+    room = HEAD_BYTES // (heads * (2 * dim + (2 + 2 + 4) * value)) // ROUND_KEYS * ROUND_KEYS
+    return max(ROUND_KEYS, min(SQUARE, room))
+
+
+def gqa_scratch_bytes(mixer: Gqa, step: StepSize) -> int:
+    """Of one layer whose long chunks are computed piece by piece (`kernels/gpu/pieces/`). Two pieces' keys and values:
+    the next is gathered before the last is free."""
+    if mixer.window or mixer.sinks:
+        return 0
+    rows = min(step.rows, gqa_rows(mixer.heads, mixer.head_dim, mixer.value_dim)) + 3 * GQA_ROUND
+    tokens = max(rows, min(GQA_PIECE, step.context))
+    each = mixer.heads * (2 * mixer.head_dim + (2 + 2 + 4) * mixer.value_dim)
+    return rows * each + 2 * 2 * tokens * mixer.kv_heads * (mixer.head_dim + mixer.value_dim)
+
+
 def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
     """Of one head of a chunk. For each token: keys and values as one product makes them, and keys beside the rotary
     channels. For each row: a query, two pieces and their sum."""
@@ -93,7 +113,7 @@ def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
 # Of experts with many rows (`kernels/gpu/prompts/`).
 LEAST_EXPERT_BYTES, MOST_EXPERT_BYTES = 128 << 20, 1280 << 20  # unpacked at a time: a layer of Qwen3-30B-A3B at most
 EXPERT_SHARE = 64  # ... of the GPU's memory
-ROW_BYTES = 512 << 20  # rows before, between and after the products
+ROW_BYTES = 512 << 20  # rows before, between and after the products, of which two kinds are there at a time
 
 MOST_SHARED_SECONDS = 0.4
 """Of a step in which all experts travel, for which those that decode wait: it moves a whole chunk of a prompt. Where it
@@ -103,6 +123,12 @@ would be longer, such steps are short and the CPU computes its experts."""
 def unpacked_bytes(hidden: int, width: int) -> int:
     """Of one expert in bfloat16."""
     return 2 * 3 * hidden * width
+
+
+def pair_bytes(hidden: int, width: int) -> int:
+    """Of a row of one expert, at most: as gathered and times gate and up; or these and their activation; or that and
+    the result."""
+    return 2 * max(hidden + 2 * width, 3 * width)
 
 
 def expert_scratch_bytes(gpu_bytes: int) -> int:

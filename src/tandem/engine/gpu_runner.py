@@ -266,8 +266,8 @@ class GpuRunner:
             return self._done(logits, best, len(batch.input_ids))
 
     def _prompt(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits | None:
-        """Prompts that fit a graph, while no pass is under way. None: they do not."""
-        if not self._plan.alone or self._prompts.graph_of(batch) is None or (paused := self.paused(batch)) is None:
+        """Prompts that fit a graph, while no pass is under way. None: they do not, or are sooner ready without."""
+        if not self._plan.alone or not self._prompts.graph_of(batch, alone=True) or not (paused := self.paused(batch)):
             return None
         try:
             paused.go_on(0.0, whole=True)

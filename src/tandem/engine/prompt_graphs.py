@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.config.cuda_graphs import prompt_graph_rows
 from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel
 from tandem.engine.sampling.logits import BestRows
+from tandem.kernels.gpu.pieces.runs import is_heavy
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
@@ -204,9 +205,12 @@ class PromptGraphs:
         self._pool: Any = None
         self._travel = travel
 
-    def graph_of(self, batch: ForwardBatch) -> PromptGraph | None:
-        """None where a chunk fits none, or has rows that decode."""
+    def graph_of(self, batch: ForwardBatch, alone: bool = False) -> PromptGraph | None:
+        """None where a chunk fits none, or has rows that decode; or where nothing runs beside it, and it is sooner
+        ready kernel by kernel."""
         rows, sequences = len(batch.input_ids), len(batch.seq_lens)
+        if alone and is_heavy(batch):
+            return None
         if batch.single_rows or max(sequences, len(batch.logits_rows)) > SEQUENCES:
             return None
         size = prompt_graph_rows(tuple(sorted(self._graphs)), rows)

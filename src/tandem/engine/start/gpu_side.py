@@ -183,7 +183,7 @@ class StepStart:
 
     def hold(self, batch: ForwardBatch) -> bool:
         """The ring is the pass's: no graph uses it."""
-        self._ops.begin_step(batch, False)
+        self._ops.begin_step(batch, False, beside=True)
         if self._stream is not None:
             self._stream.begin(len(batch.input_ids), whole=True)
         self._held = True

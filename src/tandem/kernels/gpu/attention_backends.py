@@ -19,8 +19,8 @@ class Attention(Protocol):
     pausable: bool  # what a step plans is not kept: other steps may run between two layers of one
 
     def begin(self, batch: BatchLayout, captured: bool) -> None:
-        """Before a step's layers run; captured: before a CUDA graph of so many rows is captured or replayed. The batch
-        is the step's, in CPU memory."""
+        """Before a step's layers run; captured: before a CUDA graph of so many rows is captured or replayed, or where
+        such graphs may run beside it. The batch is the step's, in CPU memory."""
         ...
 
     def __call__(
@@ -45,8 +45,9 @@ def attention_of(
     """shape and device: for those that plan. Raises ConfigError when the backend's package cannot be used."""
     if name == "triton":  # imported where it is used: Triton may be missing
         from tandem.kernels.gpu.attention import TritonAttention
+        from tandem.kernels.gpu.pieces.attention import PieceAttention
 
-        return TritonAttention()
+        return PieceAttention(TritonAttention())
     if name == "torch":
         return TorchAttention()
     if name == "flashinfer" and shape is not None and device is not None:

@@ -74,9 +74,9 @@ class GpuOps:
         self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
         self._step, self._fixed = StepKind(each_row=deterministic), deterministic
 
-    def begin_step(self, batch: BatchLayout, captured: bool) -> None:
-        """As `Attention.begin`."""
-        self._attention.begin(batch, captured)
+    def begin_step(self, batch: BatchLayout, captured: bool, beside: bool = False) -> None:
+        """As `Attention.begin`. beside: graphs may run beside it."""
+        self._attention.begin(batch, captured or beside)
         self._step.captured = captured
 
     def resident(self, tensor: Tensor) -> Tensor:

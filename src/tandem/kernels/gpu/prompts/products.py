@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import ROW_BYTES, expert_scratch_bytes, experts_at_once
+from tandem.config.gpu_scratch import ROW_BYTES, expert_scratch_bytes, experts_at_once, pair_bytes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product, grouped, rows
@@ -125,8 +125,9 @@ class PromptExperts:
                 part.read()
             for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
                 some = Routing(*chosen)
-                down = self._products(own, each, some, numbered, matrices or part.packed)
-                rows.add(down, each, some, self.between.down, out, numbered, new=first == 0)
+                result = self._products(own, each, some, numbered, matrices or part.packed)
+                rows.add(result, each, some, self.between.down, out, numbered, new=first == 0)
+                del result  # its memory is the next products'
             if not unpacked:
                 part.read()
             first = numbered.stop
@@ -136,7 +137,7 @@ class PromptExperts:
         self, x: Tensor, keys: Tensor, routing: Routing, sums: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """Of so many tokens that what lies between the products is bounded."""
-        per_token = keys.shape[1] * 2 * (2 * self.hidden + 3 * self.width)
+        per_token = keys.shape[1] * pair_bytes(self.hidden, self.width)
         each = max(1, ROW_BYTES // per_token // ALIGNED_TOKENS) * ALIGNED_TOKENS
         chosen = routing.ids.contiguous(), routing.weights.contiguous()
         whole = (x, keys.contiguous(), *chosen, sums)
@@ -167,7 +168,10 @@ class PromptExperts:
         if isinstance(which, Packed):
             return self._of_codes(gathered, which, ends, whose)
         (gate_up, down), mean = which, len(gathered) / len(order.ends)
-        between = rows.activate(_product(gathered, gate_up, ends, mean), ends, whose, self.between)
+        both = _product(gathered, gate_up, ends, mean)
+        del gathered  # its memory is the next rows' (`pair_bytes`)
+        between = rows.activate(both, ends, whose, self.between)
+        del both
         return _product(between, down, ends, mean)
 
     def _of_codes(self, gathered: Tensor, packed: Packed, ends: Tensor, whose: Tensor) -> Tensor:
