@@ -13,6 +13,7 @@ from tandem.bench.stored import expert_bytes, stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
+from tandem.config.gpu_scratch import StepSize, mixer_scratch_bytes
 from tandem.config.layers import Block, DeltaRule, Layer
 from tandem.config.memory import MemoryRequest
 from tandem.errors import ConfigError
@@ -42,13 +43,17 @@ def test_states_are_in_the_gpus_ledger() -> None:
 
 
 def test_scratch_of_long_chunks_is_counted() -> None:
+    """Layers take turns: what most of them need, or the few that attend."""
     shape = next(mixer for mixer in MODEL.mixers if isinstance(mixer, DeltaRule))
     assert shape.chunk_row_bytes == 2 * (2 * 16 * 128 + 2 * 32 * 128 + 2 * 32 * 64) + 2 * 4 * 32
     for chunk, rows in ((None, 2048), (16384, 16384)):
         config = EngineConfig.from_keywords("m", disable_cuda_graph=True, chunked_prefill_size=chunk)
         request = MemoryRequest(config, MODEL, with_gpu(), "bfloat16", "int4", 8)
         tables = 4 * 64 * MODEL.max_positions  # of 64 channels that turn
-        assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + 25 * SLOT + rows * shape.chunk_row_bytes + tables
+        step = StepSize(rows, 32768, 8)
+        net, attention = (mixer_scratch_bytes(mixer, None, MODEL.hidden, step) for mixer in (shape, MODEL.mixers[3]))
+        assert net == rows * shape.chunk_row_bytes
+        assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + 25 * SLOT + max(net, attention) + tables
 
 
 def test_a_head_that_does_not_fit_stays_on_the_cpu_and_says_so() -> None:

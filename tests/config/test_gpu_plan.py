@@ -22,7 +22,7 @@ from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.cuda_graphs import prompt_graph_bytes
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, STREAM_TOKENS, dense_bytes, unpacking_bytes
-from tandem.config.gpu_scratch import RING_BYTES
+from tandem.config.gpu_scratch import RING_BYTES, StepSize, mixer_scratch_bytes
 from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES
 from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
@@ -211,6 +211,8 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     gpu = with_gpu(free=gpu_gib * GIB).gpus[0]
     workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + unpacking_bytes(gpu) + p.gpu.ring_bytes
     tables = rope_bytes(QWEN3, QWEN3.max_positions)
+    step = StepSize(STREAM_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
+    workspace += mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, step)
     room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16") - tables
     experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
     assert experts > 0.6 * room and room - 10 * 2**20 < experts + kv < room + 2**21
