@@ -226,6 +226,8 @@ def build(
     every expert. flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
     flags = {"kt_gpu_prefill_token_threshold": 0} | flags
     config = named_config(request.config, request.layers)
+    positions = max(config.max_positions, request.context + 1024)  # of made-up weights, any
+    config = dataclasses.replace(config, max_positions=positions)
     asked = EngineConfig.from_keywords(
         request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
         kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
