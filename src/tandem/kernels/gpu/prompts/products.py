@@ -166,18 +166,16 @@ class PromptExperts:
         ids = None if self.between.gate_up is None else routing.ids
         gathered, whose = rows.gather(x, order, ids, keys)
         if isinstance(which, Packed):
-            return self._of_codes(gathered, which, ends, whose)
+            mean = len(gathered) / self._experts
+            between = code_product.activated(gathered, which, self._gate_up, ends, mean, self.between, whose)
+            del gathered  # its memory is the result's (`pair_bytes`)
+            return code_product.multiplied(between, which, self._gate_up.bytes, self._down, ends, mean)
         (gate_up, down), mean = which, len(gathered) / len(order.ends)
         both = _product(gathered, gate_up, ends, mean)
         del gathered  # its memory is the next rows' (`pair_bytes`)
         between = rows.activate(both, ends, whose, self.between)
         del both
         return _product(between, down, ends, mean)
-
-    def _of_codes(self, gathered: Tensor, packed: Packed, ends: Tensor, whose: Tensor) -> Tensor:
-        mean, down_at = len(gathered) / self._experts, self._gate_up.bytes
-        between = code_product.activated(gathered, packed, self._gate_up, ends, mean, self.between, whose)
-        return code_product.multiplied(between, packed, down_at, self._down, ends, mean)
 
 
 def _product(x: Tensor, matrices: Tensor, ends: Tensor, mean_rows: float) -> Tensor:
