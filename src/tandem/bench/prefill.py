@@ -137,7 +137,8 @@ def _row(request: Request, built: hybrid.Built, tokens: int, share: float, rates
         "bench": "prefill", "config": request.config, "layers": request.layers, "gpu_share": share,
         "tokens": tokens, "cached": cached, "tok_s": round(tokens / seconds, 1),
         "bound_tok_s": round(tokens / bound, 1), "share": round(bound / seconds, 4), "chunk": request.chunk,
-        "threshold": request.threshold, "experts": "all chosen", "dram_gbps": round(rates.dram_gbps, 1), "pcie_gbps": rates.gpu.to_gpu_gbps,
+        "threshold": request.threshold, "experts": "all chosen", "dram_gbps": round(rates.dram_gbps, 1),
+        "pcie_gbps": rates.gpu.to_gpu_gbps,
     }  # fmt: skip
 
 
