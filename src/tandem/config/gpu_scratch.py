@@ -114,6 +114,7 @@ def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
 LEAST_EXPERT_BYTES, MOST_EXPERT_BYTES = 128 << 20, 1280 << 20  # unpacked at a time: a layer of Qwen3-30B-A3B at most
 EXPERT_SHARE = 64  # ... of the GPU's memory
 ROW_BYTES = 512 << 20  # rows before, between and after the products, of which two kinds are there at a time
+CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which its codes are not unpacked
 
 MOST_SHARED_SECONDS = 0.4
 """Of a step in which all experts travel, for which those that decode wait: it moves a whole chunk of a prompt. Where it

@@ -6,9 +6,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from tandem import _core
+from tandem.config.gpu_scratch import CODES_PAIRS
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
-CODES_PAIRS = 192  # of an expert on average, up to which its codes are decoded by each tile of rows
 MANY_TOKENS, MANY_PAIRS = (
     128,
     24,

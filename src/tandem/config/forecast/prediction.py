@@ -15,6 +15,7 @@ from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
+from tandem.config.gpu_scratch import CODES_PAIRS
 from tandem.config.layers import DeltaRule, Layer
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -50,6 +51,7 @@ GPU_PEAK_SHARE = 0.7  # of the GPU's measured peak, in prompts
 # So much of their products' time is not hidden behind that. Rows between the products pass at so much of the memory's
 # speed. A row of the residual is read or written so often in a layer, by so many kernels.
 GROUPED_READ_SHARE, GROUPED_PRODUCTS = 0.9, 0.75
+CODES_PRODUCTS, CODE_BYTES = 2.7, 1.2  # where codes are decoded for each tile of rows; bytes of a weight, at most
 BETWEEN_SHARE, ROW_PASSES, PROMPT_KERNELS = 0.85, 48, 40
 GPU_ATTENTION_SHARE = 0.7
 
@@ -285,13 +287,18 @@ def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
 
 
 def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
-    """Codes become bfloat16 in scratch, and products read that. Rows are brought together before, and added after."""
+    """Codes are decoded for each tile of few rows. With more they become bfloat16 in scratch, and products read that.
+    Rows are brought together before, and added after."""
     model, speeds = case.model, case.speeds
     used = share * distinct_experts(model.moe.router, rows) * len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * len(model.moe_layers) * share
     there = 2.0 * model.expert_params * used
     between = rows * model.moe.router.top_k * share * len(model.moe_layers)
     between *= 4.0 * model.hidden + 6.0 * model.moe.experts.width
+    pairs = rows * model.moe.router.top_k / model.moe.router.num_experts
+    if pairs <= CODES_PAIRS and case.expert_bytes <= CODE_BYTES * model.expert_params:
+        read = (used * case.expert_bytes + between / BETWEEN_SHARE) / 1e9
+        return read / speeds.gpu_gbps + flops / speeds.gpu_flops * CODES_PRODUCTS
     unpacked = (used * case.expert_bytes + there + there / GROUPED_READ_SHARE + between / BETWEEN_SHARE) / 1e9
     return unpacked / speeds.gpu_gbps + flops / speeds.gpu_flops * GROUPED_PRODUCTS
 

@@ -27,8 +27,8 @@ SOURCE = cuda_source(__file__)
 
 WARPS = 4
 # Rows of an expert on average, up to which tiles have 16 and 32. Both products of a layer of Qwen3-30B-A3B took with 8,
-# 16, 32, 64 and 128 rows and tiles of 16: 149, 196, 313, 547 and 1038 us; of 32: 158, 198, 284, 482 and 866; of 64:
-# 185, 208, 288, 445 and 779 (int4, H100; 1013 to 1183 with unpacking, all in all).
+# 32 and 128 rows and tiles of 16: 149, 313 and 1038 us; of 32: 158, 284 and 866; of 64: 234, 293 and 779 (int4, H100;
+# more in docs/lab/products-from-codes.md).
 SMALL, MIDDLE = 16, 40
 
 
