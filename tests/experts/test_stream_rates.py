@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.forecast.stream_rates import HOST_SECONDS, WHOLE, StreamRates
+from tandem.config.forecast.stream_rates import HOST_SECONDS, PART_SECONDS, WHOLE, StreamRates
+from tandem.config.gpu_scratch import RING_BYTES, ring_of
 
 H100 = {"bus": 6.2e-3, "cpu_fixed": 2.32e-3, "cpu_row": 1.036e-5}  # Qwen3-30B-A3B in int4, as measured
 
@@ -55,3 +56,14 @@ def test_one_wild_measurement_changes_little() -> None:
     rates.observe(512, 0.5, 100.0)
     assert rates.cpu_seconds(512) <= 4 * StreamRates(**H100).cpu_seconds(512)
     assert rates.share(512) <= 1.0
+
+
+def test_large_experts_travel_in_few_parts() -> None:
+    """The host gives kernels part by part, and only then does the CPU begin."""
+    small, large, huge = ring_of(2654208, 200), ring_of(45416448, 14), ring_of(1 << 30, 1)
+    assert (small.parts, small.experts) == (6, 50) and (large.parts, large.experts) == (2, 8)
+    assert (huge.parts, huge.experts) == (2, 1)
+    assert max(small.nbytes, large.nbytes) <= RING_BYTES
+    few, many = (StreamRates(**H100).in_parts(parts) for parts in (3, 32))
+    assert few.share(512) == StreamRates(**H100).share(512)
+    assert many.host == pytest.approx(HOST_SECONDS + 29 * PART_SECONDS)

@@ -120,8 +120,8 @@ def test_an_engine_replays_prompts_beside_those_who_decode(tiny_models, share) -
         graphs_of_tiny(llm)
     given, graph_of = [], graphs.graph_of
 
-    def counted(batch):
-        found = graph_of(batch)
+    def counted(batch, **how):
+        found = graph_of(batch, **how)
         given.append(found is not None)
         return found
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 GAIN = 1.1
 HOST_SECONDS = 2.5e-3
-"""Of a layer in which the CPU has a part, beside that: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B, int4)."""
+"""Of a layer in which the CPU has a part, beside that: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B, int4:
+experts travel in three parts)."""
+PART_SECONDS = 5e-4  # of it, for each part: with 88 of DeepSeek-V3 the CPU waited 50 ms
 HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
@@ -31,14 +33,20 @@ class StreamRates:
     cpu_fixed: float
     cpu_row: float
     least_rows: int | None = None
+    host: float = HOST_SECONDS  # until the CPU begins, where both compute
     factors: dict[int, float] = field(default_factory=dict)  # by size of steps: the CPU's time ÷ the start's
+
+    def in_parts(self, parts: int) -> StreamRates:
+        """Where a layer's experts travel in so many: the host gives the GPU's work first."""
+        self.host = max(HOST_SECONDS, HOST_SECONDS + (parts - 3) * PART_SECONDS)
+        return self
 
     def share(self, rows: int) -> float:
         """Of the experts in CPU memory, that travel in a step of so many rows: 0 for none."""
         if self.least_rows is not None and rows < max(1, self.least_rows):
             return 0.0
         cpu = self.cpu_seconds(rows)
-        share = (HOST_SECONDS + cpu) / (cpu + self.bus)
+        share = (self.host + cpu) / (cpu + self.bus)
         share = 1.0 if share > WHOLE else share
         gains = self.seconds(rows, 0.0) >= GAIN * self.seconds(rows, share)
         return share if self.least_rows is not None or gains else 0.0

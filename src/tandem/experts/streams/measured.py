@@ -36,7 +36,8 @@ def measured_rates(
     everyone = largest.cpu.num_experts
     few, many = (share * _best(_step(largest.cpu, rows, top_k, everyone)) for rows in (FEW, MANY))
     per_row = max(0.0, many - few) / (MANY - FEW)
-    return StreamRates(bus_seconds, max(0.0, few - FEW * per_row), per_row)
+    rates = StreamRates(bus_seconds, max(0.0, few - FEW * per_row), per_row)
+    return rates.in_parts(-(-largest.places // ring.experts))
 
 
 def _step(layer: PackedExperts, rows: int, top_k: int, experts: int) -> Callable[[], object]:
