@@ -59,7 +59,8 @@ def _qwen(what: str, share: float) -> Line:
 
 
 def _prompt(what: str, share: float, tokens: int) -> Line:
-    ours = {"config": "qwen3-30b-a3b", "format": "int4", "gpu_share": share, "tokens": tokens, "cached": 0, "chunk": 8192}
+    ours = {"config": "qwen3-30b-a3b", "format": "int4", "gpu_share": share, "tokens": tokens}
+    ours |= {"cached": 0, "chunk": 8192}
     return Line(H100, what, "prefill", "tok_s", ours)
 
 
