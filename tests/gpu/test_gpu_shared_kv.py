@@ -162,11 +162,11 @@ def walked(device: torch.device, kernels: bool = True) -> torch.Tensor:
 TOLERANCE = 128 * 2.0**-24 * 16  # sums of 128 float32 products are divided in other ways
 
 
-@pytest.mark.parametrize("many", [32, 4])
-def test_shared_keys_on_a_gpu_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+@pytest.mark.parametrize("elements", [2048, 128])
+def test_shared_keys_on_a_gpu_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """Prompts in pieces and single tokens, whose shapes are fixed on a GPU; an index that leaves out seven of ten
-    entries. many: an entry's tokens at a time, where they are twice as many or more."""
-    monkeypatch.setattr(enter, "MANY", many)
+    entries. elements: of a program that closes an entry, which has one of all its channels, or one of two."""
+    monkeypatch.setattr(enter, "ELEMENTS", elements)
     expected, got = walked(torch.device("cpu"), kernels=False), walked(DEVICE)
     assert (got - expected).abs().max() < TOLERANCE * float(expected.abs().max())
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.config.layers import Router
 from tandem.errors import KernelError
+from tandem.kernels.gpu.chosen.best import ordered
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Routing, Tally
 
@@ -32,8 +33,8 @@ def _best_groups(ranks, groups, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GRO
 
 
 @triton.jit
-def _scores(x, KIND: tl.constexpr):
-    """x float32, -inf where there is no expert."""
+def _scores(x, top, total, KIND: tl.constexpr):
+    """x float32, -inf where there is no expert. Of a softmax: top, the largest of all x, and total of the rest."""
     if KIND == "sigmoid":
         scores = tl.sigmoid(x)
     elif KIND == "sqrt_softplus":
@@ -43,9 +44,21 @@ def _scores(x, KIND: tl.constexpr):
         scores = tl.sqrt(tl.maximum(x, 0.0) + more)
     else:
         tl.static_assert(KIND == "softmax", "the router kernel computes no such score")
-        scores = tl.exp(x - tl.max(x))
-        scores = scores / tl.sum(scores)
+        scores = tl.exp(x - top) / total
     return scores
+
+
+@triton.jit
+def _best(ranks, place, slot, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """Places of the TOP_K largest ranks, int32 [SLOTS]; of equal ones the first. Ranks are compared as integers, of
+    which a warp finds the largest with one instruction."""
+    key, found = ordered(ranks), tl.zeros([SLOTS], tl.int32)
+    for i in tl.static_range(TOP_K):
+        most = tl.max(key, 0)
+        at = tl.min(tl.where(key == most, place, 1 << 30), 0)
+        found = tl.where(slot == i, at, found)
+        key = tl.where(place == at, -2147483648, key)
+    return found
 
 
 @triton.jit
@@ -61,31 +74,26 @@ def _route(logits, bias, named, ids, weights, places, found, tokens, seen, rows,
     e = place // EACH * each + place % EACH
     inside = (place % EACH < each) & (place // EACH < groups)
     x = tl.load(logits + t * width + e, inside, other=float("-inf")).to(tl.float32)
-    scores = _scores(x, SCORE)
-    ranks = scores
-    if BIAS:
-        ranks += tl.load(bias + e, inside, other=0.0)
-    ranks = tl.where(inside, ranks, float("-inf"))
-    if GROUPS > 1:
-        ranks = _best_groups(ranks, groups, TOP_GROUPS, TWO, GROUPS, EACH)
-    chosen, weight = (
-        slot + (experts - TOP_K),
-        tl.where(slot < TOP_K, 0.0, 1.0),
-    )  # the shared ones follow the routed
-    for i in tl.static_range(TOP_K):
-        if NAMED:
-            best = tl.load(named + t * TOP_K + i)
-            at = best // each * EACH + best % each
-            rank = 0.0
-        else:
-            rank, at = tl.max(ranks, 0, return_indices=True, return_indices_tie_break_left=True)
-            best = tl.minimum(at // EACH * each + at % EACH, experts - 1)  # within bounds even for NaN
-        chosen = tl.where(slot == i, best, chosen)
-        if BIAS or NAMED:
-            rank = tl.sum(tl.where(place == at, scores, 0.0))
-        weight = tl.where(slot == i, rank, weight)
-        ranks = tl.where(place == at, float("-inf"), ranks)
+    top, total = 0.0, 1.0
+    if SCORE == "softmax":
+        top = tl.max(x)
+        total = tl.sum(tl.exp(x - top))
     routed = slot < TOP_K
+    chosen = slot + (experts - TOP_K)  # the shared ones follow the routed
+    if NAMED:
+        chosen = tl.where(routed, tl.load(named + t * TOP_K + slot, routed, other=0), chosen)
+    else:
+        ranks = _scores(x, top, total, SCORE)
+        if BIAS:
+            ranks += tl.load(bias + e, inside, other=0.0)
+        ranks = tl.where(inside, ranks, float("-inf"))
+        if GROUPS > 1:
+            ranks = _best_groups(ranks, groups, TOP_GROUPS, TWO, GROUPS, EACH)
+        at = _best(ranks, place, slot, TOP_K, SLOTS)
+        best = tl.minimum(at // EACH * each + at % EACH, experts - 1)  # within bounds even for NaN
+        chosen = tl.where(routed, best, chosen)
+    own = tl.load(logits + t * width + chosen, routed, other=0.0).to(tl.float32)
+    weight = tl.where(routed, _scores(own, top, total, SCORE), 1.0)
     if NORMALIZE:
         total = tl.maximum(tl.sum(tl.where(routed, weight, 0.0)) + epsilon, least)
         weight = tl.where(routed, weight / total, weight)
@@ -126,8 +134,7 @@ def route(
         COUNT=tally is not None, TOP_GROUPS=router.top_groups, TWO=router.group_score == "top2",
         GROUPS=triton.next_power_of_2(router.num_groups),
         EACH=triton.next_power_of_2(router.num_experts // router.num_groups),
-        SLOTS=triton.next_power_of_2(slots), num_warps=1 if router.num_experts <= 128 else 4,
-        **overlapped(logits.device),
+        SLOTS=triton.next_power_of_2(slots), num_warps=1, **overlapped(logits.device),
     )  # fmt: skip
     if tally is not None and tally.chosen is not None:
         tally.chosen[:rows].copy_(ids[:, : router.top_k])

@@ -31,7 +31,7 @@ class Lists(NamedTuple):
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """float32 as int32 in the same order; both zeros are equal, and what is no number is above or below all."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -74,7 +74,7 @@ def _keep_best(scores, listed, positions, owners, tables, kept_scores, kept, cou
     if seen > BUDGET:  # else there are no scores
         x = tl.load(scores + r * list_row + i, inside, other=0.0)
     if count > BUDGET:
-        key = _ordered(x)
+        key = ordered(x)
         least = _threshold(key, inside, BUDGET)
         above, equal = inside & (key > least), inside & (key == least)
         spare = BUDGET - tl.sum(above.to(tl.int32))

@@ -15,14 +15,17 @@ from tandem.kernels.shared_kv.heads import Projected
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 
-TOKENS, MANY = 8, 32  # of an entry that is being closed, at a time; of one of many tokens, which would wait too often
+ELEMENTS = 2048  # of an entry that is being closed, for a program: all its tokens, some channels
+LEAST_CHANNELS = 16  # two bytes each: less than 32 bytes are not read at a time
 
 
-class Asked(NamedTuple):
-    """Of an index: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]."""
+class Entered(NamedTuple):
+    """What an index is asked with, if there is one: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi].
+    arrived int32 [T, 2]: zeros, for `close`."""
 
     q: Tensor
     weights: Tensor
+    arrived: Tensor
 
 
 @triton.jit
@@ -48,8 +51,8 @@ def _turn_row(row, to, cos, sin, DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, cos, sin, positions, slots,
-           inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr, RING: tl.constexpr,
+def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, arrived, cos, sin, positions,
+           slots, inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr, RING: tl.constexpr,
            INPUTS: tl.constexpr, KEPT: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr,
            PAIRS: tl.constexpr, BLOCK: tl.constexpr, INDEX_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
            HEADS_BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -70,6 +73,7 @@ def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, co
             i = tl.arange(0, INPUTS_BLOCK)
             value = tl.load(inputs + t * inputs_row + i, i < INPUTS)
             tl.store(kept + slot * kept_slot + position % KEPT * INPUTS + i, value, i < INPUTS)
+            tl.store(arrived + 2 * t + tl.arange(0, 2), tl.zeros([2], tl.int32))
         if INDEX_HEADS > 0:
             i = tl.arange(0, HEADS_BLOCK)
             value = tl.load(index_weights + t * weights_row + i, i < INDEX_HEADS)
@@ -80,75 +84,101 @@ def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, co
 
 
 @triton.jit
-def _gathered(row, bias, r, there, i, inside, SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr):
-    """Inputs and gates [rows, pairs] of one channel of each pair. With two series the tokens before the entry's own
-    count by the first."""
-    column = i[None, :] + tl.where((SERIES > 1) & (r >= STRIDE), SIZE, 0)[:, None]
-    valid = there[:, None] & inside[None, :]
-    x = tl.load(row[:, None] + column, valid, other=0.0).to(tl.float32)
-    gate = tl.load(row[:, None] + SERIES * SIZE + column, valid, other=0.0).to(tl.float32)
-    gate += tl.load(bias + r[:, None] * SIZE + i[None, :], valid, other=0.0)
-    return x, tl.where(valid, gate, float("-inf"))
+def _pooled(kept, bias, position, slot, first, channel, kept_slot, INPUTS: tl.constexpr, KEPT: tl.constexpr,
+            SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Channels of the entry that ends at a position: sums of its tokens' inputs by the softmax of their gates, float32.
+    With two series the tokens before the entry's own count by the first. first: the column where its inputs begin."""
+    r, rows = tl.arange(0, TOKENS), SERIES * STRIDE
+    token = position - (rows - 1) + r
+    there = (token >= 0) & (r < rows)
+    valid = there[:, None] & (channel < SIZE)[None, :]
+    row = kept + slot * kept_slot + tl.where(there, token, 0) % KEPT * INPUTS + first
+    at = row[:, None] + channel[None, :] + tl.where((SERIES > 1) & (r >= STRIDE), SIZE, 0)[:, None]
+    x = tl.load(at, valid, other=0.0).to(tl.float32)
+    gate = tl.load(at + SERIES * SIZE, valid, other=0.0).to(tl.float32)
+    gate += tl.load(bias + r[:, None] * SIZE + channel[None, :], valid, other=0.0)
+    gate = tl.where(valid, gate, float("-inf"))
+    most = tl.max(gate, 0)
+    shares = tl.exp(gate - tl.where(most == float("-inf"), 0.0, most)[None, :])
+    return tl.sum(shares * x, 0) / tl.sum(shares, 0)
 
 
 @triton.jit
-def _joined(x, gate, most, total, acc):
-    """A softmax's running maximum, sum and weighted sum, with more rows."""
-    top = tl.maximum(most, tl.max(gate, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    before, new = tl.exp(most - safe), tl.exp(gate - safe[None, :])
-    return top, total * before + tl.sum(new, 0), acc * before + tl.sum(new * x, 0)
-
-
-@triton.jit
-def _close(kept, bias, norm, pages, cos, sin, positions, slots, places, eps, first, kept_slot, INPUTS: tl.constexpr,
-           KEPT: tl.constexpr, SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr, PAIRS: tl.constexpr,
-           BLOCK: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """first: the column where this kind of entry's inputs begin."""
-    begin(OVERLAP)
-    t = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + t)
-    if (position + 1) % STRIDE != 0:
-        return
-    slot, i, rows = tl.load(slots + t), tl.arange(0, BLOCK), SERIES * STRIDE
+def _write_entry(sums, norm, to, cos, sin, eps, SIZE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of all channels, which other programs have just written, normed and turned."""
+    i = tl.arange(0, BLOCK)
     inside = i < SIZE // 2
-    low = tl.full([BLOCK], float("-inf"), tl.float32)
-    zero = tl.zeros([BLOCK], tl.float32)
-    most_a, total_a, acc_a, most_b, total_b, acc_b = low, zero, zero, low, zero, zero
-    for start in range(0, rows, TOKENS):
-        r = start + tl.arange(0, TOKENS)
-        token = position - (rows - 1) + r
-        there = (token >= 0) & (r < rows)
-        row = kept + slot * kept_slot + tl.where(there, token, 0) % KEPT * INPUTS + first
-        x, gate = _gathered(row, bias, r, there, 2 * i, inside, SIZE, SERIES, STRIDE)
-        most_a, total_a, acc_a = _joined(x, gate, most_a, total_a, acc_a)
-        x, gate = _gathered(row, bias, r, there, 2 * i + 1, inside, SIZE, SERIES, STRIDE)
-        most_b, total_b, acc_b = _joined(x, gate, most_b, total_b, acc_b)
-    a, b = tl.where(inside, acc_a / total_a, 0.0), tl.where(inside, acc_b / total_b, 0.0)
+    a = tl.load(sums + 2 * i, inside, other=0.0, cache_modifier=".cg")
+    b = tl.load(sums + 2 * i + 1, inside, other=0.0, cache_modifier=".cg")
     inverse = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / SIZE + eps)
     a *= inverse * tl.load(norm + 2 * i, inside, other=0.0)
     b *= inverse * tl.load(norm + 2 * i + 1, inside, other=0.0)
-    angle = (position + 1 - STRIDE) * PAIRS
-    a, b = turned(a, b, cos + angle, sin + angle, i, inside, SIZE // 2, PAIRS, False)
-    to = pages + tl.load(places + t) // STRIDE * SIZE
+    a, b = turned(a, b, cos, sin, i, inside, SIZE // 2, PAIRS, False)
     tl.store(to + 2 * i, a.to(to.dtype.element_ty), inside)
     tl.store(to + 2 * i + 1, b.to(to.dtype.element_ty), inside)
 
 
+@triton.jit
+def _close_part(kept, bias, norm, pages, sums, arrived, cos, sin, position, slot, place, eps, first, part, kept_slot,
+                INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr, SERIES: tl.constexpr,
+                STRIDE: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """A part of an entry's channels; the last part to arrive writes the entry."""
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    y = _pooled(
+        kept, bias, position, slot, first, channel, kept_slot, INPUTS, KEPT, SIZE, SERIES, STRIDE, TOKENS
+    )
+    tl.store(sums + channel, y, channel < SIZE)
+    tl.debug_barrier()  # every thread has stored before the count is raised
+    parts = (SIZE + CHANNELS - 1) // CHANNELS
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
+        angle = (position + 1 - STRIDE) * PAIRS
+        to = pages + place // STRIDE * SIZE
+        _write_entry(sums, norm, to, cos + angle, sin + angle, eps, SIZE, PAIRS, BLOCK)
+
+
+@triton.jit
+def _close(kept, bias, norm, pages, index_bias, index_norm, index_pages, sums, arrived, cos, sin, positions, slots,
+           places, eps, kept_slot, INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr,
+           INDEX_SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+           TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
+    """Programs of a row: parts of its entry's channels, then those of an index's entry."""
+    begin(OVERLAP)
+    part, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = tl.load(positions + t)
+    if (position + 1) % STRIDE != 0:
+        return
+    slot, place, parts = tl.load(slots + t), tl.load(places + t), (SIZE + CHANNELS - 1) // CHANNELS
+    sums += t * (SIZE + INDEX_SIZE)
+    if part < parts:
+        _close_part(kept, bias, norm, pages, sums, arrived + 2 * t, cos, sin, position, slot, place, eps, 0, part,
+                    kept_slot, INPUTS, KEPT, SIZE, SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, BLOCK)  # fmt: skip
+    elif INDEX_SIZE:
+        _close_part(kept, index_bias, index_norm, index_pages, sums + SIZE, arrived + 2 * t + 1, cos, sin, position,
+                    slot, place, eps, 2 * SERIES * SIZE, part - parts, kept_slot, INPUTS, KEPT, INDEX_SIZE, SERIES,
+                    STRIDE, PAIRS, TOKENS, CHANNELS, INDEX_BLOCK)  # fmt: skip
+
+
 def enter(
     p: Projected, rows: StepRows, shape: SharedKv, weights: SharedKvWeights, ring: Tensor, kept: Tensor | None
-) -> Asked | None:
-    """Turns queries in place; key and inputs go into their rings. What an index is asked with, if there is one."""
+) -> Entered:
+    """Turns queries in place; key and inputs go into their rings."""
     pool, count = shape.pool, len(p.q)
     index = None if pool is None else pool.index
     heads, dim = (0, 2) if index is None else (index.heads, index.dim)
-    asked = Asked(p.q.new_empty(count, heads * dim), p.q.new_empty((count, heads), dtype=torch.float32))
+    weights_of_heads = p.q.new_empty((count, heads), dtype=torch.float32)
+    made = Entered(
+        p.q.new_empty(count, heads * dim),
+        weights_of_heads,
+        rows.slots.new_empty((count, 2), dtype=torch.int32),
+    )
     inputs, size = (p.kv, 0) if p.inputs is None else (p.inputs, p.inputs.shape[1])
     index_q, index_weights = p.q, p.kv
     if p.index_q is not None and p.index_weights is not None:
         index_q, index_weights = p.index_q, p.index_weights
     _enter[(shape.heads + 2 + heads, count)](
-        p.q, p.kv, inputs, index_q, index_weights, ring, ring if kept is None else kept, asked.q, asked.weights,
+        p.q, p.kv, inputs, index_q, index_weights, ring, ring if kept is None else kept, *made,
         weights.cos, weights.sin, rows.positions, rows.slots, inputs.stride(0), index_weights.stride(0),
         ring.stride(0), 0 if kept is None else kept.stride(0), HEADS=shape.heads, DIM=shape.dim,
         RING=ring.shape[1], INPUTS=size, KEPT=1 if kept is None else kept.shape[1], INDEX_HEADS=heads,
@@ -156,19 +186,28 @@ def enter(
         INDEX_BLOCK=triton.next_power_of_2(dim // 2), INPUTS_BLOCK=triton.next_power_of_2(max(1, size)),
         HEADS_BLOCK=triton.next_power_of_2(max(1, heads)), num_warps=2, **overlapped(p.q.device),
     )  # fmt: skip
-    return None if index is None else asked
+    return made
 
 
 def close(
-    rows: StepRows, shape: SharedKv, pool: Pool, weights: SharedKvWeights, kept: Tensor, pages: tuple[Tensor, ...]
+    rows: StepRows,
+    shape: SharedKv,
+    pool: Pool,
+    weights: SharedKvWeights,
+    kept: Tensor,
+    pages: tuple[Tensor, ...],
+    arrived: Tensor,
 ) -> None:
-    """Writes the entries, and an index's, whose last token is among the rows."""
-    first, many = 0, pool.rows >= 2 * MANY
-    for size, each, page in zip(pool.widths(shape.dim), weights.pools, pages, strict=True):
-        _close[(len(rows.positions),)](
-            kept, each.bias, each.norm, page, weights.cos, weights.sin, rows.positions, rows.slots, rows.cache_slots,
-            shape.eps, first, kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size, SERIES=pool.series,
-            STRIDE=pool.stride, PAIRS=weights.cos.shape[1], BLOCK=triton.next_power_of_2(size // 2),
-            TOKENS=MANY if many else TOKENS, num_warps=16 if many else 4, **overlapped(kept.device),
-        )  # fmt: skip
-        first += 2 * pool.series * size
+    """Writes the entries, and an index's, whose last token is among the rows. arrived: as `enter` left it."""
+    count, (size, *more) = len(rows.positions), pool.widths(shape.dim)
+    tokens, index_size = triton.next_power_of_2(pool.rows), more[0] if more else 0
+    channels = max(LEAST_CHANNELS, ELEMENTS // tokens)
+    own, index = weights.pools[0], weights.pools[-1]
+    sums = kept.new_empty((count, size + index_size), dtype=torch.float32)
+    _close[(triton.cdiv(size, channels) + triton.cdiv(index_size, channels), count)](
+        kept, *own, pages[0], *index, pages[-1], sums, arrived, weights.cos, weights.sin, rows.positions, rows.slots,
+        rows.cache_slots, shape.eps, kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size,
+        INDEX_SIZE=index_size, SERIES=pool.series, STRIDE=pool.stride, PAIRS=weights.cos.shape[1], TOKENS=tokens,
+        CHANNELS=channels, BLOCK=triton.next_power_of_2(size // 2),
+        INDEX_BLOCK=triton.next_power_of_2(max(2, index_size) // 2), num_warps=4, **overlapped(kept.device),
+    )  # fmt: skip

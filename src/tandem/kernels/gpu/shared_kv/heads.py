@@ -10,7 +10,7 @@ from tandem.kernels.gpu.chosen.best import keep_best
 from tandem.kernels.gpu.chosen.scores import Keys, token_scores
 from tandem.kernels.gpu.one_row import one_row
 from tandem.kernels.gpu.shared_kv.attend import EntriesSeen, attend
-from tandem.kernels.gpu.shared_kv.enter import Asked, close, enter
+from tandem.kernels.gpu.shared_kv.enter import Entered, close, enter
 from tandem.kernels.shared_kv.heads import Projected, SharedKvHeads, plain_attend
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
@@ -29,32 +29,33 @@ class GpuSharedKvHeads(SharedKvHeads):
             return super().__call__(p, rows, ring, pooled)
         shape, weights, pool = self.shape, self.weights, self.shape.pool
         kept, pages = (pooled[0], pooled[1:]) if pooled else (None, ())
-        asked = enter(p, rows, shape, weights, ring, kept)
+        entered = enter(p, rows, shape, weights, ring, kept)
         seen = None
         if pool is not None and kept is not None:
-            close(rows, shape, pool, weights, kept, pages)
-            seen = self._entries_seen(asked, rows, pool, pages)
+            close(rows, shape, pool, weights, kept, pages, entered.arrived)
+            seen = self._entries_seen(entered, rows, pool, pages)
         out = attend(p.q, rows, shape, weights, ring, seen)
         return self._groups(out.view(len(out), shape.out_groups, -1)).flatten(1)
 
     def _entries_seen(
-        self, asked: Asked | None, rows: StepRows, pool: Pool, pages: tuple[Tensor, ...]
+        self, entered: Entered, rows: StepRows, pool: Pool, pages: tuple[Tensor, ...]
     ) -> EntriesSeen:
         width = rows.tables.shape[1] * pages[0].shape[1]
-        if asked is None or pool.index is None or width <= pool.index.budget:
+        if pool.index is None or width <= pool.index.budget:
             return EntriesSeen(pages[0], None, width, pool.stride)
-        chosen = _chosen(asked, rows, pool.index, pool.stride, pages[1])
+        chosen = _chosen(entered, rows, pool.index, pool.stride, pages[1])
         return EntriesSeen(pages[0], chosen, pool.index.budget, pool.stride)
 
 
-def _chosen(asked: Asked, rows: StepRows, index: EntryIndex, stride: int, pages: Tensor) -> Tensor:
+def _chosen(asked: Entered, rows: StepRows, index: EntryIndex, stride: int, pages: Tensor) -> Tensor:
     """int32 [T, budget]: rows of the flattened pages, in their order, of which as many count as a row sees."""
     count, width = len(asked.q), rows.tables.shape[1] * pages.shape[1]
     last = rows.once(("last entry", stride), lambda: (rows.positions + 1) // stride - 1)
     tables = rows.once("int32 tables", rows.tables.int)
     keys = Keys(pages, tables, last, None)
     chosen = Chosen(
-        asked.q.new_empty((count, index.budget), dtype=torch.int32), asked.q.new_empty(count, dtype=torch.int32)
+        asked.q.new_empty((count, index.budget), dtype=torch.int32),
+        asked.q.new_empty(count, dtype=torch.int32),
     )
     scores = asked.weights.new_empty((count, width))
     token_scores(asked.q, asked.weights, keys, range(count), index, scores)
