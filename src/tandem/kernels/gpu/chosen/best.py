@@ -38,12 +38,18 @@ def ordered(x):
 
 
 @triton.jit
-def _threshold(key, inside, wanted):
-    """The largest number that at least `wanted` of the keys reach: bit by bit, from the sign on."""
-    least = tl.where(tl.sum((inside & (key >= 0)).to(tl.int32)) >= wanted, 0, -2147483648).to(tl.int32)
-    for i in range(31):
-        tried = least + (1 << (30 - i))
-        least = tl.where(tl.sum((inside & (key >= tried)).to(tl.int32)) >= wanted, tried, least)
+def _threshold(key, wanted):
+    """A number that exactly `wanted` of the keys reach, or the largest that at least so many reach: bit by bit, from
+    the sign on. Scores differ in their first bits, so the last ones are seldom asked for."""
+    reach = tl.sum((key >= 0).to(tl.int32))
+    least = tl.where(reach >= wanted, 0, -2147483648).to(tl.int32)
+    reach = tl.where(reach >= wanted, reach, wanted + 1)
+    bit = (wanted * 0 + (1 << 30)).to(tl.int32)
+    while (bit > 0) & (reach != wanted):
+        count = tl.sum((key >= least + bit).to(tl.int32))
+        least = tl.where(count >= wanted, least + bit, least)
+        reach = tl.where(count >= wanted, count, reach)
+        bit = bit >> 1
     return least
 
 
@@ -74,8 +80,8 @@ def _keep_best(scores, listed, positions, owners, tables, kept_scores, kept, cou
     if seen > BUDGET:  # else there are no scores
         x = tl.load(scores + r * list_row + i, inside, other=0.0)
     if count > BUDGET:
-        key = ordered(x)
-        least = _threshold(key, inside, BUDGET)
+        key = tl.where(inside, ordered(x), -2147483648)
+        least = _threshold(key, piece * 0 + BUDGET)
         above, equal = inside & (key > least), inside & (key == least)
         spare = BUDGET - tl.sum(above.to(tl.int32))
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))

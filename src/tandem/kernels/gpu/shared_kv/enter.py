@@ -52,8 +52,9 @@ def _turn_row(row, to, cos, sin, DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, arrived, cos, sin, positions,
-           slots, inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr, RING: tl.constexpr,
-           INPUTS: tl.constexpr, KEPT: tl.constexpr, INDEX_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr,
+           slots, inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr,
+           RING: tl.constexpr, INPUTS: tl.constexpr, KEPT: tl.constexpr, INDEX_HEADS: tl.constexpr,
+           INDEX_DIM: tl.constexpr,
            PAIRS: tl.constexpr, BLOCK: tl.constexpr, INDEX_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
            HEADS_BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Programs of a row: its heads of queries, its key, its inputs and an index's weights, an index's heads."""
