@@ -137,7 +137,7 @@ def test_every_spelling_has_the_same_names(both: tuple[Path, Path], tiny_models)
 def test_the_engine_answers_and_names_the_draft(both: tuple[Path, Path]) -> None:
     hub, plain = both
     llm = LLM(str(hub), device="cpu", dtype="float32", kt_cpuinfer=2, max_total_tokens=512)
-    assert any("1 draft layer (NextN)" in notice for notice in llm.engine.plan.notices)
+    assert any("--speculative-algorithm NEXTN guesses with it" in notice for notice in llm.engine.plan.notices)
     assert not any("not understood" in notice for notice in llm.engine.plan.notices)
     prompt = list(range(30, 70))
     answer = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].token_ids
@@ -155,7 +155,11 @@ def test_a_dspark_draft_is_named(tiny_models) -> None:
     keys = {"dspark_block_size": 5, "dspark_target_layer_ids": [1, 2, 3], "dspark_markov_rank": 256}
     model = changed(tiny_models, num_nextn_predict_layers=3, **keys)
     assert model.draft == "a DSpark draft of 3 stages for blocks of 5 tokens" and not model.unread_keys
-    assert changed(tiny_models, num_nextn_predict_layers=0).draft == ""
+    assert model.drafts is None
+    plain, guessing = (changed(tiny_models, num_nextn_predict_layers=count) for count in (0, 1))
+    assert plain.draft == guessing.draft == "" and plain.drafts is None and guessing.drafts is not None
+    pooled = changed(tiny_models, num_nextn_predict_layers=1, compress_ratios=[0, 4, 128, 4, 4])
+    assert pooled.draft == "a draft layer (NextN) that pools 4 tokens" and pooled.drafts is None
     asked = EngineConfig.from_keywords("x", speculative_algorithm="NEXTN")
     [said] = speculation_notices(asked, model)
     assert "changes nothing: the checkpoint has a DSpark draft of 3 stages" in said and "NGRAM needs none" in said

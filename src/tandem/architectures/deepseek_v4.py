@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.architectures.family import Family
 from tandem.architectures.gguf.deepseek_v4 import DEEPSEEK_V4
-from tandem.architectures.names import Names
+from tandem.architectures.names import DraftNames, Names
 from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Activation, Moe, Router, pre_norm
@@ -16,6 +16,7 @@ from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import Rope, read_rope
+from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -45,8 +46,10 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         pre_norm(attention[kind], hashed if router == HASHED else experts, norm, hyper)
         for kind, router in zip(_kinds(keys, count), _routers(keys, count), strict=True)
     ]
-    draft = _draft(keys)
-    return replace(assembled(keys, generation, tuple(layers), norm), draft=draft)
+    draft, drafts = _draft(keys, count), None
+    if not draft and keys.count("num_nextn_predict_layers", 0):
+        drafts = Drafts(pre_norm(attention[SLIDING], experts, norm, hyper), norm)
+    return replace(assembled(keys, generation, tuple(layers), norm), draft=draft, drafts=drafts)
 
 
 def _count(keys: JsonKeys, key: str, usual: int) -> int:
@@ -175,15 +178,23 @@ def _experts(keys: JsonKeys) -> Moe:
     return moe(router, width, width).activated_by(Activation("swiglu_clamp", limit=limit))
 
 
-def _draft(keys: JsonKeys) -> str:
-    """What guesses tokens: NextN layers, or since 0731 DSpark's stages. Neither is run yet."""
+def _draft(keys: JsonKeys, count: int) -> str:
+    """What guesses tokens, and is not run yet: DSpark's stages since 0731, and NextN layers that pool tokens."""
     layers, block = keys.count("num_nextn_predict_layers", 0), keys.count(f"{DSPARK}block_size", 0)
     for key in list(keys):
         if key.startswith(DSPARK):
             keys.get(key)
     if block:
         return f"a DSpark draft of {layers} stages for blocks of {block} tokens"
-    return f"{layers} draft layer{'s'[: layers != 1]} (NextN)" if layers else ""
+    ratios = keys.get("compress_ratios")
+    behind = ratios[count:] if isinstance(ratios, list) and len(ratios) == count + layers else []
+    pooled = [ratio for ratio in behind if ratio]
+    return f"a draft layer (NextN) that pools {pooled[0]} tokens" if pooled else ""
 
 
-FAMILY = Family(("deepseek_v4",), config, (Names(shared="mlp.shared_experts"),), DEEPSEEK_V4)
+DRAFTS = DraftNames(
+    *("mtp.0.", "mtp.0.enorm", "mtp.0.hnorm", "mtp.0.e_proj", "mtp.0.norm"),
+    hidden_projection="mtp.0.h_proj",
+    streams="mtp.0.hc_head_",
+)
+FAMILY = Family(("deepseek_v4",), config, (Names(shared="mlp.shared_experts"),), DEEPSEEK_V4, DRAFTS)

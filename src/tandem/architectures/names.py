@@ -54,7 +54,9 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class DraftNames:
-    """Modules of a draft layer: its own, and what stands around it. {layer}: the number behind the last layer's."""
+    """Modules of a draft layer: its own, and what stands around it. {layer}: the number behind the last layer's.
+    projection: of the token and the hidden state together; of the token alone where that has one of its own. streams:
+    what is in front of the weights that sum several up."""
 
     layer: str = "model.layers.{layer}."
     embedding_norm: str = "model.layers.{layer}.enorm"
@@ -62,6 +64,8 @@ class DraftNames:
     projection: str = "model.layers.{layer}.eh_proj"
     norm: str = "model.layers.{layer}.shared_head.norm"
     vocab: str = "model.layers.{layer}.d2t"  # of each token that is guessed: its number less its place, as EAGLE-3 has
+    hidden_projection: str = ""
+    streams: str = ""
 
 
 PLAIN_DRAFT_NAMES = DraftNames()

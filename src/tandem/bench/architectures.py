@@ -95,7 +95,8 @@ CONFIGS = {
     "deepseek-v4-flash": {
         "model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
         "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "o_groups": 8,
-        "o_lora_rank": 1024, "sliding_window": 128, "compress_ratios": [0, 0, *[4, 128] * 20, 4], "index_topk": 512,
+        "o_lora_rank": 1024, "sliding_window": 128, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "index_topk": 512,
+        "num_nextn_predict_layers": 1,
         "n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "n_shared_experts": 1,
         "num_hash_layers": 3, "hc_mult": 4, "hc_sinkhorn_iters": 20, "vocab_size": 129280, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 1048576, "expert_dtype": "fp4", "rope_scaling": {

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterable
 DRAFT = "mtp."
 """Of layers that only guess: their numbers are their own."""
 
+_NUMBERED_DRAFT = re.compile(r"(?:model\.)?layers\.(\d+)\.e_proj\.")
+"""Of such a layer that is counted with the others: no other has this matrix."""
+_DRAFTS_OWN = {"shared_head.norm.": "norm.", "hc_head.hc_": "hc_head_"}
+
 _DEEPSEEK_ROOTS = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
 _DEEPSEEK_BLOCKS = {
     "attn": "self_attn", "ffn": "mlp", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -42,6 +46,9 @@ def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
+    drafts = sorted({int(found[1]) for name in names if (found := _NUMBERED_DRAFT.match(name))})
+    if drafts:
+        return lambda name: _from_shared_keys(_as_draft(name, drafts))
     if any(".attn.wkv." in name for name in names):
         return _from_shared_keys
     if any(_DEEPSEEK_LAYER.match(name) for name in names):
@@ -76,8 +83,18 @@ def _from_deepseek(name: str, latent: bool) -> str:
     return ".".join(["model", "layers", parts[1], _DEEPSEEK_BLOCKS.get(block, block), *below])
 
 
+def _as_draft(name: str, drafts: list[int]) -> str:
+    """`model.layers.43.e_proj…` → `mtp.0.e_proj…`, where that is the first of the layers that guess."""
+    parts = name.removeprefix("model.").split(".", 2)
+    if parts[0] != "layers" or int(parts[1]) not in drafts:
+        return name
+    return f"{DRAFT}{drafts.index(int(parts[1]))}.{parts[2]}"
+
+
 def _from_shared_keys(name: str) -> str:
     """With or without `model.` in front."""
+    if name.startswith(DRAFT):
+        return _draft(name)
     plain = name.removeprefix("model.")
     if plain.startswith("hc_head_"):
         return f"model.hc_head.hc_{plain.removeprefix('hc_head_')}"
@@ -89,6 +106,15 @@ def _from_shared_keys(name: str) -> str:
     if parts[2] != "attn":
         return _from_deepseek(plain, latent=True)
     return ".".join(["model", "layers", parts[1], "self_attn", *_shared_keys(parts[3:])])
+
+
+def _draft(name: str) -> str:
+    """As a layer's, but below `mtp.0.`."""
+    number, _, rest = name.removeprefix(DRAFT).partition(".")
+    for theirs, ours in _DRAFTS_OWN.items():
+        rest = ours + rest.removeprefix(theirs) if rest.startswith(theirs) else rest
+    renamed = _from_shared_keys(f"layers.{number}.{rest}").removeprefix("model.")
+    return f"{DRAFT}{number}.{renamed.removeprefix(f'layers.{number}.')}"
 
 
 def _shared_keys(parts: list[str]) -> list[str]:

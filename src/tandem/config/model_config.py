@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tandem.config.json_keys import JsonKeys, read_json
 from tandem.config.layers import NO_EXPERTS, Attention, Body, Layer, Mixer, Moe
+from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -221,13 +222,16 @@ def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
 
 def _hyper_params(model: ModelConfig) -> int:
     """Of what connects blocks; all are float32."""
-    blocks = (block.hyper for layer in model.layers for block in layer.blocks)
-    return sum(hyper.params(model.hidden) for hyper in blocks if hyper is not None)
+    return sum(hyper.params(model.hidden) for hyper in _hypers(model))
 
 
 def _hyper_bytes(model: ModelConfig) -> int:
-    blocks = (block.hyper for layer in model.layers for block in layer.blocks)
-    return sum(hyper.matrix_bytes(model.hidden) for hyper in blocks if hyper is not None)
+    return sum(hyper.matrix_bytes(model.hidden) for hyper in _hypers(model))
+
+
+def _hypers(model: ModelConfig) -> list[Hyper]:
+    layers = model.layers if model.drafter is None else (*model.layers, model.drafter.layer)
+    return [block.hyper for layer in layers for block in layer.blocks if block.hyper is not None]
 
 
 def rope_bytes(model: ModelConfig, context: int) -> int:

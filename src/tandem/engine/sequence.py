@@ -63,6 +63,7 @@ class Sequence:
         "seed",
         "siblings",
         "slot",
+        "slots_taken",
         "started_at",
         "status",
         "token_counts",
@@ -103,6 +104,7 @@ class Sequence:
         self.window_table = np.zeros_like(self.page_table)  # of layers that see a window; 0 where it has none
         self.window_first = self.window_end = 0  # numbers first … end - 1 of them are held
         self.slot = 0  # of what is kept of it beside pages; 0: none
+        self.slots_taken = 0  # how many it has had: one after each preemption
         self.border_slot = 0  # a copy of that as it was after border_len tokens
         self.border_len = 0
         self.matched_len = (

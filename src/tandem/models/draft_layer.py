@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
@@ -11,13 +11,16 @@ from tandem.architectures import family_of
 from tandem.architectures.names import DraftNames, Names
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig
+from tandem.config.mechanisms.norm import Norm
+from tandem.config.speculation.drafts import window_of
 from tandem.errors import ConfigError
 from tandem.kernels.ops import Linear
+from tandem.kernels.shared_kv.rows import step_rows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer
 from tandem.models.passing import Pass, States
-from tandem.models.residual import OneStream
+from tandem.models.residual import OneStream, summed_up
 
 
 class DraftLayer:
@@ -26,37 +29,49 @@ class DraftLayer:
     def __init__(self, b: Builder, names: Names) -> None:
         config, at = b.config, draft_names(b.config)
         assert config.drafter is not None
-        norm, hidden, self.ops, self.dtype = config.drafter.norm, config.hidden, b.ops, b.dtype
-        self.eps = norm.eps
-        self.embedding_norm, self.hidden_norm, self.last_norm = (
-            b.norm(f"{name}.weight", norm, hidden) for name in (at.embedding_norm, at.hidden_norm, at.norm)
-        )
-        self.projection = b.linear([at.projection], [hidden], 2 * hidden)
+        norm, hyper = config.drafter.norm, config.drafter.layer.hyper
+        self.last_norm, self.eps = b.norm(f"{at.norm}.weight", norm, config.hidden), norm.eps
+        self.join = _Together(b, at, norm) if hyper is None else _Apart(b, at, norm, hyper.streams)
         self.layer = decoder_layer(b, len(config.layers), replace(names, layer=at.layer))
-        self.ending = OneStream(b.ops)
+        self.ending = OneStream(b.ops) if hyper is None else summed_up(b, hyper, at.streams)
+        self._in_slots = window_of(config.drafter.states(config.hidden)) > 0
         self.ids: Tensor | None = None  # of the tokens that are guessed; None: all
         if vocab := config.drafter.vocab:
             places = b.checkpoint.get(at.vocab, (vocab,), whole=True)
             ids = places.long() + torch.arange(vocab)
             self.ids, self._own_head = b.ops.resident(ids), _rows_of_head(b, ids)
 
-    def __call__(self, embedded: Tensor, hidden: Tensor, batch: ForwardBatch, states: States) -> Tensor:
-        """embedded, hidden [T, hidden]: of the tokens, and what the last norm made before them. states: the layer's
-        own. Returns what its own norm makes of batch.logits_rows, [R, hidden]."""
-        parts = (
-            self.ops.rms_norm(embedded.to(self.dtype), self.embedding_norm, self.eps),
-            self.ops.rms_norm(hidden, self.hidden_norm, self.eps),
-        )
-        p, first = Pass(batch, self.projection(torch.cat(parts, 1))), 0
+    def __call__(
+        self, embedded: Tensor, hidden: Tensor, batch: ForwardBatch, states: States
+    ) -> tuple[Tensor, Tensor]:
+        """embedded [T, hidden]: of the tokens; hidden [T, n]: `hidden_rows` before them. states: the layer's own.
+        Of batch.logits_rows, what its own norm makes, [R, hidden], and what stands for hidden rows, [R, n]."""
+        p, first = Pass(batch, self.join(embedded, hidden)), 0
         for block in self.layer.blocks:
             last = first + len(block.states)
             if not block.states:  # nobody asks for other rows any more
-                p = _of(p, batch.logits_rows)
+                p = p.of(batch.logits_rows)
             if not len(p.residual):
                 break
             p.pending = block.operator(block.enter(p), p, states[first:last])
             first = last
-        return self.ending.enter(_of(p, batch.logits_rows), self.last_norm, self.eps)
+        p = p.of(batch.logits_rows)
+        x = self.ending.enter(p, self.last_norm, self.eps)
+        return x, hidden_rows(p, x)
+
+    def keep(self, hidden: Tensor, p: Pass, kept: Tensor) -> None:
+        """Hidden rows of a pass, where the layer finds them later."""
+        if self._in_slots:
+            p.rows.keep(kept, hidden)
+        else:
+            kept.flatten(0, 1)[p.batch.cache_slots] = hidden
+
+    def kept(self, batch: ForwardBatch, kept: Tensor) -> Tensor:
+        """Those of a batch's positions."""
+        if not self._in_slots:
+            return kept.flatten(0, 1)[batch.cache_slots]
+        rows = step_rows(batch)
+        return kept[rows.slots[rows.sequence], rows.positions % kept.shape[1]]
 
     def guesses(self, x: Tensor, head: Linear) -> Tensor:
         """The likeliest tokens behind rows of what the layer returned, int64 [R]. head: the model's."""
@@ -76,18 +91,55 @@ def _rows_of_head(b: Builder, ids: Tensor) -> Linear:
     return b.ops.linear(find(ids).to(b.dtype), None, b.dense_format)
 
 
-def _of(p: Pass, rows: Tensor) -> Pass:
-    """The same pass for some of its rows, or for all of them."""
-    if len(rows) == len(p.residual):
-        return p
-    return Pass(p.batch, p.residual[rows], None if p.pending is None else p.pending[rows])
+class _Together:
+    """One projection of both, each normed."""
+
+    def __init__(self, b: Builder, at: DraftNames, norm: Norm) -> None:
+        self._norms, self._dtype = _Norms(b, at, norm), b.dtype
+        self._projection = b.linear([at.projection], [b.config.hidden], 2 * b.config.hidden)
+
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        return self._projection(torch.cat(self._norms(embedded.to(self._dtype), hidden), 1))
+
+
+class _Apart:
+    """A projection of each, both normed; the token's is added to every stream."""
+
+    def __init__(self, b: Builder, at: DraftNames, norm: Norm, streams: int) -> None:
+        self._norms, self._dtype, hidden = _Norms(b, at, norm), b.dtype, b.config.hidden
+        self._token = b.linear([at.projection], [hidden], hidden)
+        self._streams = b.linear([at.hidden_projection], [hidden], hidden)
+        self._count = streams
+
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        rows = hidden.contiguous().view(-1, embedded.shape[1])
+        token, streams = self._norms(embedded.to(self._dtype), rows)
+        wide: Tensor = self._streams(streams).unflatten(0, (-1, self._count))
+        return self._token(token)[:, None] + wide
+
+
+class _Norms:
+    """Of tokens and of hidden states."""
+
+    def __init__(self, b: Builder, at: DraftNames, norm: Norm) -> None:
+        names, self._ops, self._eps = (at.embedding_norm, at.hidden_norm), b.ops, norm.eps
+        self._weights = [b.norm(f"{name}.weight", norm, b.config.hidden) for name in names]
+
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        token, state = self._weights
+        return self._ops.rms_norm(embedded, token, self._eps), self._ops.rms_norm(hidden, state, self._eps)
+
+
+def hidden_rows(p: Pass, x: Tensor) -> Tensor:
+    """What a draft layer takes of a pass that has ended: its normed rows x, or all its streams, one behind the
+    other."""
+    return x if p.residual.dim() == 2 else p.residual.flatten(1)
 
 
 def draft_names(config: ModelConfig) -> DraftNames:
     """As the checkpoint has them."""
     names, number = family_of(config.model_type).drafts, len(config.layers)
-    parts = names.layer, names.embedding_norm, names.hidden_norm, names.projection, names.norm, names.vocab
-    return DraftNames(*(part.format(layer=number) for part in parts))
+    return DraftNames(*(part.format(layer=number) for part in astuple(names)))
 
 
 def check_draft_layer(config: ModelConfig, checkpoint: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from tandem.architectures.names import Names
 from tandem.kernels.ops import Linear, Recorded, SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
-from tandem.models.draft_layer import DraftLayer, head_name
+from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.passing import Pass, States
@@ -58,32 +58,37 @@ class Model:
         embedded = self.embedding(batch.input_ids).to(self.dtype)
         rows = len(embedded)
         all_wanted = rows == len(batch.logits_rows)  # as in decode steps, with guesses or without
-        run = self._recorded_layers if all_wanted and self._worth_recording(rows) else self._layers
-        return self._logits(run(embedded, batch, states), batch, states)
+        if all_wanted and self._worth_recording(rows):
+            x = self._recorded_layers(embedded, batch, states)
+            return self._logits(x, Pass(batch, x), states)
+        return self.logits(self._through(embedded, batch, states), states)
 
     def draft(self, hidden: Tensor | None, batch: ForwardBatch, states: States) -> tuple[Tensor, Tensor]:
-        """One guess for each of batch.logits_rows by the draft layer, int64 [R], and what its norm made, [R, hidden].
+        """One guess for each of batch.logits_rows by the draft layer, int64 [R], and hidden rows for the next, [R, n].
 
         Row p of the batch has the token at p + 1. hidden: what stands for the model's hidden states; None: they are
-        those that `forward` kept at the batch's cache slots.
+        those that `forward` kept of the batch's positions.
         """
         assert self.drafter is not None, "a model without a draft layer"
         if hidden is None:
-            hidden = states[-1][0].flatten(0, 1)[batch.cache_slots]
+            hidden = self.drafter.kept(batch, states[-1][0])
         first = self._spans[-1][1] + sum(len(block.states) for block in self.layers[-1].blocks)
-        x = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
-        return self.drafter.guesses(x, self.head), x
+        x, hidden = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
+        return self.drafter.guesses(x, self.head), hidden
 
-    def _kept(self, x: Tensor, batch: ForwardBatch, states: States) -> Tensor:
+    def _kept(self, x: Tensor, p: Pass, states: States) -> Tensor:
         """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""
         if self.drafter is None:
             return x
-        states[-1][0].flatten(0, 1)[batch.cache_slots] = x
-        return x if len(batch.logits_rows) == len(x) else x[batch.logits_rows]
+        self.drafter.keep(hidden_rows(p, x), p, states[-1][0])
+        rows = p.batch.logits_rows
+        return x if len(rows) == len(x) else x[rows]
 
     def begin(self, batch: ForwardBatch) -> Pass:
         """A pass over T new tokens, before the first layer."""
-        return Pass(batch, widened(self.embedding(batch.input_ids).to(self.dtype), self.config.layers[0].hyper))
+        return Pass(
+            batch, widened(self.embedding(batch.input_ids).to(self.dtype), self.config.layers[0].hyper)
+        )
 
     def layer(self, p: Pass, index: int, states: States) -> None:
         """Takes a pass through layer `index`; the caller has taken it through all before."""
@@ -99,8 +104,7 @@ class Model:
         assert p.pending is not None, "no layer has run"
         rows = p.batch.logits_rows
         if len(rows) != len(p.pending) and self.drafter is None:
-            mix = None if p.mix is None else p.mix.of(rows)
-            p = Pass(p.batch, p.residual[rows], p.pending[rows], mix)
+            p = p.of(rows)
         return self.ending.enter(p, self.final_norm, self.config.norm.eps)
 
     @property
@@ -110,17 +114,20 @@ class Model:
 
     def logits(self, p: Pass, states: States) -> Tensor:
         """What `forward` returns, of a pass that has run through all layers."""
-        return self._logits(self.end(p), p.batch, states)
+        return self._logits(self.end(p), p, states)
 
-    def _logits(self, x: Tensor, batch: ForwardBatch, states: States) -> Tensor:
-        return capped(self.head(self._kept(x, batch, states), torch.float32), self.config.logit_cap)
+    def _logits(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        return capped(self.head(self._kept(x, p, states), torch.float32), self.config.logit_cap)
 
     def _layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""
+        return self.end(self._through(embedded, batch, states))
+
+    def _through(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Pass:
         p = Pass(batch, widened(embedded, self.config.layers[0].hyper))
         for index in range(len(self.layers)):
             self.layer(p, index, states)
-        return self.end(p)
+        return p
 
     def _worth_recording(self, rows: int) -> bool:
         if self.config.layers[0].hyper is not None:  # torch mixes streams, which a recording cannot repeat

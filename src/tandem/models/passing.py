@@ -38,6 +38,13 @@ class Pass:
     tallies: Sequence[Tally] | None = None
     indices: StepRows | None = None
 
+    def of(self, rows: Tensor) -> Pass:
+        """The same pass for some of its rows, or for all of them."""
+        if len(rows) == len(self.residual):
+            return self
+        pending = None if self.pending is None else self.pending[rows]
+        return Pass(self.batch, self.residual[rows], pending, None if self.mix is None else self.mix.of(rows))
+
     @property
     def rows(self) -> StepRows:
         """Of the batch, worked out when first asked for."""

@@ -96,14 +96,21 @@ def residual_of(b: Builder, hyper: Hyper | None, name: str, scale: Tensor | None
     n = hyper.streams
     scale = b.float_tensor(f"{name}.scale", 3)
     each = torch.tensor([n, n, n * n], device=scale.device)
-    return MixedStreams(b.ops, _streams(b, hyper, (f"{name}.fn", f"{name}.base"), scale.repeat_interleave(each)))
+    return MixedStreams(
+        b.ops, _streams(b, hyper, (f"{name}.fn", f"{name}.base"), scale.repeat_interleave(each))
+    )
 
 
 def end_of(b: Builder, names: Names) -> Residual:
     """Before the last norm."""
-    hyper, name = b.config.layers[0].hyper, "model.hc_head.hc_"
+    hyper = b.config.layers[0].hyper
     if hyper is None:
         return OneStream(b.ops, scale_of(b, len(b.config.layers) - 1, names))
+    return summed_up(b, hyper, "model.hc_head.hc_")
+
+
+def summed_up(b: Builder, hyper: Hyper, name: str) -> Residual:
+    """What follows the last of several streams' blocks. name: in front of its weights."""
     scale = b.float_tensor(f"{name}scale", 1).repeat(hyper.streams)
     return MixedStreams(b.ops, _streams(b, hyper, (f"{name}fn", f"{name}base"), scale), last=True)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from stream_draft_models import StreamDrafted, stream_drafted
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
@@ -24,7 +25,7 @@ from tiny import file_tensors
 
 FAMILIES = (
     "glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32", "qwen3_next",
-    "qwen3_5_moe_text",
+    "qwen3_5_moe_text", "deepseek_v4", "deepseek_v4-every",
 )  # fmt: skip
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
@@ -76,8 +77,10 @@ def _run(layer: MtpModel, hidden: Tensor, positions: Tensor, cache: MtpCache, id
     )  # fmt: skip
 
 
-def drafted(source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()) -> Drafted:
+def drafted(source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()) -> Drafted | StreamDrafted:
     """`source` with a draft layer, as `path`. taught: texts that it has learnt, so that it guesses them right."""
+    if json.loads((source / "config.json").read_text())["model_type"] == "deepseek_v4":
+        return stream_drafted(source, path, seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     config = model.config
     config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]

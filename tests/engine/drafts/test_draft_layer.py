@@ -50,10 +50,11 @@ def test_it_guesses_what_transformers_layer_guesses(made, tmp_path: Path, varian
     check_pages(engine)
 
 
-def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "page"), [("glm4_moe", 4), ("deepseek_v4", 8)])
+def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Path, variant: str, page: int) -> None:
     """Preemptions, answers of one prompt, prefix matches that part inside a page and at its border, two at once."""
-    model = made("glm4_moe")
-    engine = engine_of(model.path, tmp_path, max_total_tokens=96)
+    model = made(variant)
+    engine = engine_of(model.path, tmp_path, max_total_tokens=96, page_size=page)
     asks = [request(name, prompt, max_tokens=20, n=2, temperature=1.0, seed=3, ignore_eos=True)
             for name, prompt in PROMPTS.items()]  # fmt: skip
     seen = list(chunks_of(engine, *asks))
@@ -68,6 +69,39 @@ def test_guesses_do_not_depend_on_what_happened_to_the_pages(made, tmp_path: Pat
     for tokens, guesses in seen:
         assert list(guesses) == model.chain(tokens, len(guesses))
     check_pages(engine)
+
+
+def test_a_layer_with_a_window_makes_up_for_no_more_than_that(made, tmp_path: Path) -> None:
+    """After a prompt, and after steps without guesses; what was there is the same then."""
+    model, window = made("deepseek_v4"), 7
+    engine = engine_of(model.path, tmp_path, page_size=8)
+    speculation, rows = engine._speculation, list[int]()
+    chain = speculation._drafter._chain
+    draw = chain.chains
+
+    def noted(runs, widths):
+        rows.append(max(len(run.tokens) for run in runs))
+        return draw(runs, widths)
+
+    chain.chains, widest = noted, speculation._most
+    engine.add(request("a", list(range(60, 99)), max_tokens=40, ignore_eos=True))
+    seen = []
+    for most in (widest, 0, widest, 0):
+        speculation._most = most
+        engine._runner.run, run_model = _noting(seen, engine._runner.run), engine._runner.run
+        for _ in range(10):
+            engine.step()
+        engine._runner.run = run_model
+    assert max(rows) == window and rows.count(window) == 2 and len(seen) > 10
+    assert all(list(guesses) == model.chain(tokens, len(guesses)) for tokens, guesses in seen)
+
+
+def _noting(seen: list, run_model):
+    def noted(chunks):
+        seen.extend((list(c.sequence.tokens), c.guesses) for c in chunks if c.guesses)
+        return run_model(chunks)
+
+    return noted
 
 
 def test_a_long_prompt_is_made_up_for_in_several_steps(made, tmp_path: Path) -> None:

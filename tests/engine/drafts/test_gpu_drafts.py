@@ -18,7 +18,7 @@ from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "qwen3_next", "qwen3_5_moe_text"]
+FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "qwen3_next", "qwen3_5_moe_text", "deepseek_v4"]
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 ROWS = 12  # of the only graph of steps, so that products of all steps have the same shapes
 

@@ -99,7 +99,7 @@ def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
     inputs = ChainInputs(ChainShape(4, 3, 3, 5, 4), CPU)
 
     class Held:
-        num_pages, page_table = 3, torch.tensor([7, 2, 9]).numpy()
+        num_pages, page_table, slot = 3, torch.tensor([7, 2, 9]).numpy(), 4
 
     inputs.fill([Run(Held, 6, [11, 12], True), Run(Held, 9, [13], True)], [1, 3])
     inputs.send()
@@ -109,6 +109,7 @@ def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
     assert inputs.places.view(4, 3)[:2].tolist() == [[2 * 4 + 2, 2 * 4 + 2, 2 * 4 + 3], [9 * 4 + 1] * 3]
     first = inputs.first()
     assert first.logits_rows.tolist() == [2, 5, 8, 11] and first.seq_lens.tolist()[:3] == [7, 7, 8]
+    assert first.slots.tolist() == [4] * 12
     later = inputs.next(torch.tensor([1, 2, 3, 4]), torch.tensor([8, 10, 10, 10]), torch.tensor([0, 1, 1, 1]))
     assert later.cache_slots.tolist() == [9 * 4, 9 * 4 + 2, 9 * 4 + 2, 9 * 4 + 2]
 

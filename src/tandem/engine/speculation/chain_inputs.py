@@ -31,11 +31,13 @@ class ChainShape:
 
     @property
     def input_bytes(self) -> int:
-        return self.wide_bytes + 4 * self.sequences * self.pages
+        return self.wide_bytes + 4 * self.sequences * (self.pages + 1)
 
     def holds(self, runs: Rows[Run]) -> bool:
         """Runs that all are wanted."""
-        return len(runs) <= self.sequences and all(run.wanted and len(run.tokens) <= self.rows for run in runs)
+        return len(runs) <= self.sequences and all(
+            run.wanted and len(run.tokens) <= self.rows for run in runs
+        )
 
 
 class ChainInputs:
@@ -50,22 +52,28 @@ class ChainInputs:
         self.shape, count = shape, shape.sequences * shape.rows
         self._host = torch.zeros(shape.input_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = self._host.to(device, copy=True)
-        self._ids, self._positions, self._places, self._order, self._tables = (
+        self._ids, self._positions, self._places, self._order, self._tables, self._slots = (
             part.numpy() for part in self._views(self._host)
         )
-        self.ids, self.positions, self.places, self.order, self.tables = self._views(self._there)
+        self.ids, self.positions, self.places, self.order, self.tables, self.slots = self._views(self._there)
         self.starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         self.each = torch.arange(shape.sequences, device=device)
         self._owners = self.each.repeat_interleave(shape.rows)
         self._ends = (self.each + 1) * shape.rows - 1
-        self._slots = torch.zeros(count, dtype=torch.int32, device=device)
 
     def _views(self, memory: Tensor) -> tuple[Tensor, ...]:
         s = self.shape
         wide, count = memory[: s.wide_bytes].view(torch.int64), s.sequences * s.rows
         ids, positions, places, order = wide.split([count, count, count, s.guesses * s.sequences])
-        tables = memory[s.wide_bytes :].view(torch.int32).view(s.sequences, s.pages)
-        return ids, positions, places, order.view(s.guesses, s.sequences), tables
+        tables, slots = memory[s.wide_bytes :].view(torch.int32).split([s.sequences * s.pages, s.sequences])
+        return (
+            ids,
+            positions,
+            places,
+            order.view(s.guesses, s.sequences),
+            tables.view(s.sequences, s.pages),
+            slots,
+        )
 
     def fill(self, runs: Rows[Run], widths: Rows[int]) -> None:
         """The image, after all that read the one before."""
@@ -76,10 +84,13 @@ class ChainInputs:
             back = np.minimum(np.arange(s.rows)[::-1], len(run.tokens) - 1)  # rows behind this one
             positions, pages = run.last - back, run.sequence.num_pages
             tables[at, :pages] = run.sequence.page_table[:pages]
+            self._slots[at] = run.sequence.slot
             rows[0][at] = np.array(run.tokens, dtype=np.int64)[::-1][back]
             rows[1][at] = positions
-            rows[2][at] = tables[at, positions // s.page_size].astype(np.int64) * s.page_size + positions % s.page_size
-        for array in (*rows, tables):
+            rows[2][at] = (
+                tables[at, positions // s.page_size].astype(np.int64) * s.page_size + positions % s.page_size
+            )
+        for array in (*rows, tables, self._slots):
             array[len(runs) :] = array[len(runs) - 1]
         self._fill_order(widths)
 
@@ -104,10 +115,12 @@ class ChainInputs:
         pages = self.tables.index_select(0, owners).gather(1, (positions // size)[:, None])[:, 0]
         return self._batch(ids, positions, pages.long() * size + positions % size, owners, self.each)
 
-    def _batch(self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, wanted: Tensor) -> ForwardBatch:
+    def _batch(
+        self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, wanted: Tensor
+    ) -> ForwardBatch:
         rows = len(ids)
         return ForwardBatch(
             input_ids=ids, positions=positions, cache_slots=places, query_starts=self.starts[: rows + 1],
             seq_lens=(positions + 1).int(), block_tables=self.tables.index_select(0, owners), logits_rows=wanted,
-            slots=self._slots[:rows], single_rows=rows,
+            slots=self.slots.index_select(0, owners), single_rows=rows,
         )  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from tandem.config.cuda_graphs import draft_sizes
 from tandem.config.speculation.choice import SpeculationPlan
+from tandem.config.speculation.drafts import window_of
 from tandem.engine.gpu_runner import nothing_begins
 from tandem.engine.speculation.chain_inputs import ChainShape
 from tandem.engine.speculation.chains import Chains, DraftingModel, PassByPass, on_cpu
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.speculation.foretold import Instead
 from tandem.engine.speculation.gpu_chains import GpuChains, GpuDrafts
+from tandem.engine.speculation.made_rows import InPages, InSlots
 from tandem.engine.speculation.nextn import NextN
 from tandem.engine.speculation.ngram import NGram
 from tandem.engine.speculation.speculation import Speculation
@@ -32,7 +34,10 @@ def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> S
 def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
     if asked.algorithm != "NEXTN":
         return parts.drafter or NGram(asked.least_match, asked.longest_match)
-    layer = NextN(_chains(parts, states), pages, most_rows=parts.plan.max_step_tokens)
+    drafter = parts.model_config.drafter
+    window = 0 if drafter is None else window_of(drafter.states(parts.model_config.hidden))
+    rows = InSlots(window) if window else InPages(pages)
+    layer = NextN(_chains(parts, states), rows, pages.page_size, most_rows=parts.plan.max_step_tokens)
     return layer if parts.drafter is None else Instead(layer, parts.drafter)
 
 

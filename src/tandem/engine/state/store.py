@@ -174,6 +174,7 @@ class StateStore:
         if cached:  # before others are taken, which might be this snapshot's
             self.slots.protect(cached[-1])
         sequence.slot, sequence.border_len = self.slots.take(), 0
+        sequence.slots_taken += 1
         if self.pages.prefix_cache:
             sequence.border_slot = self.slots.take()
         if cached:

@@ -61,8 +61,11 @@ class SharedKvHeads:
         q, kv = turn(p.q.view(len(p.q), shape.heads, shape.dim), cos[:, None], sin[:, None]), turn(p.kv, cos, sin)
         seen, entries = self._seen(p, rows, pooled), pooled[1] if pooled else kv[None, :0]
         window = self._keys(rows, seen, ring.shape[1])
+        if rows.alone:  # they may follow each other in one ring
+            rows.keep(ring, kv)
         out = self._attended(q, rows.joined(ring, kv), window, seen, entries.flatten(0, 1))
-        rows.keep(ring, kv)
+        if not rows.alone:  # a ring has no room for all rows of a prompt beside those before
+            rows.keep(ring, kv)
         turn(out, cos[:, None], -sin[:, None])
         return self._groups(out.view(len(out), shape.out_groups, shape.group_dim)).flatten(1)
 
