@@ -20,6 +20,7 @@ from stored_formats import Made, fp4_deepseek, fp8_blocks
 from tandem import LLM, SamplingParams, _core
 from tandem.bench.architectures import named_subject
 from tandem.checkpoint import open_checkpoint
+from tandem.checkpoint.key_names import hugging_face_names
 from tandem.cli.app import app
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -264,3 +265,26 @@ def test_the_plan_of_the_whole_model_before_it_is_downloaded() -> None:
     assert stored.experts.name == "mxfp4" and "fp8" in stored.dense.name
     experts = model.expert_bytes("stored", stored.experts) * model.routed_experts
     assert round(experts / 1e9) == 147
+
+
+def test_a_draft_layer_is_found_under_either_name() -> None:
+    """DeepSeek's own, and numbered behind the last layer, with DeepSeek's names of modules or Transformers'."""
+    after = {
+        "e_proj.weight": "e_proj.weight", "hnorm.weight": "hnorm.weight", "norm.weight": "norm.weight",
+        "hc_head_fn": "hc_head_fn", "attn.wkv.weight": "self_attn.kv_proj.weight", "attn.kv_norm.weight":
+        "self_attn.kv_norm.weight", "hc_attn_base": "attn_hc.base", "attn_norm.weight": "input_layernorm.weight",
+        "ffn.gate.bias": "mlp.gate.e_score_correction_bias",
+        "ffn.experts.3.w2.weight": "mlp.experts.3.down_proj.weight",
+    }  # fmt: skip
+    wanted = {f"mtp.0.{name}" for name in after.values()}
+    heads = {"norm.weight": "shared_head.norm.weight", "hc_head_fn": "hc_head.hc_fn"}
+    spellings = (
+        [f"mtp.0.{name}" for name in after],
+        [f"layers.43.{heads.get(name, name)}" for name in after],
+        [f"model.layers.43.{heads.get(name, name)}" for name in after.values()],
+    )
+    for stored in spellings:
+        other = ["layers.42.attn.wkv.weight", "layers.42.attn_norm.weight"]
+        names = hugging_face_names([*stored, *other])
+        assert {name for name in names if "mtp" in name} == wanted
+        assert "model.layers.42.self_attn.kv_proj.weight" in names
