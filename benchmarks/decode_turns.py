@@ -2,7 +2,8 @@
 
     python benchmarks/decode_turns.py /tmp/old src --config qwen3-30b-a3b --layers 24
 
-Each version (a folder with `tandem` and its extension) gets a process, which holds its own model with made-up weights.
+Each version (a folder with `tandem` and its extension) gets a process, which holds its own model with made-up weights:
+the same ones in both, for numbers go by hashes of names.
 They are loaded in turn, then steps are timed in pairs; who comes first alternates. Prints milliseconds of each pair,
 the median ratio of speeds (second version to first; above 1: the second is faster) and seconds of loading.
 """
@@ -35,7 +36,7 @@ class Version:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
         )
 
     def ask(self, what: str, value: float = 0.0) -> float:
