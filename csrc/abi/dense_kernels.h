@@ -5,6 +5,8 @@
 
 namespace tandem {
 
+constexpr int kAttentionRows = 4;  // of one `attend` that are computed together, at most
+
 constexpr int kRowLanes = 16;  // scratch rows of attention are padded to a multiple of it
 
 // Online softmax over keys of one query row: exp-weighted values `acc` relative to the largest score `max`.
@@ -72,10 +74,10 @@ struct DenseKernels {
                 DType type);
   void (*narrow)(const float* x, float scale, void* out, int64_t d, DType type);
 
-  // Adds keys [begin, end) of a block to one query row. q, k, v, acc are f32 rows of `padded` elements; scratch holds
-  // end - begin floats, rounded up to kRowLanes.
-  void (*attend)(const float* q, const float* k, const float* v, int64_t begin, int64_t end, int64_t padded,
-                 float* scratch, AttentionState* state, float* acc);
+  // Adds keys [begin, end) of a block to `rows` query rows. q, k, v, acc are f32 rows of `padded` elements. scratch
+  // holds end - begin floats, rounded up to kRowLanes, for each of kAttentionRows rows.
+  void (*attend)(const float* q, const float* k, const float* v, int64_t rows, int64_t begin, int64_t end,
+                 int64_t padded, float* scratch, AttentionState* states, float* acc);
 
   // (into, acc) += (from, from_acc): the other half of online softmax.
   void (*merge)(AttentionState* into, float* acc, const AttentionState* from, const float* from_acc, int64_t padded);

@@ -111,6 +111,10 @@ struct Avx2Isa {
     const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
     return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
   }
+  static constexpr int kAttentionRows = 1;
+  TANDEM_INLINE static void reduce_add_four(const Vec* a, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_add(a[i]);
+  }
   TANDEM_INLINE static float reduce_max(Vec a) {
     const __m256 s8 = _mm256_max_ps(a.lo, a.hi);
     const __m128 s4 = _mm_max_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));

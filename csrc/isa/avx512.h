@@ -111,6 +111,17 @@ struct Avx512Isa {
     return _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
   }
   TANDEM_INLINE static float reduce_add(Vec a) { return _mm512_reduce_add_ps(a); }
+  static constexpr int kAttentionRows = 4;
+  // The same sums as reduce_add's, of four at once: halves, quarters, pairs.
+  TANDEM_INLINE static void reduce_add_four(const Vec* a, float* out) {
+    const Vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x44), _mm512_shuffle_f32x4(a[0], a[1], 0xee));
+    const Vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(a[2], a[3], 0x44), _mm512_shuffle_f32x4(a[2], a[3], 0xee));
+    const Vec each = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    const Vec pairs = _mm512_add_ps(each, _mm512_permute_ps(each, 0x4e));
+    const Vec sums = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(
+                           _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12), sums)));
+  }
   TANDEM_INLINE static float reduce_max(Vec a) { return _mm512_reduce_max_ps(a); }
 
   TANDEM_INLINE static Pair decode_bf16(const uint8_t* p) {

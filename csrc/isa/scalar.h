@@ -127,6 +127,10 @@ struct ScalarIsa {
       for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
     return sums[0];
   }
+  static constexpr int kAttentionRows = 1;
+  TANDEM_INLINE static void reduce_add_four(const Vec* a, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_add(a[i]);
+  }
   TANDEM_INLINE static float reduce_max(Vec a) {
     float r = a.v[0];
     for (int i = 1; i < 16; ++i) r = r > a.v[i] ? r : a.v[i];

@@ -1,6 +1,8 @@
-// Online-softmax attention of one query row over a block of keys held as f32 rows. A row's arithmetic depends on the
-// key positions only, never on which other rows share the block: that is what makes results independent of batching.
+// Online-softmax attention of query rows over a block of keys held as f32 rows. A row's arithmetic depends on the key
+// positions only, never on which other rows share the block: that is what makes results independent of batching.
 #pragma once
+
+#include <type_traits>
 
 #include "micro/row_runs.h"
 #include "micro/vector_math.h"
@@ -22,16 +24,26 @@ struct Attention : Rows<Isa> {
     return lanes[0];
   }
 
-  // Several dot products at a time hide the latency of one; each key's own order over the elements stays the same.
-  template <int kKeys>
-  static void dot_keys(const float* q, const float* k, int64_t padded, float* out) {
-    Vec sum[kKeys];
-    for (int j = 0; j < kKeys; ++j) sum[j] = Isa::zero();
+  // Scores of `keys` keys for kRows query rows. Each number of q and k is loaded once for several products; a product's
+  // own order over the elements stays the same.
+  template <int kRows, int kKeys>
+  static void dot_keys(const float* q, const float* k, int64_t padded, float* out, int64_t stride) {
+    Vec sum[kRows][kKeys];
+    for (int r = 0; r < kRows; ++r)
+      for (int j = 0; j < kKeys; ++j) sum[r][j] = Isa::zero();
     for (int64_t i = 0; i < padded; i += kRowLanes) {
-      const Vec qi = Isa::load(q + i);
-      for (int j = 0; j < kKeys; ++j) sum[j] = Isa::fma(qi, Isa::load(k + j * padded + i), sum[j]);
+      Vec key[kKeys];
+      for (int j = 0; j < kKeys; ++j) key[j] = Isa::load(k + j * padded + i);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec qi = Isa::load(q + r * padded + i);
+        for (int j = 0; j < kKeys; ++j) sum[r][j] = Isa::fma(qi, key[j], sum[r][j]);
+      }
     }
-    for (int j = 0; j < kKeys; ++j) out[j] = Isa::reduce_add(sum[j]);
+    for (int r = 0; r < kRows; ++r)
+      if constexpr (kKeys == 4)
+        Isa::reduce_add_four(sum[r], out + r * stride);
+      else
+        for (int j = 0; j < kKeys; ++j) out[r * stride + j] = Isa::reduce_add(sum[r][j]);
   }
 
   // scores[0, keys) -> exp(score - new max), padded to whole runs. Returns the factor for what was summed before.
@@ -53,31 +65,53 @@ struct Attention : Rows<Isa> {
     return factor;
   }
 
-  template <int kRuns>
-  static void add_values(const float* weights, const float* v, int64_t keys, int64_t padded, float factor, float* acc) {
-    Vec sum[kRuns];
-    for (int r = 0; r < kRuns; ++r) sum[r] = Isa::mul(Isa::load(acc + r * kRowLanes), Isa::set1(factor));
+  // acc[r] = acc[r] * factors[r] + weights[r] . v, of kRuns runs of each of kRows rows.
+  template <int kRows, int kRuns>
+  static void add_values(const float* weights, int64_t stride, const float* v, int64_t keys, int64_t padded,
+                         const float* factors, float* acc) {
+    Vec sum[kRows][kRuns];
+    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < kRuns; ++i)
+        sum[r][i] = Isa::mul(Isa::load(acc + r * padded + i * kRowLanes), Isa::set1(factors[r]));
     for (int64_t j = 0; j < keys; ++j) {
-      const Vec w = Isa::set1(weights[j]);
-      for (int r = 0; r < kRuns; ++r) sum[r] = Isa::fma(w, Isa::load(v + j * padded + r * kRowLanes), sum[r]);
+      Vec value[kRuns];
+      for (int i = 0; i < kRuns; ++i) value[i] = Isa::load(v + j * padded + i * kRowLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec w = Isa::set1(weights[r * stride + j]);
+        for (int i = 0; i < kRuns; ++i) sum[r][i] = Isa::fma(w, value[i], sum[r][i]);
+      }
     }
-    for (int r = 0; r < kRuns; ++r) Isa::store(acc + r * kRowLanes, sum[r]);
+    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < kRuns; ++i) Isa::store(acc + r * padded + i * kRowLanes, sum[r][i]);
   }
 
-  static void attend(const float* q, const float* k, const float* v, int64_t begin, int64_t end, int64_t padded,
-                     float* scratch, AttentionState* state, float* acc) {
+  template <int kRows>
+  static void attend_rows(const float* q, const float* k, const float* v, int64_t keys, int64_t padded, float* scratch,
+                          AttentionState* states, float* acc) {
+    const int64_t stride = (keys + kRowLanes - 1) / kRowLanes * kRowLanes;
+    int64_t j = 0, i = 0;
+    for (; j + 4 <= keys; j += 4) dot_keys<kRows, 4>(q, k + j * padded, padded, scratch + j, stride);
+    for (; j < keys; ++j) dot_keys<kRows, 1>(q, k + j * padded, padded, scratch + j, stride);
+    float factors[kRows];
+    for (int r = 0; r < kRows; ++r) factors[r] = soften(scratch + r * stride, keys, &states[r]);
+    for (; i + 4 * kRowLanes <= padded; i += 4 * kRowLanes)
+      add_values<kRows, 4>(scratch, stride, v + i, keys, padded, factors, acc + i);
+    for (; i < padded; i += kRowLanes) add_values<kRows, 1>(scratch, stride, v + i, keys, padded, factors, acc + i);
+  }
+
+  static void attend(const float* q, const float* k, const float* v, int64_t rows, int64_t begin, int64_t end,
+                     int64_t padded, float* scratch, AttentionState* states, float* acc) {
     if (begin >= end) return;
-    const int64_t keys = end - begin;
     k += begin * padded;
     v += begin * padded;
-    int64_t j = 0;
-    for (; j + 4 <= keys; j += 4) dot_keys<4>(q, k + j * padded, padded, scratch + j);
-    for (; j < keys; ++j) dot_keys<1>(q, k + j * padded, padded, scratch + j);
-    const float factor = soften(scratch, keys, state);
-    int64_t i = 0;
-    for (; i + 4 * kRowLanes <= padded; i += 4 * kRowLanes)
-      add_values<4>(scratch, v + i, keys, padded, factor, acc + i);
-    for (; i < padded; i += kRowLanes) add_values<1>(scratch, v + i, keys, padded, factor, acc + i);
+    const auto some = [&](auto count, int64_t r) {
+      attend_rows<count>(q + r * padded, k, v, end - begin, padded, scratch, states + r, acc + r * padded);
+    };
+    int64_t r = 0;
+    if constexpr (Isa::kAttentionRows > 1)
+      for (; r + Isa::kAttentionRows <= rows; r += Isa::kAttentionRows)
+        some(std::integral_constant<int, Isa::kAttentionRows>{}, r);
+    for (; r < rows; ++r) some(std::integral_constant<int, 1>{}, r);
   }
 
   static void merge(AttentionState* into, float* acc, const AttentionState* from, const float* from_acc,

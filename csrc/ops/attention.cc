@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "ops/dense.h"
@@ -149,7 +150,7 @@ class AttentionCall {
 
   void add_split(const Task& task, int64_t split, const RowSums& sums) const {
     const int64_t rows = rows_of(task);
-    float* q = scratch(kBlocks, (rows + 2 * kBlockKeys) * padded_ + kBlockKeys);
+    float* q = scratch(kBlocks, (rows + 2 * kBlockKeys) * padded_ + kAttentionRows * kBlockKeys);
     float *k = q + rows * padded_, *scores = k + 2 * kBlockKeys * padded_;
     float* v = a_.v_pages ? k + kBlockKeys * padded_ : k;
     load_queries(task, q);
@@ -158,12 +159,20 @@ class AttentionCall {
     for (int64_t block = std::max(split * kSplitKeys, oldest); block < end; block += kBlockKeys) {
       const int64_t keys = std::min(kBlockKeys, end - block);
       load_keys(task, block, keys, k, v);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t last = last_key(task, r / task.heads);
-        const int64_t from = std::max<int64_t>(0, first_key(last) - block), to = std::min(keys, last + 1 - block);
-        kernels_.attend(q + r * padded_, k, v, from, to, padded_, scores, &sums.states[r], &sums.acc[r * padded_]);
+      for (int64_t first = 0, next = 0; first < rows; first = next) {  // rows that see the same keys of the block
+        const Span seen = keys_of(task, first, block, keys);
+        while (next < rows && keys_of(task, next, block, keys) == seen) next += task.heads;
+        kernels_.attend(q + first * padded_, k, v, next - first, seen.first, seen.second, padded_, scores,
+                        &sums.states[first], &sums.acc[first * padded_]);
       }
     }
+  }
+
+  // Keys of a block that a row sees, counted from the block's first.
+  using Span = std::pair<int64_t, int64_t>;
+  Span keys_of(const Task& task, int64_t row, int64_t block, int64_t keys) const {
+    const int64_t last = last_key(task, row / task.heads);
+    return {std::max<int64_t>(0, first_key(last) - block), std::min(keys, last + 1 - block)};
   }
 
   // Scaled queries of the task's tokens, [token][head of the task][padded].
