@@ -80,6 +80,8 @@ def written_or_kept(args: argparse.Namespace, shape: Shape) -> list[Text]:
     if args.texts is not None and args.texts.is_file():
         return [Text(*each) for each in torch.load(args.texts)]
     texts = written("demo", shape, prompts(2, ROOT / "src"), batch=64, seconds=args.write, seed=2)
+    if not texts:
+        raise SystemExit("no answer was done in the time: give more with --write")
     print(f"{len(texts)} texts, {sum(len(text.tokens) for text in texts)} tokens", flush=True)
     if args.texts is not None:
         kept = [(text.tokens, text.hidden, text.prompt, text.kind, text.greedy) for text in texts]

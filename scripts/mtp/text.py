@@ -60,7 +60,10 @@ def _answers(
                                  max_tokens=min(1000 - len(ids), chance.choice(ANSWERS)))  # fmt: skip
             engine.add(GenerateRequest(id=name, prompt_ids=ids, sampling=how))
             live[name] = engine._answers[name][0].sequence, prompt.kind, heat
-        ended = [output.id for output in engine.step() if output.finish_reason]
+        outputs = engine.step()
+        if failed := [output.error for output in outputs if output.error]:
+            raise SystemExit(f"an answer failed: {failed[0]}")
+        ended = [output.id for output in outputs if output.finish_reason]
         kept.note([sequence for sequence, _, _ in live.values()])
         for name in ended:
             sequence, kind, heat = live.pop(name)
@@ -88,13 +91,14 @@ class _Kept:
         )
         model._kept = self._keep
 
-    def _keep(self, x: Tensor, batch: Any, states: Any) -> Tensor:
+    def _keep(self, x: Tensor, p: Any, states: Any) -> Tensor:
+        batch = p.batch
         starts = batch.query_starts.tolist()
         for s, page in enumerate(batch.block_tables[:, 0].tolist()):
             rows = slice(starts[s], starts[s + 1])
             both = batch.positions[rows].clone(), x[rows].to(torch.bfloat16, copy=True)
             self._rows.setdefault(page, []).append(both)
-        return self._inner(x, batch, states)  # type: ignore[no-any-return]
+        return self._inner(x, p, states)  # type: ignore[no-any-return]
 
     def note(self, running: list[Sequence]) -> None:
         for each in running:
