@@ -55,7 +55,7 @@ def rows_of(count: int, depth: int) -> Tensor:
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is slow")
 @pytest.mark.parametrize("fmt", ["fp8", "int4"])
-@pytest.mark.parametrize(("columns", "depth"), [(576, 7168), (3072, 1536), (1024, 16384)])
+@pytest.mark.parametrize(("columns", "depth"), [(576, 7168), (3072, 1536), (4800, 1536), (1024, 16384)])
 @pytest.mark.parametrize("rows", [1, 8, 33])
 def test_matrices_of_latent_attention(ops: GpuOps, fmt: str, columns: int, depth: int, rows: int) -> None:
     """Rows that are no whole blocks of 128, and the depth of 128 heads' values."""

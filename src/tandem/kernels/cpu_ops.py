@@ -33,6 +33,7 @@ from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
+    Addend,
     ColumnRun,
     Columns,
     HeadNorms,
@@ -142,7 +143,10 @@ class CpuOps(InMemory):
         self._dense.rms_norm(x, None, _beside(x, weight), out, eps)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+    ) -> Tensor:
+        x = x if beside is None else self.gated(*beside, x)
         out = torch.empty_like(x)
         self._dense.rms_norm(x, residual, _beside(x, weight), out, eps)
         return out

@@ -11,6 +11,8 @@ from tandem.kernels.ops import Lookup
 class InMemory:
     """Tensors are read where they lie, and codes of every kind."""
 
+    joins_late = False
+
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor
 

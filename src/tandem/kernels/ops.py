@@ -234,8 +234,20 @@ class SureRead(NamedTuple):
     experts: int = 0
 
 
+class Addend(NamedTuple):
+    """A shared expert's result x [T, n], and its gate, if it has one, as `Ops.gated` takes them."""
+
+    x: Tensor
+    gate: Tensor | None
+
+    def of(self, rows: Tensor) -> Addend:
+        return Addend(self.x[rows], None if self.gate is None else self.gate[rows])
+
+
 class Ops(Protocol):
     """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
+
+    joins_late: bool  # a norm adds what is beside its rows in the same kernel
 
     def resident(self, tensor: Tensor) -> Tensor:
         """The tensor where the operations read it: the GPU's memory, or as it is."""
@@ -282,8 +294,11 @@ class Ops(Protocol):
         """Norm in float32, rounded to x's dtype, times weight. A weight in float32 multiplies before the rounding."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place (rounded to its dtype), then `rms_norm` of it."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+    ) -> Tensor:
+        """residual += x in place (rounded to its dtype), then `rms_norm` of it. beside: is added to x before, as
+        `gated` does, by those that `join_late`."""
         ...
 
     def rope_store(

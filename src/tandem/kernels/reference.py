@@ -30,6 +30,7 @@ from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
+    Addend,
     ColumnRun,
     Columns,
     ExpertBiases,
@@ -204,7 +205,10 @@ class TorchOps(InMemory):
             return (y * weight).to(x.dtype)
         return y.to(x.dtype) * weight.to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+    ) -> Tensor:
+        x = x if beside is None else self.gated(*beside, x)
         return self.rms_norm(residual.add_(x), weight, eps)
 
     def rope_store(

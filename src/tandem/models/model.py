@@ -9,14 +9,15 @@ from torch import Tensor
 
 from tandem.architectures import family_of
 from tandem.architectures.names import Names
-from tandem.kernels.ops import Linear, Recorded, SureRead
+from tandem.kernels.ops import Linear, Ops, Recorded, SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.moe import MoEBlock
 from tandem.models.passing import Pass, States
-from tandem.models.residual import end_of, widened
+from tandem.models.residual import OneStream, Residual, end_of, widened
 
 # Steps of few rows are recorded: in those, Python's part of the time is worth the memory of all their intermediate
 # results (some twenty arrays of rows * hidden a layer).
@@ -41,6 +42,7 @@ class Model:
         for index in range(len(config.layers)):
             self.layers.append(decoder_layer(b, index, names))
             b.layer_done(index)
+        _join_late(b.ops, self.layers, self.ending)
         self._spans = _spans(self.layers)
         self._operators = operators(self.layers)
         reads = [read for layer in self.layers for read in layer.reads()]
@@ -148,6 +150,15 @@ class Model:
             return x
         recorded = self._recorded[rows]
         return self._layers(embedded, batch, states) if recorded is None else recorded(embedded, batch)
+
+
+def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:
+    """A shared expert's result is added by the norm that follows, where nothing else stands between the two."""
+    blocks = [block for layer in layers for block in layer.blocks]
+    following = [*(block.residual for block in blocks[1:]), ending]
+    for block, after in zip(blocks, following, strict=True):
+        if isinstance(block.operator, MoEBlock) and block.post is None and isinstance(after, OneStream):
+            block.operator.joins_late = ops.joins_late and after.scale is None
 
 
 def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:

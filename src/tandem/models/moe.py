@@ -13,7 +13,7 @@ from tandem.config.layers import Beside, Dense, Moe
 from tandem.config.model_config import moe_index
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
-from tandem.kernels.ops import MLP, Linear, Routing, SureRead
+from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
@@ -50,6 +50,7 @@ class MoEBlock:
             self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
         self.experts = _experts(b, index, shape, names, self.fused)
         self.shared: MLP | None = None
+        self.joins_late = False  # whoever takes the result adds the shared expert's, which is left in the pass
         if shape.shared is not None and not self.fused:
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
 
@@ -70,6 +71,9 @@ class MoEBlock:
             meanwhile()
         routed = self.experts.wait(ticket)
         if shared is None:
+            return routed
+        if self.joins_late:
+            p.beside = Addend(shared, gate)
             return routed
         return self.ops.gated(shared, gate, routed)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.kernels.hyper import Mix
-from tandem.kernels.ops import Tally
+from tandem.kernels.ops import Addend, Tally
 from tandem.kernels.shared_kv.rows import StepRows, step_rows
 from tandem.kernels.token_index import Chosen
 from tandem.models.batch import ForwardBatch
@@ -23,7 +23,7 @@ States = Sequence[Arrays]
 @dataclass(slots=True)
 class Pass:
     """residual [T, hidden], or [T, n, hidden] of n streams: without what the last block computed; pending [T, hidden]:
-    that, None at the start; mix: how it returns to several streams.
+    that, None at the start; mix: how it returns to several streams; beside: what is still to be added to it.
 
     links: which tokens the last layer that chose has chosen, by its number. A batch's rows and indices do not change
     meanwhile. tallies: where its MoE layers count, by their numbers; None: where steps do, which is no place for a pass
@@ -34,6 +34,7 @@ class Pass:
     residual: Tensor
     pending: Tensor | None = None
     mix: Mix | None = None
+    beside: Addend | None = None
     links: dict[int, Chosen | None] = field(default_factory=dict)
     tallies: Sequence[Tally] | None = None
     indices: StepRows | None = None
@@ -43,7 +44,9 @@ class Pass:
         if len(rows) == len(self.residual):
             return self
         pending = None if self.pending is None else self.pending[rows]
-        return Pass(self.batch, self.residual[rows], pending, None if self.mix is None else self.mix.of(rows))
+        mix = None if self.mix is None else self.mix.of(rows)
+        beside = None if self.beside is None else self.beside.of(rows)
+        return Pass(self.batch, self.residual[rows], pending, mix, beside)
 
     @property
     def rows(self) -> StepRows:

@@ -42,7 +42,8 @@ class OneStream:
             p.residual.mul_(self.scale)
         if p.pending is None:
             return self.ops.rms_norm(p.residual, norm, eps)
-        return self.ops.add_rms_norm(p.pending, p.residual, norm, eps)
+        beside, p.beside = p.beside, None
+        return self.ops.add_rms_norm(p.pending, p.residual, norm, eps, beside)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         return self.ops.rms_norm(residual if self.scale is None else residual * self.scale, norm, eps)

@@ -35,6 +35,7 @@ from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.ops import (
     NO_NORMS,
+    Addend,
     HeadNorms,
     LatentSizes,
     LatentWeights,
@@ -57,6 +58,8 @@ LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each 
 
 class GpuOps:
     """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
+
+    joins_late = True
 
     def __init__(
         self,
@@ -145,8 +148,10 @@ class GpuOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.rms_norm(x, weight, eps, residual)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+    ) -> Tensor:
+        return norm.rms_norm(x, weight, eps, residual, beside)
 
     def rope_store(
         self,

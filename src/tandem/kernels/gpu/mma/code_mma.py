@@ -34,6 +34,7 @@ from tandem.kernels.gpu.panels import Panels
 MOST_ROWS = 32
 MOST_PAIRED_ROWS = 16  # the sums of two panels' warps lie in shared memory
 TILE_ROWS = 8  # of one mma
+SMALL = 6  # blocks of four warps of a processor
 
 SOURCE = cuda_source(__file__)
 
@@ -71,12 +72,16 @@ def source(kind: Kind, blocks: Blocks, ending: Activation | None = None) -> str:
 def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
     """Every block reads the rows of x anew and adds up its warps. So a block takes two panels where all processors have
     blocks and registers hold the steps of both. Where a processor has only one block, more warps read for it; where
-    it has more, they would take a third longer."""
+    it has more, they would take a third longer. Blocks of few warps, where all of them then run at once, and blocks of
+    eight would come in two waves."""
     tiles = 1 if rows <= TILE_ROWS else 2 if rows <= 2 * TILE_ROWS else 4
+    ahead = 4 if tiles == 1 else 2
+    if panels.codes == 8 and 2 * processors < panels.panels <= SMALL * processors:
+        return Blocks(1, tiles, 4, ahead, SMALL if tiles == 1 else 4)
     two = tiles == 2 or (tiles == 1 and panels.codes == 8)
     each = 2 if two and panels.panels // 2 >= processors else 1
     alone = panels.panels <= processors
-    return Blocks(each, tiles, 16 if alone else 8, 4 if tiles == 1 else 2, 1 if alone else 2)
+    return Blocks(each, tiles, 16 if alone else 8, ahead, 1 if alone else 2)
 
 
 def pairs_of(panels: Panels, rows: int, processors: int) -> Blocks:
