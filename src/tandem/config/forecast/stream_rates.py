@@ -13,7 +13,7 @@ GAIN = 1.1
 HOST_SECONDS = 2.5e-3
 """Of a layer in which the CPU has a part, beside that: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B, int4:
 experts travel in three parts)."""
-PART_SECONDS = 5e-4  # of it, for each part: with 88 of DeepSeek-V3 the CPU waited 50 ms
+PART_SECONDS = 5e-4  # of it, for each part, counted by launches; not timed with many parts
 HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
