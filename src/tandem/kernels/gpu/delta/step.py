@@ -34,9 +34,9 @@ from tandem.kernels.gpu.delta.parts import (
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 
-ELEMENTS_PER_WARP = 1 << 12
+ELEMENTS_PER_WARP = 1 << 11
 MOST_HIDDEN = 4096  # numbers of a row that registers hold beside a head's memory
-MAX_REGISTERS = 255  # of a thread: fewer warps wait for each other less; two programs of four share a multiprocessor
+MAX_REGISTERS = 128  # of a thread: then two programs of eight warps share a multiprocessor
 
 
 @triton.jit
