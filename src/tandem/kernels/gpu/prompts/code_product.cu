@@ -109,7 +109,7 @@ __device__ inline void add_chunk(float (&sums)[2][EIGHTS][4], const Step (&words
       const uint4 x = mine[8 * n * kStride + 4 * i];
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        float(&to)[4] = GROUPED ? part[p][n] : sums[p][n];
+        float (&to)[4] = GROUPED ? part[p][n] : sums[p][n];
         if (GROUPED && i % SCALE_STEPS == 0)
           mma_alone(to, a[p][0], b[p][0], a[p][1], b[p][1], x.x, x.y);
         else
@@ -123,7 +123,8 @@ __device__ inline void add_chunk(float (&sums)[2][EIGHTS][4], const Step (&words
   }
 }
 
-// Two panels (or one) times the tile: sums[p][n] has rows 8 n + 2 t and 8 n + 2 t + 1 of x times column 2 g, then 2 g + 1.
+// Two panels (or one) times the tile: sums[p][n] has rows 8 n + 2 t and 8 n + 2 t + 1 of x times column 2 g, then 2 g
+// + 1.
 template <int EIGHTS>
 __device__ inline void multiply(float (&sums)[2][EIGHTS][4], uint4 (*rows)[ROWS * kStride], const uint4* x,
                                 const Tile& tile, const u8* panel, const Matrix& m, int panels) {
@@ -207,12 +208,12 @@ __device__ inline void run(uint4 (*rows)[ROWS * kStride], const uint4* x, const 
 }
 
 // Grid (groups of WARPS pairs of panels, tiles): rows of x, bf16 [R, depth], times the matrix of their expert, bf16
-// [R, columns]. ends [experts]: rows behind each expert's last. columns even, depth a multiple of 8. biases: those of the
-// expert with number whose[r] begin at 2 columns times that; null: none.
+// [R, columns]. ends [experts]: rows behind each expert's last. columns even, depth a multiple of 8. biases: those of
+// the expert with number whose[r] begin at 2 columns times that; null: none.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     multiply_codes(const uint4* x, const u8* pool, const int* ends, const int* whose, const float* biases, u16* out,
-                   int experts, u64 stride, u64 panel_bytes,
-                   u64 scale_at, int depth, int steps, int group_shift, int columns, int panels) {
+                   int experts, u64 stride, u64 panel_bytes, u64 scale_at, int depth, int steps, int group_shift,
+                   int columns, int panels) {
   __shared__ uint4 rows[STAGES][ROWS * kStride];
   const Tile tile = find_tile(ends, experts, blockIdx.y);
   if (tile.rows == 0) return;
@@ -228,11 +229,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     OF(2)
 #endif
 #if ROWS >= 32
-    OF(3) OF(4)
+  OF(3)
+  OF(4)
 #endif
 #if ROWS >= 64
-    case 5: OF(6)
-    case 7: OF(8)
+      case 5:
+    OF(6)
+  case 7:
+    OF(8)
 #endif
   }
 }
