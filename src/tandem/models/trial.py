@@ -59,4 +59,5 @@ class _NoOps:
     def linear(self, *given: Any, **named: Any) -> _Nothing:
         return _Nothing()
 
+    joins_late = False
     latent = experts = mlp = delta_rule = shared_kv = streams = token_index = linear

@@ -57,12 +57,16 @@ def dense(tiny_models, tmp_path_factory):
     return source, folder, layer, ids
 
 
-def test_a_layer_that_was_moved_guesses_as_before(tiny_models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["alone", "in a whole checkpoint"])
+def test_a_layer_that_was_moved_guesses_as_before(tiny_models, tmp_path: Path, whole: bool) -> None:
+    """What else its directory has, here all zeros, is not read."""
     source = tiny_models[VARIANT]
     model, folder = drafted(source, tmp_path / "both"), tmp_path / "draft"
     config_beside(source, folder)
-    tensors = {k: v for k, v in file_tensors(model.path).items() if k.startswith("model.layers.3.")}
-    save_file(tensors, folder / "model.safetensors")
+    tensors = file_tensors(model.path)
+    own = {k: v for k, v in tensors.items() if k.startswith("model.layers.3.")}
+    others = {k: torch.zeros_like(v) for k, v in tensors.items() if k not in own}
+    save_file(own | others if whole else own, folder / "model.safetensors")
     engine = engine_of(source, tmp_path, speculative_draft_model_path=str(folder))
     seen = list(chunks_of(engine, *asks()))
     assert len(seen) > 20 and all(

@@ -2,15 +2,17 @@
 (`--speculative-draft-model-path`).
 
 The directory has a `config.json` of the model's family, which says how the layer is made, and its tensors, by the names
-that they have in a checkpoint with a draft layer. The demo model's own one is part of this package.
+that they have in a checkpoint with a draft layer. What else it has is never read: it may be a whole other checkpoint.
+The demo model's own one is part of this package.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from importlib.resources import files
 from pathlib import Path
 
+from tandem.architectures import family_of
 from tandem.checkpoint.elsewhere.two import TwoCheckpoints
 from tandem.checkpoint.resolve import demo_dir, resolve_model
 from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint
@@ -58,20 +60,31 @@ def with_draft_config(model: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def with_draft_layer(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint:
-    """`checkpoint` with the tensors of the directory that `config` names in front of its own."""
+    """`checkpoint` with the draft layer of the directory that `config` names instead of its own."""
     path = draft_directory(config)
-    return checkpoint if path is None else DraftsElsewhere(checkpoint, open_checkpoint(path))
+    if path is None:
+        return checkpoint
+    model = load_model_config(path)
+    return DraftsElsewhere(checkpoint, open_checkpoint(path), _beginnings(model), len(model.layers))
+
+
+def _beginnings(model: ModelConfig) -> tuple[str, ...]:
+    """Of the names of a draft layer's tensors and modules."""
+    parts = astuple(family_of(model.model_type).drafts)
+    return tuple(part.format(layer=len(model.layers)) for part in parts if part)
 
 
 class DraftsElsewhere(TwoCheckpoints):
     """What the planner asks of all weights is said of the model's."""
 
-    def __init__(self, model: Checkpoint, drafts: Checkpoint) -> None:
+    def __init__(self, model: Checkpoint, drafts: Checkpoint, beginnings: tuple[str, ...], number: int) -> None:
+        """beginnings: of the layer's names. number: the layer's, as `read_ahead` counts them."""
         super().__init__(model, drafts)
-        self._there = frozenset(drafts.names())
+        self._beginnings, self._number = beginnings, number
+        self._nothing_else = all(map(self._is_other, drafts.names()))
 
     def _is_other(self, name: str) -> bool:
-        return name in self._there or f"{name}.weight" in self._there or self._other.has_matrix(name)
+        return name.startswith(self._beginnings)
 
     def formats(self) -> StoredFormats:
         return self._first.formats()
@@ -81,16 +94,17 @@ class DraftsElsewhere(TwoCheckpoints):
         return [*ours[0], *theirs[0]], ours[1] and theirs[1]
 
     def nbytes(self, experts: bool | None = None) -> int:
-        return self._first.nbytes(experts) + self._other.nbytes(experts)
+        return self._first.nbytes(experts) + (self._other.nbytes(experts) if self._nothing_else else 0)
 
     def read_ahead(self, layer: int, experts: bool | None = None) -> None:
-        self._first.read_ahead(layer, experts)
-        self._other.read_ahead(layer, experts)
+        self._with(layer).read_ahead(layer, experts)
 
     def forget(self, layer: int, experts: bool | None = None) -> None:
-        self._first.forget(layer, experts)
-        self._other.forget(layer, experts)
+        self._with(layer).forget(layer, experts)
 
     def release(self, experts: bool | None = None) -> None:
         self._first.release(experts)
         self._other.release(experts)
+
+    def _with(self, layer: int) -> Checkpoint:
+        return self._other if layer >= self._number else self._first

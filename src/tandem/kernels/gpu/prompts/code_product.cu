@@ -220,23 +220,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   const Matrix m = {panel_bytes, scale_at, depth, steps, group_shift, columns, panels};
   const u8* own = pool + tile.expert * stride;
   const float* bias = biases ? biases + u64(whose[tile.first]) * 2 * columns : nullptr;
+  // clang-format off
   switch ((tile.rows + 7) / 8) {
-#define OF(EIGHTS) \
-  case EIGHTS:     \
-    return run<EIGHTS>(rows, x, tile, own, m, bias, out);
+#define OF(EIGHTS) case EIGHTS: return run<EIGHTS>(rows, x, tile, own, m, bias, out);
     OF(1)
 #if ROWS >= 16
     OF(2)
 #endif
 #if ROWS >= 32
-  OF(3)
-  OF(4)
+    OF(3) OF(4)
 #endif
 #if ROWS >= 64
-      case 5:
-    OF(6)
-  case 7:
-    OF(8)
+    case 5: OF(6)
+    case 7: OF(8)
 #endif
   }
+  // clang-format on
 }
