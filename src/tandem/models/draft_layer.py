@@ -13,7 +13,7 @@ from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.speculation.drafts import window_of
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.ops import Linear
 from tandem.kernels.shared_kv.rows import step_rows
 from tandem.models.batch import ForwardBatch
@@ -39,6 +39,10 @@ class DraftLayer:
         if vocab := config.drafter.vocab:
             places = b.checkpoint.get(at.vocab, (vocab,), whole=True)
             ids = places.long() + torch.arange(vocab)
+            if ids.min() < 0 or ids.max() >= b.config.vocab:
+                raise CheckpointError(
+                    f"{b.checkpoint.path_of(at.vocab)}: {at.vocab} names tokens beyond the vocabulary"
+                )
             self.ids, self._own_head = b.ops.resident(ids), _rows_of_head(b, ids)
 
     def __call__(

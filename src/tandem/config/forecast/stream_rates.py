@@ -18,9 +18,7 @@ HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
 WHOLE = 0.8  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
-SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3
-"""How far, and how soon, measured times correct those of the start. The first of a size of steps counts whole: what the
-start foretells from few rows may be wrong by half (experts of DeepSeek-V3, 4096 rows)."""
+SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3  # how far, and how soon, measured times correct those of the start
 
 
 @dataclass(slots=True)
@@ -66,8 +64,7 @@ class StreamRates:
         expected = self.cpu_seconds(rows) * (1 - share)
         if expected > 0 and seconds > 0:
             size = rows.bit_length()
-            newest = NEWEST if size in self.factors else 1.0
-            wanted = self.factors.get(size, 1.0) * (1 + newest * (seconds / expected - 1))
+            wanted = self.factors.get(size, 1.0) * (1 + NEWEST * (seconds / expected - 1))
             self.factors[size] = min(SLOWER, max(FASTER, wanted))
 
     def text(self, most: int) -> str:
