@@ -74,5 +74,5 @@ def test_a_draft_layer_of_made_up_weights_does_its_work(tmp_path: Path, short_ta
 
 
 def test_an_algorithm_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "decode", "--speculative", "NEXTN"])
+    done = CliRunner().invoke(app, ["bench", "decode", "--config", "gpt-oss-120b", "--speculative", "NEXTN"])
     assert done.exit_code != 0 and "has no draft layer" in str(done.exception or done.output)

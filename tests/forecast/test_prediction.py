@@ -68,12 +68,13 @@ def kept_rows() -> list[dict[str, Any]]:
 
 
 def kept_range(row: dict[str, Any]) -> Range:
-    """As it would have been predicted from the memories' speeds of that run."""
+    """As it would have been predicted from the memories' speeds of that run, and from where the experts that its steps
+    used lay: made-up routers may choose those of one side more often."""
     model, fmt = named_config(row["config"], row["layers"]), row["format"].upper()
     stored = stored_as(model, row["dense"], experts_of(fmt))
     flags = {} if fmt in STORED_METHODS else {"kt_method": fmt}
     tokens = min(model.max_positions, row["context"] + 1024)
-    config = EngineConfig.from_keywords("m", kt_gpu_experts_ratio=row["gpu_share"], context_length=tokens, **flags)
+    config = EngineConfig.from_keywords("m", kt_gpu_experts_ratio=row.get("hit", row["gpu_share"]), context_length=tokens, **flags)
     roomy = replace(MEASURED, total_memory=4096 * GIB, available_memory=4000 * GIB)
     speeds = replace(SPEEDS, dram_gbps=row["dram_gbps"], gpu_gbps=row["hbm_gbps"])
     made = Case(model, stored, resolve(config, model, roomy, stored), speeds)
