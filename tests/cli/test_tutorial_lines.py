@@ -123,6 +123,10 @@ def test_a_tutorial_s_line_starts_or_says_all_that_is_missing(places, line):
 
 @pytest.mark.parametrize("line", [line for line, (refused, _) in LINES.items() if not refused])
 def test_a_tutorial_s_line_answers(places, monkeypatch, line):
+    if SPECULATION in line:  # the stand-in has no draft layer, since Transformers write none
+        with pytest.raises(ConfigError, match="has no draft layer"):
+            answers(monkeypatch, line.format(**places))
+        line = line.replace(SPECULATION, "")
     answers(monkeypatch, line.format(**places))
 
 

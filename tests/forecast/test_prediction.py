@@ -74,7 +74,8 @@ def kept_range(row: dict[str, Any]) -> Range:
     stored = stored_as(model, row["dense"], experts_of(fmt))
     flags = {} if fmt in STORED_METHODS else {"kt_method": fmt}
     tokens = min(model.max_positions, row["context"] + 1024)
-    config = EngineConfig.from_keywords("m", kt_gpu_experts_ratio=row.get("hit", row["gpu_share"]), context_length=tokens, **flags)
+    used = row.get("hit", row["gpu_share"])
+    config = EngineConfig.from_keywords("m", kt_gpu_experts_ratio=used, context_length=tokens, **flags)
     roomy = replace(MEASURED, total_memory=4096 * GIB, available_memory=4000 * GIB)
     speeds = replace(SPEEDS, dram_gbps=row["dram_gbps"], gpu_gbps=row["hbm_gbps"])
     made = Case(model, stored, resolve(config, model, roomy, stored), speeds)
