@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,10 @@ class DraftNames:
     vocab: str = "model.layers.{layer}.d2t"  # of each token that is guessed: its number less its place, as EAGLE-3 has
     hidden_projection: str = ""
     streams: str = ""
+
+    def behind(self, layers: int) -> DraftNames:
+        """As a checkpoint of a model with so many layers has them."""
+        return DraftNames(*(part.format(layer=layers) for part in astuple(self)))
 
 
 PLAIN_DRAFT_NAMES = DraftNames()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -142,8 +142,7 @@ def hidden_rows(p: Pass, x: Tensor) -> Tensor:
 
 def draft_names(config: ModelConfig) -> DraftNames:
     """As the checkpoint has them."""
-    names, number = family_of(config.model_type).drafts, len(config.layers)
-    return DraftNames(*(part.format(layer=number) for part in astuple(names)))
+    return family_of(config.model_type).drafts.behind(len(config.layers))
 
 
 def check_draft_layer(config: ModelConfig, checkpoint: Checkpoint) -> None:

@@ -65,13 +65,9 @@ def with_draft_layer(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint
     if path is None:
         return checkpoint
     model = load_model_config(path)
-    return DraftsElsewhere(checkpoint, open_checkpoint(path), _beginnings(model), len(model.layers))
-
-
-def _beginnings(model: ModelConfig) -> tuple[str, ...]:
-    """Of the names of a draft layer's tensors and modules."""
-    parts = astuple(family_of(model.model_type).drafts)
-    return tuple(part.format(layer=len(model.layers)) for part in parts if part)
+    number = len(model.layers)
+    names = astuple(family_of(model.model_type).drafts.behind(number))
+    return DraftsElsewhere(checkpoint, open_checkpoint(path), tuple(filter(None, names)), number)
 
 
 class DraftsElsewhere(TwoCheckpoints):
