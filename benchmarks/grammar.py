@@ -29,6 +29,8 @@ from tandem.engine.sampling.sampler import Sampled
 BATCHES = (1, 16)
 STEPS, ROUNDS = 24, 4
 GAP_BATCH, GAP_STEPS, GAP_ROUNDS = 4, 200, 4
+GAP_SECONDS = 4.0  # of a round at least: a grammar must be refused in it
+MOST_GAP_STEPS = 4000
 PROMPT = list(range(100, 120))
 
 
@@ -144,14 +146,14 @@ class Compiling:
 
 def gaps(engine: Engine, compiling: Compiling | None) -> list[float]:
     """Seconds from one step of free answers to the next."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=GAP_STEPS + 1, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=MOST_GAP_STEPS, ignore_eos=True)
     for number in range(GAP_BATCH):
         engine.add(GenerateRequest(id=str(number), prompt_ids=PROMPT, sampling=sampling))
     if compiling is not None:
         compiling.ask()
     found: list[float] = []
-    last = None
-    while len(found) < GAP_STEPS - 1:
+    last, began = None, time.perf_counter()
+    while len(found) < GAP_STEPS or time.perf_counter() < began + GAP_SECONDS:
         outputs = engine.step()
         now = time.perf_counter()
         if any(each.id != "compiled" for each in outputs):

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -78,6 +78,8 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("grammar", AMBIGUOUS.values(), ids=AMBIGUOUS)
 def test_ambiguous_grammars_are_refused(large, grammar) -> None:
+    with suppress(EngineError):  # a busy machine may want to be asked again, and then takes its time
+        large.ask(grammar).future.exception(60)
     with pytest.raises(RequestError, match="ambiguous"):
         large.ask(grammar).future.result(60)
 
@@ -317,7 +319,7 @@ def test_patience_has_an_end_and_so_has_own_time(monkeypatch) -> None:
     monkeypatch.setattr(jobs, "BUSY_SECONDS", 0.2)
     for own, clock, said in (
         (60.0, 0.8, "?the machine is too busy to compile it in 0.8 s; make it smaller, or try again"),
-        (0.3, 30.0, "-compiling it takes more than 1.6 s"),
+        (0.3, 30.0, "-compiling it takes more than 1.45 s"),
     ):
         monkeypatch.setattr(jobs, "COMPILE_SECONDS", own)
         monkeypatch.setattr(jobs, "WALL_SECONDS", clock)
