@@ -42,7 +42,8 @@ TOOL = {
 
 @pytest.fixture
 def client(demo_server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=300) as one:
+    """It asks again where a 503 says so: the machine may be busy."""
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=5, timeout=300) as one:
         yield one
 
 

@@ -239,7 +239,7 @@ def test_a_grammar_that_takes_too_long_ends_alone(model) -> None:
     [output] = run(model, request("x", grammar))["x", 0]
     said = "takes more than|too much memory|more than 64 MiB|not supported|too busy"
     assert output.finish_reason == "error" and re.search(said, output.error), output.error
-    assert time.monotonic() - began < 30  # many times the bound: it is not waited for
+    assert time.monotonic() - began < 90  # many times the bound, on a busy machine, too: it is not waited for
     assert json.loads(text(answer(model, sources.json_schema(NESTED))))
 
 
@@ -372,7 +372,7 @@ def test_an_aborted_request_does_not_wait_for_its_grammar(model) -> None:
 
 def test_a_dead_compiling_process_is_replaced(model) -> None:
     assert answer(model, Grammar("regex", "[a-f]{5}"))
-    process = model._grammars._compiler._ready[2]
+    process = model.grammars._compiler._ready[2]
     process._process.kill()
     process._process.wait()
     assert re.fullmatch("[a-f]{6}", text(answer(model, Grammar("regex", "[a-f]{6}"))))
@@ -418,7 +418,7 @@ def test_masks_follow_the_answer(model) -> None:
 
 
 def compiled_for(model: Engine, grammar: Grammar) -> CompiledGrammar:
-    compiler = model._grammars._compiler
+    compiler = model.grammars._compiler
     one = compiler.ask(grammar)
     one.future.result(60)
     return compiler.take(one)

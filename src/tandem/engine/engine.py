@@ -163,7 +163,7 @@ class Engine:
         self._meter: ExpertMeter | None = None
         if parts.usage is not None:
             self._meter = ExpertMeter(parts.usage, parts.model_config.moe_layers, parts.handoff, parts.live)
-        self._grammars = GrammarQueue(parts.tokenizer, parts.model_config.vocab, self._eos_ids)
+        self.grammars = GrammarQueue(parts.tokenizer, parts.model_config.vocab, self._eos_ids)
         self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0
@@ -181,13 +181,13 @@ class Engine:
         if request.sampling.grammar is None:
             self._scheduler.add(sequences)
         else:
-            self._grammars.add(sequences, request.sampling.grammar)
+            self.grammars.add(sequences, request.sampling.grammar)
         self._answers[request.id] = [Answer(s, self.tokenizer, self._eos_ids) for s in sequences]
         self._counters.prompt_tokens += len(request.prompt_ids)
 
     def close(self) -> None:
         """Ends what serves the engine beside it: the process that compiles grammars."""
-        self._grammars.close()
+        self.grammars.close()
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are
@@ -224,8 +224,8 @@ class Engine:
             whole = not chunks or not self._runner.runs_beside(chunks)
             outputs += self._tried(aside, lambda: self._aside.slice(whole), None).outputs
         if not chunks:
-            if not outputs and not aside and self._grammars:
-                self._grammars.wait()
+            if not outputs and not aside and self.grammars:
+                self.grammars.wait()
             return outputs
         started, prompts = perf_counter(), any(chunk.prefills for chunk in chunks)
         ran = self._tried(chunks, lambda: self._runner.run(chunks), self._recorder)
@@ -271,7 +271,7 @@ class Engine:
         parked = sum(len(s.siblings) for s in (*scheduler.running, *scheduler.waiting))
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + parked + len(self._grammars),
+            waiting=len(scheduler.waiting) + parked + len(self.grammars),
             pages_total=self._kv.num_pages,
             pages_free=self._kv.available,
             pages_cached=self._kv.idle,
@@ -290,7 +290,7 @@ class Engine:
     def _take_grammars(self) -> list[TokenOutput]:
         """Requests whose grammars are compiled may run; outputs of those whose cannot be."""
         outputs: list[TokenOutput] = []
-        for sequences, error in self._grammars.ready():
+        for sequences, error in self.grammars.ready():
             if error is None:
                 self._scheduler.add(sequences)
             else:

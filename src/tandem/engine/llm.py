@@ -77,14 +77,19 @@ class LLM:
         for notice in self.engine.plan.notices:  # those that depend on the machine and the model
             if notice not in config.notices():
                 warnings.warn(notice, stacklevel=2)
-        self._requests = 0
-        self._early: list[TokenOutput] = []  # outputs of steps that made room for further prompts
+        self._begin()
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
         llm = cls.__new__(cls)
-        llm.engine, llm._requests, llm._early = engine, 0, []
+        llm.engine = engine
+        llm._begin()
         return llm
+
+    def _begin(self) -> None:
+        self.engine.grammars.be_patient()
+        self._requests = 0
+        self._early: list[TokenOutput] = []  # outputs of steps that made room for further prompts
 
     def generate(
         self,

@@ -57,6 +57,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Callable[[], Vocabulary], most_bytes: int = GRAMMAR_BYTES) -> None:
         """vocabulary: called at the first grammar. Made before the calling thread is bound to a CPU, as others that it
         makes later would be, too. most_bytes: of all compiled grammars."""
+        self.patient = False  # until the first grammar; see `CompilerProcess`
         self._read, self._cpus, self._most_bytes = vocabulary, allowed_cpus(), most_bytes
         self._lock = threading.Lock()
         self._ready: tuple[Vocabulary, Any, CompilerProcess] | None = None  # with xgrammar's tables of it
@@ -166,5 +167,5 @@ class GrammarCompiler:
                 with quick_switches():
                     vocabulary = self._read()
                     tables = vocabulary.tokenizer_info()
-                self._ready = vocabulary, tables, CompilerProcess(vocabulary, self._cpus)
+                self._ready = vocabulary, tables, CompilerProcess(vocabulary, self._cpus, self.patient)
             return self._ready

@@ -17,7 +17,7 @@ from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import EngineError, RequestError
 
-START_SECONDS = 60.0  # importing takes seconds, on a busy machine many
+START_SECONDS = 180.0  # importing takes seconds, on a very busy machine more than a minute
 MOST_HURRIED = 4096
 
 
@@ -68,9 +68,10 @@ class _Hurried:
 class CompilerProcess:
     """Started at the first grammar. Several threads may compile at once; each job has its own fork there."""
 
-    def __init__(self, vocabulary: Vocabulary, cpus: set[int]) -> None:
-        """cpus: where it may run. The engine's own thread is bound to one."""
-        self._vocabulary, self._cpus = vocabulary, cpus
+    def __init__(self, vocabulary: Vocabulary, cpus: set[int], patient: bool = False) -> None:
+        """cpus: where it may run. The engine's own thread is bound to one. patient: every job gets its own time, as one
+        that is asked for again."""
+        self._vocabulary, self._cpus, self._patient = vocabulary, cpus, patient
         self._lock = threading.Lock()  # of all that follows, and of writing to the socket
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -105,7 +106,7 @@ class CompilerProcess:
 
     def _answer(self, grammar: Grammar, ours: socket.socket, theirs: socket.socket) -> bytes:
         ours.settimeout(WALL_SECONDS + START_SECONDS)
-        self._hand_over(theirs, self._hurried.mark_of(grammar))
+        self._hand_over(theirs, PATIENT if self._patient else self._hurried.mark_of(grammar))
         theirs.close()
         try:
             send_frame(ours, msgspec.msgpack.encode(grammar))

@@ -29,6 +29,10 @@ class GrammarQueue:
         """Answers that wait."""
         return sum(len(sequences) for sequences, _ in self._waiting)
 
+    def be_patient(self) -> None:
+        """Before the first grammar, where nobody would ask again: a busy machine then takes longer."""
+        self._compiler.patient = True
+
     def add(self, sequences: list[Sequence], grammar: Grammar) -> None:
         """The answers of one request. Raises RequestError or BusyError."""
         try:
