@@ -74,7 +74,7 @@ def _saved(model_type: str, path: Path) -> Any:
     """Writes a checkpoint; what gives Transformers' logits of it."""
     import torch
 
-    from every_type import TEXT_OF, tiny_config
+    from every_type import PARTS_OF, TEXT_OF, tiny_config
     from sessions import prompts
     from tandem.architectures.foreign.registry import model_class
 
@@ -108,8 +108,10 @@ def _saved(model_type: str, path: Path) -> Any:
         return found
 
     if model_type in TEXT_OF:
-        named = {"model_type": model_type}
-        nested = named | {"text_config": text} if model_type != "kimi_k2" else text | named
+        nested = text
+        for key in reversed(PARTS_OF.get(model_type, ("text_config",))):
+            nested = {key: nested}
+        nested["model_type"] = model_type
         (path / "config.json").write_text(json.dumps(nested))
     return logits
 
@@ -175,7 +177,7 @@ def page(rows: Sequence[Runs], version: str) -> str:
         *(f"| {how} | {HOW[how]} | {counts[how]} |" for how in HOW),
         "",
         "Paged types run on the CPU, or beside a GPU without CUDA graphs; those that run alone, on the CPU.",
-        "Parts that read images or sound are not loaded.",
+        "Parts that read images or sound are not loaded. A type whose `text_config` names a native one is native.",
         "",
         "| type | runs | why |",
         "| --- | --- | --- |",

@@ -34,7 +34,8 @@ def nested(source: Path, path: Path, model_type: str, inner: str) -> Path:
 NESTED = [
     ("kimi_k25", "kimi_k2", "deepseek_v3"), ("kimi_k25", "deepseek_v3", "deepseek_v3-plain"),
     ("mistral3", "mistral4", "mistral4"), ("gemma4", "gemma4_text", "gemma4_text"),
-]
+    ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_moe"), ("kimi_vl", "deepseek_v3", "deepseek_v3-plain"),
+]  # the last is known by its text alone
 
 
 @pytest.mark.parametrize(("model_type", "inner", "variant"), NESTED)
@@ -43,6 +44,21 @@ def test_text_inside_a_multimodal_checkpoint(tiny_models, tmp_path, model_type, 
     assert worst(ours(Session(path)), reference(tiny_models[variant])) < 1e-4
     plan = resolve(EngineConfig(model="m"), load_model_config(path), with_gpu())
     assert any("vision_config" in notice and "images" in notice for notice in plan.notices)
+
+
+def test_what_speaks_beside_what_thinks_is_left_out(tiny_models, tmp_path):
+    """Qwen3-Omni's names."""
+    source = tiny_models["qwen3_moe"]
+    text = json.loads((source / "config.json").read_text()) | {"model_type": "qwen3_omni_moe_text"}
+    tensors = {f"thinker.{name}": tensor for name, tensor in file_tensors(source).items()}
+    tensors["talker.model.layers.0.input_layernorm.weight"] = torch.zeros(4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text, "audio_config": {"d_model": 4}}
+    config = {"model_type": "qwen3_omni_moe", "thinker_config": thinker, "talker_config": {"hidden_size": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert worst(ours(Session(tmp_path)), reference(source)) < 1e-4
+    plan = resolve(EngineConfig(model="m"), load_model_config(tmp_path), with_gpu())
+    assert [notice for notice in plan.notices if "audio_config" in notice and "sound" in notice]
 
 
 @pytest.mark.parametrize(("model_type", "known"), [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4")])

@@ -23,7 +23,10 @@ from tandem.models import build
 from tiny import VARIANTS
 
 KNOWN = ", ".join(sorted(FAMILIES))
-SHARED = ("glm4", "qwen2", "deepseek", "dots1", "hy_v3", "mistral4", "ernie4_5_moe", "laguna")  # have shared experts
+SHARED = (
+    "glm4", "qwen2", "deepseek", "dots1", "hy_v3", "mistral4", "ernie4_5_moe", "laguna", "solar",
+)  # fmt: skip
+"""Have shared experts."""
 
 
 WAYS = ("torch", *_core.supported_tiers())

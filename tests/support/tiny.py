@@ -63,6 +63,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         attention_bias=True, num_mtp_layers=0,
         rope_parameters=settings(rope_type="default", rope_theta=3000.0, partial_rotary_factor=1.0),
     )),
+    "solar_open": ("solar_open", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, n_routed_experts=12, n_shared_experts=1,
+        moe_intermediate_size=28, n_group=4, topk_group=2, routed_scaling_factor=1.7, attention_bias=True,
+    )),
     "deepseek_v3": ("deepseek_v3", settings(
         num_attention_heads=5, num_key_value_heads=5, q_lora_rank=38, kv_lora_rank=42, qk_nope_head_dim=18,
         qk_rope_head_dim=12, v_head_dim=22, n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=28,

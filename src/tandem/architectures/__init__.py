@@ -25,21 +25,25 @@ from tandem.architectures import (
     qwen3_next,
 )
 from tandem.architectures.family import Family, Gguf
+from tandem.architectures.shared import text_part
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 _ALL = (
     *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY,
-    *gemma4.FAMILIES, glm4_moe.FAMILY, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, laguna.FAMILY, llama.FAMILY,
-    mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, mixtral.FAMILY, olmoe.FAMILY,
-    qwen2_moe.FAMILY, qwen3_moe.FAMILY, *qwen3_next.FAMILIES,
+    *gemma4.FAMILIES, *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, laguna.FAMILY,
+    llama.FAMILY, mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, mixtral.FAMILY, olmoe.FAMILY,
+    qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""
 
 GGUF: dict[str, Gguf] = {family.gguf.architecture: family.gguf for family in _ALL if family.gguf is not None}
 """By GGUF architecture."""
+
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Where a model that reads images or sound, too, has the keys of its text."""
 
 
 def config_of(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -49,12 +53,23 @@ def config_of(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         raise ConfigError(_unsupported(str(model_type)))
     if model_type in FAMILIES:
         return FAMILIES[model_type].config(keys, generation)
+    if (text := _native_text(keys)) is not None:
+        return FAMILIES[text["model_type"]].config(text, generation)
     from tandem.architectures.foreign import foreign_config  # which imports transformers
 
     try:
         return foreign_config(dict(keys), generation)
     except ConfigError as error:
         raise ConfigError(f"{_unsupported(model_type)}; {error}") from error
+
+
+def _native_text(keys: JsonKeys) -> JsonKeys | None:
+    """The keys of a multimodal model's text, if a family of ours is its text."""
+    for part in TEXT_PARTS:
+        kind = keys[part].get("model_type") if isinstance(keys.get(part), dict) else None
+        if isinstance(kind, str) and kind in FAMILIES:
+            return text_part(keys, part).overlaid({"model_type": kind})
+    return None
 
 
 def family_of(model_type: str) -> Family:

@@ -92,16 +92,30 @@ def latent(keys: JsonKeys) -> Latent:
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
-    """DeepSeek-V2 and V3, which their routers' scores tell apart; files that do not name the scores are V2.
+    """DeepSeek-V2 and V3, which their routers' scores tell apart. Files that do not name the scores are V2, unless
+    experts are chosen with a bias: so are GLM-4.7-Flash's. V2 does not normalise scores; Mistral-Large-3 does."""
+    biased = keys.has_tensor(f"blk.{keys.optional('leading_dense_block_count', 0)}.exp_probs_b.bias")
+    if keys.optional("expert_gating_func", SIGMOID if biased else 1) == SIGMOID:
+        return {"model_type": "deepseek_v3"} | _gguf_sizes(keys)
+    if keys.flag("expert_weights_norm", False):
+        return gguf_mistral(keys, 0.0)
+    method = "group_limited_greedy" if keys.optional("expert_group_count", 1) > 1 else "greedy"
+    return {"model_type": "deepseek_v2", "topk_method": method} | _gguf_sizes(keys)
 
-    The multi-head sizes are the plain ones in files with `kv_b` whole, and have names of their own in newer ones.
-    """
-    sigmoid = keys.optional("expert_gating_func", 1) == SIGMOID
-    rope_dim, groups = keys.need("rope.dimension_count"), keys.optional("expert_group_count", 1)
+
+def gguf_mistral(keys: GgufKeys, beta: float) -> dict[str, Any]:
+    """Mistral's: a softmax, normalised, and queries that grow with their position. beta: what an absent key means."""
+    found = _gguf_sizes(keys)
+    rope = found["rope_parameters"] | {"llama_4_scaling_beta": keys.number("attention.temperature_scale", beta)}
+    return found | {"model_type": "mistral4", "norm_topk_prob": True, "rope_parameters": rope}
+
+
+def _gguf_sizes(keys: GgufKeys) -> dict[str, Any]:
+    """The multi-head sizes are the plain ones in files with `kv_b` whole, and have names of their own in newer ones."""
+    rope_dim = keys.need("rope.dimension_count")
     value = keys.optional("attention.value_length_mla", 0) or keys.need("attention.value_length")
     key = keys.optional("attention.key_length_mla", 0) or keys.need("attention.key_length")
     return {
-        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
         "q_lora_rank": keys.optional("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": keys.need("attention.kv_lora_rank"),
         "qk_nope_head_dim": key - rope_dim,
@@ -114,10 +128,10 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
         "first_k_dense_replace": keys.optional("leading_dense_block_count", 0),
         "norm_topk_prob": keys.flag("expert_weights_norm", False),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
-        "n_group": groups,
+        "n_group": keys.optional("expert_group_count", 1),
         "topk_group": keys.optional("expert_group_used_count", 1),
         "rope_parameters": keys.rope() | _gguf_yarn(keys),
-    } | ({} if sigmoid else {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"})
+    }
 
 
 def _gguf_yarn(keys: GgufKeys) -> dict[str, Any]:

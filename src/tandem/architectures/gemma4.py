@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.architectures.family import Family
+from tandem.architectures.gguf.gemma4 import GEMMA4
 from tandem.architectures.names import ExpertNames, Names
 from tandem.architectures.shared import (
     FULL,
@@ -114,4 +115,4 @@ def _sizes(keys: JsonKeys, layer: int, own_heads: bool) -> dict[str, Any]:
     return {"head_dim": keys.optional("head_dim", 256)} | dict(said)
 
 
-FAMILIES = (Family(("gemma4",), nested, (NAMES,)), Family(("gemma4_text",), config, (NAMES,)))
+FAMILIES = (Family(("gemma4",), nested, (NAMES,)), Family(("gemma4_text",), config, (NAMES,), GEMMA4))

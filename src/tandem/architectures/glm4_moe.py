@@ -1,4 +1,5 @@
-"""GLM-4.5 and 4.6: sigmoid router with a selection bias, ungated shared expert, first layers dense."""
+"""GLM-4.5 to 4.7, the text of GLM-4.5V and 4.6V, Solar Open: sigmoid router with a selection bias, ungated shared
+expert, first layers dense."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
-from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router, with_drafts
+from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router, text_part, with_drafts
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
@@ -15,12 +16,30 @@ SIGMOID = 2  # of GGUF's expert_gating_func; 1 is softmax
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    return _model(keys, generation, keys.optional("attention_bias", False), keys.optional("use_qk_norm", False))
+
+
+def vision(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """A token of text has one position in all three directions, so it turns as in GLM-4.5."""
+    text = text_part(keys)
+    return _model(text, generation, text.optional("attention_bias", True), False)
+
+
+def solar(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """Every layer has experts, and every channel of a head turns."""
+    keys.only("use_qk_norm", False, "heads are not normed")
     bias = keys.optional("attention_bias", False)
-    norms = keys.optional("use_qk_norm", False)
-    attention = gqa(keys, qkv_bias=bias, qk_norm="head" if norms else "none", rotary_share=0.5)
+    return _model(keys, generation, bias, False, dense=0, turning=1.0)
+
+
+def _model(
+    keys: JsonKeys, generation: JsonKeys, bias: bool, norms: bool, *, dense: int = 1, turning: float = 0.5
+) -> ModelConfig:
+    """dense, turning: what absent first_k_dense_replace and partial_rotary_factor mean."""
+    attention = gqa(keys, qkv_bias=bias, qk_norm="head" if norms else "none", rotary_share=turning)
     width = keys.size("moe_intermediate_size", 1408)
     experts = moe(sigmoid_router(keys), width, width * keys.count("n_shared_experts", 1))
-    first = keys.optional("first_k_dense_replace", 1)
+    first = keys.optional("first_k_dense_replace", dense)
     made = model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
     return with_drafts(keys, made)
 
@@ -59,4 +78,8 @@ STEMS = GGUF_DECODER | {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
-FAMILY = Family(("glm4_moe",), config, (NAMES,), Gguf("glm4moe", gguf_config, STEMS))
+FAMILIES = (
+    Family(("glm4_moe",), config, (NAMES,), Gguf("glm4moe", gguf_config, STEMS)),
+    Family(("glm4v_moe",), vision, (NAMES,)),
+    Family(("solar_open",), solar, (NAMES,)),
+)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tandem.architectures.family import Family
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.names import GGUF_DECODER
 from tandem.architectures.shared import (
     FULL,
     WINDOW,
@@ -101,4 +102,48 @@ def _rope(keys: JsonKeys, kind: str) -> dict[str, Any]:
     return {"rope_type": "default"} | scaling | {"partial_rotary_factor": share, "rope_theta": theta}
 
 
-FAMILY = Family(("mimo_v2_flash",), config)
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    """Draft layers at the end are counted with the others. Files from before there was a key for it do not say what
+    values are multiplied with."""
+    count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    windowed = keys.layers("attention.sliding_window_pattern", count)
+    heads = keys.layers("attention.head_count_kv", count)
+    of = {kind: next((h for h, w in zip(heads, windowed, strict=True) if bool(w) == kind), heads[0]) for kind in (0, 1)}
+    sinks = {w: keys.has_tensor(f"blk.{i}.attn_sinks.weight") for i, w in enumerate(windowed)}
+    head = keys.need("attention.key_length")
+    return {
+        "model_type": "mimo_v2_flash",
+        "hybrid_layer_pattern": windowed,
+        "moe_layer_freq": [int(keys.has_tensor(f"blk.{i}.ffn_gate_inp.weight")) for i in range(count)],
+        "num_key_value_heads": of[0],
+        "swa_num_key_value_heads": of[1],
+        "add_full_attention_sink_bias": sinks.get(0, False),
+        "add_swa_attention_sink_bias": sinks.get(1, True),
+        "attention_bias": keys.has_bias,
+        "v_head_dim": keys.need("attention.value_length"),
+        "attention_value_scale": keys.number("attention.value_scale", 0.707),
+        "sliding_window": keys.need("attention.sliding_window"),
+        "rope_parameters": {
+            kind: _gguf_rope(keys, base, keys.optional("rope.dimension_count", head) / head)
+            for kind, base in ((FULL, "rope.freq_base"), (WINDOW, "rope.freq_base_swa"))
+        },
+        "n_routed_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "moe_intermediate_size": keys.expert_width,
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "n_group": keys.optional("expert_group_count", 1),
+        "topk_group": keys.optional("expert_group_used_count", 1),
+    }
+
+
+def _gguf_rope(keys: GgufKeys, base: str, share: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": keys.number(base, 1e4), "partial_rotary_factor": share}
+
+
+STEMS = GGUF_DECODER | {
+    "attn_sinks": "self_attn.sinks",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+}
+
+FAMILY = Family(("mimo_v2_flash",), config, gguf=Gguf("mimo2", gguf_config, STEMS))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from tandem.architectures import deepseek
 from tandem.architectures.deepseek import NAMES, latent
-from tandem.architectures.family import Family
+from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
 from tandem.config.mechanisms.latent import Latent, QueryScale
@@ -13,9 +15,10 @@ from tandem.config.model_config import ModelConfig
 from tandem.config.rope import rope_keys
 from tandem.errors import ConfigError
 
+BETA = 0.1  # of what queries grow with
 ROPE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": BETA,
 }  # fmt: skip
 """Where config.json says nothing."""
 
@@ -49,4 +52,11 @@ def _attention(keys: JsonKeys) -> Latent:
     return replace(latent(keys), query_scale=QueryScale(beta, every))
 
 
-FAMILIES = (Family(("mistral4",), mistral4, (NAMES,)), Family(("mistral3",), mistral3, (NAMES,)))
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    """Files that do not say how queries grow mean the family's."""
+    return deepseek.gguf_mistral(keys, BETA)
+
+
+MISTRAL4 = Gguf("mistral4", gguf_config, deepseek.GGUF_STEMS)
+
+FAMILIES = (Family(("mistral4",), mistral4, (NAMES,), MISTRAL4), Family(("mistral3",), mistral3, (NAMES,)))

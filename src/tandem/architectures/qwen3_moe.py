@@ -1,4 +1,4 @@
-"""Qwen3-MoE: norms on q and k heads, softmax router, no shared expert."""
+"""Qwen3-MoE, and the text of Qwen3-VL and Qwen3-Omni: norms on q and k heads, softmax router, no shared expert."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER
 from tandem.architectures.qwen2_moe import gguf_experts
-from tandem.architectures.shared import gqa, model, moe, softmax_router, sparse_step_layers
+from tandem.architectures.shared import gqa, model, moe, softmax_router, sparse_step_layers, text_part
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
@@ -21,6 +21,18 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return model(keys, generation, lambda _: attention, experts, sparse_step_layers(keys))
 
 
+def vision(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """A token of text has one position in all three directions, so it turns as in Qwen3. Scores are normalised."""
+    text = text_part(keys)
+    text.only("norm_topk_prob", True, "scores are normalised")
+    return config(text.overlaid({"norm_topk_prob": True}), generation)
+
+
+def omni(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """What thinks; what speaks is not read."""
+    return config(text_part(text_part(keys, "thinker_config")), generation)
+
+
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     return {
         "model_type": "qwen3_moe",
@@ -30,4 +42,8 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     } | gguf_experts(keys)
 
 
-FAMILY = Family(("qwen3_moe",), config, gguf=Gguf("qwen3moe", gguf_config, GGUF_DECODER))
+FAMILIES = (
+    Family(("qwen3_moe",), config, gguf=Gguf("qwen3moe", gguf_config, GGUF_DECODER)),
+    Family(("qwen3_vl_moe",), vision, gguf=Gguf("qwen3vlmoe", gguf_config, GGUF_DECODER)),
+    Family(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), omni),
+)

@@ -32,6 +32,16 @@ from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 
 
+def text_part(keys: JsonKeys, part: str = "text_config") -> JsonKeys:
+    """The keys of a part of a model that reads images or sound, too; all keys where it has none. Whether embeddings are
+    tied, the whole says first."""
+    if not keys.mapping(part):
+        return keys
+    inside = keys.inside(part)
+    said = keys.get("tie_word_embeddings")
+    return inside if said is None else inside.overlaid({"tie_word_embeddings": said})
+
+
 def layer_count(keys: JsonKeys) -> int:
     return keys.size("num_hidden_layers", 24, most=10_000)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from tandem.architectures import GGUF
 from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_model import GGUFModel
@@ -55,6 +57,20 @@ class _Keys:
         if not all(isinstance(value, int | float) for value in listed):
             raise self.refuse(key, "is not an array of numbers")
         return [float(value) for value in listed]
+
+    def layers(self, key: str, count: int) -> list[int]:
+        values = self.numbers(key)
+        each = values * count if len(values) == 1 else values
+        if len(each) < count:
+            raise self.refuse(key, f"has {len(each)} values for {count} layers")
+        return [int(value) for value in each[:count]]
+
+    def vector(self, name: str) -> list[float]:
+        tensor = self.model.tensors.get(name)
+        if tensor is None or tensor.kind != "F32":
+            return []
+        read: list[float] = self.model.rows(tensor).contiguous().view(torch.float32).flatten().tolist()
+        return read
 
     def has(self, key: str) -> bool:
         return self.prefix + key in self.model.metadata
@@ -120,7 +136,8 @@ def config_json(model: GGUFModel) -> Config:
             f"{model.path}: architecture {architecture!r} is not supported; these are: {known}"
         )
     keys = _Keys(model)
-    return _shared(keys) | GGUF[architecture].config(keys)
+    own = GGUF[architecture].config(keys)
+    return _shared(keys, own) | own
 
 
 def generation_json(model: GGUFModel) -> Config:
@@ -146,15 +163,16 @@ def end_ids(model: GGUFModel) -> list[int]:
     return list(dict.fromkeys(i for i in (*named, *known) if i >= 0))
 
 
-def _shared(keys: _Keys) -> Config:
-    model, heads = keys.model, keys.need("attention.head_count")
+def _shared(keys: _Keys, own: Config) -> Config:
+    """own: what the architecture says itself, of heads that differ between layers, for example."""
+    model, heads = keys.model, own.get("num_attention_heads") or keys.need("attention.head_count")
     hidden = keys.need("embedding_length")
     config: Config = {
         "vocab_size": keys.rows("token_embd.weight"),
         "hidden_size": hidden,
         "num_hidden_layers": keys.need("block_count") - keys.optional("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.optional("attention.head_count_kv", heads),
+        "num_key_value_heads": own.get("num_key_value_heads") or keys.optional("attention.head_count_kv", heads),
         "head_dim": keys.optional("attention.key_length", hidden // max(heads, 1)),
         "intermediate_size": keys.optional("feed_forward_length", 0)
         or keys.optional("expert_feed_forward_length", 0),

@@ -1,7 +1,8 @@
 """The tokenizer and the chat template inside a GGUF file, as a `tokenizers.Tokenizer` and plain texts.
 
-A file says its kind (`tokenizer.ggml.model`: "gpt2" = byte-level BPE, "llama" = SentencePiece) and names the rule that
-cuts text into words before merging (`tokenizer.ggml.pre`); the rules are those of the models' own tokenizer.json.
+A file says its kind (`tokenizer.ggml.model`: "gpt2" = byte-level BPE, "llama" = SentencePiece, "gemma4" = BPE of a
+whole text) and names the rule that cuts text into words before merging (`tokenizer.ggml.pre`); the rules are those of
+the models' own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"
 _CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = "|".join((_CASED % ("*", "+"), _CASED % ("+", "*"), r"\p{N}", _CASED_REST))
@@ -49,22 +58,27 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-�
 
 # Patterns applied one after the other; every match and everything between two becomes a piece.
 PRE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "phi-2"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais", "phi-2", "mellum"), (_GPT2,)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "pixtral", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "mellum2"), (r"\p{N}", _GPT2)
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "pixtral", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe", "lfm2"), (_LLAMA3,)
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "solar-open", "megrez", "grok-2"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_BAILING,)),
     "tekken": (_TEKKEN,),
-    "gpt-4o": (_GPT4O,),
-    "deepseek-v3": _DEEPSEEK3,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    "laguna": (r"[^\n]+|[\n]+", _QWEN2),
     "deepseek-llm": _DEEPSEEK_LLM,
     "kimi-k2": (_KIMI_K2,),
     "deepseek-coder": _DEEPSEEK_CODER,
 }
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken", "lfm2")
 """Words that are tokens are taken whole instead of merged; text begins with bos, unless a file says otherwise."""
-COMPOSED = ("qwen2", "deepseek-r1-qwen", "olmo")
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "olmo")
 """Text is brought into Unicode's composed form (NFC) first."""
 
 
@@ -96,18 +110,21 @@ def gguf_texts(model: GGUFModel) -> dict[str, Any]:
 
 def _built(model: GGUFModel) -> Tokenizer:
     tokens, kind = model.array("tokenizer.ggml.tokens", str), model.optional("tokenizer.ggml.model", "none")
-    if kind not in ("gpt2", "llama") or not tokens:
+    if kind not in ("gpt2", "llama", "gemma4") or not tokens:
         raise CheckpointError(
             f"{model.path}: tokenizer {kind!r} is not supported; "
-            "'gpt2' (byte-level BPE) and 'llama' (SentencePiece) are"
+            "'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4' are"
         )
     kinds = model.array("tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise CheckpointError(f"{model.path}: {len(tokens)} tokens have {len(kinds)} types")
-    tokenizer = _byte_level(model, tokens) if kind == "gpt2" else _sentence_piece(model, tokens, kinds)
+    if kind == "llama":
+        tokenizer = _sentence_piece(model, tokens, kinds)
+    else:
+        tokenizer = _byte_level(model, tokens) if kind == "gpt2" else _whole_text(model, tokens)
     for special, types in ((True, (UNKNOWN, CONTROL)), (False, (USER_DEFINED,))):
         _add(tokenizer, [t for t, k in zip(tokens, kinds, strict=True) if k in types], special)
-    _frame(tokenizer, model, tokens, begins=kind == "llama" or _pre(model) in WHOLE_WORDS)
+    _frame(tokenizer, model, tokens, begins=kind != "gpt2" or _pre(model) in WHOLE_WORDS)
     return tokenizer
 
 
@@ -143,9 +160,8 @@ def _byte_level(model: GGUFModel, tokens: list[str]) -> Tokenizer:
         raise CheckpointError(
             f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {known}"
         )
-    merges = [_pair(merge, model) for merge in model.array("tokenizer.ggml.merges", str)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
+    tokenizer = Tokenizer(models.BPE(vocabulary, _stored_merges(model), ignore_merges=pre in WHOLE_WORDS))
     tokenizer.pre_tokenizer = _words(PRE[pre])
     tokenizer.decoder = decoders.ByteLevel()
     if pre in COMPOSED:
@@ -158,6 +174,22 @@ def _words(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
+
+
+def _whole_text(model: GGUFModel, tokens: list[str]) -> Tokenizer:
+    """Gemma 4's: merges run over a text as a whole, in which spaces are letters; bytes stand for unknown ones."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    unknown = tokens[model.optional("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, _stored_merges(model), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _stored_merges(model: GGUFModel) -> list[tuple[str, str]]:
+    return [_pair(merge, model) for merge in model.array("tokenizer.ggml.merges", str)]
 
 
 def _pair(merge: str, model: GGUFModel) -> tuple[str, str]:

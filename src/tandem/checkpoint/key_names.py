@@ -35,7 +35,7 @@ _SHARED_KEYS = {
 _INDEX = {"indexer.compressor": "compressor.indexer", "indexer": "compressor.indexer"}
 _STREAMS = re.compile(r"hc_(attn|ffn)_(fn|base|scale)")
 _SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")  # on the hub, and in Transformers
-_NESTED = ("language_model.model.", "model.language_model.", "language_model.")
+_NESTED = ("language_model.model.", "model.language_model.", "language_model.", "thinker.")
 
 
 def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
@@ -64,7 +64,7 @@ def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
 def _unnested(name: str, prefix: str) -> str:
     """`language_model.model.layers.0…` → `model.layers.0…`; `language_model.lm_head.weight` → `lm_head.weight`."""
     outside = "language_model." if prefix.startswith("language_model.") else prefix
-    inside = "" if prefix == "language_model." or prefix == "language_model.model." else "model."
+    inside = "model." if prefix == "model.language_model." else ""
     return inside + name.removeprefix(outside) if name.startswith(outside) else name
 
 

@@ -23,8 +23,13 @@ OWN_EXPERTS = (
 )  # fmt: skip
 """Types whose experts are not in Transformers' registry."""
 
-TEXT_OF = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4"}
+TEXT_OF = {
+    "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4", "qwen3_omni_moe": "qwen3_moe",
+}  # fmt: skip
 """Types of the hub whose text is another's."""
+
+PARTS_OF = {"kimi_k2": (), "qwen3_omni_moe": ("thinker_config", "text_config")}
+"""Where those have the keys of their text, unless in `text_config`."""
 
 SMALL = settings(
     vocab_size=VOCAB, unpadded_vocab_size=VOCAB, hidden_size=48, num_hidden_layers=4, max_position_embeddings=128,
@@ -78,6 +83,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm5_next": LATENT | settings(qk_rope_head_dim=0),
     "glm_moe_dsa": LATENT,
     "granitemoehybrid": settings(layer_types=["mamba", "attention", "mamba", "attention"]),
+    "hy_v4_vl": settings(rope_parameters=settings(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])),
     "jamba": settings(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
                       use_mamba_kernels=False),
     "kimi_linear": LATENT | settings(layer_types=RECURRENT),

@@ -29,7 +29,6 @@ PAGED: dict[str, dict[str, object]] = {
     "exaone_moe": settings(num_experts=6, num_shared_experts=1, n_group=1, topk_group=1, sliding_window=7,
                            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                            mlp_layer_types=["dense", "sparse", "sparse"]),
-    "solar_open": settings(n_routed_experts=6, n_shared_experts=1, n_group=1, topk_group=1),
     "mellum": settings(num_experts=6, sliding_window=7),
     "kolibri1": settings(num_experts=6),
     "aria_text": settings(moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),

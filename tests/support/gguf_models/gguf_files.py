@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+import gguf_kinds
 from gguf_delta import KINDS, add_delta, of_delta
 from tiny import file_tensors
 
@@ -26,6 +27,8 @@ ARCHITECTURES = {
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2, "dots1": gguf.MODEL_ARCH.DOTS1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4, "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
+    "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2, "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
@@ -51,7 +54,9 @@ def write_gguf(
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    if architecture in (gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GLM_DSA):
+    if config["model_type"] in gguf_kinds.CONFIGS:
+        gguf_kinds.CONFIGS[config["model_type"]](writer, config)
+    elif architecture in (gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GLM_DSA, gguf.MODEL_ARCH.MISTRAL4):
         add_deepseek(writer, config, whole)
     else:
         add_config(writer, config)
@@ -130,6 +135,9 @@ def gguf_tensors(
         if config["model_type"] == "gpt_oss" and ("experts" in name or "sinks" in name):
             yield from of_gpt_oss(name, array)
             continue
+        if (renamed := gguf_kinds.special(name)) is not None:
+            yield renamed, array
+            continue
         if "e_score_correction_bias" in name:
             layer = name.split(".")[2]
             yield f"blk.{layer}.exp_probs_b.bias", array.reshape(-1)
@@ -207,7 +215,10 @@ def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], whole: bool) -
     writer.add_vocab_size(config["vocab_size"])
     if rope["rope_type"] == "yarn":
         add_yarn(writer, rope)
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if config.get("index_topk"):
         writer.add_indexer_head_count(config["index_n_heads"])
         writer.add_indexer_key_length(config["index_head_dim"])
@@ -225,7 +236,7 @@ def add_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
 
 def add_deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     dense = config.get("first_k_dense_replace")
-    kinds = config.get("mlp_layer_types", [])
+    kinds = config.get("mlp_layer_types", ["sparse"])
     writer.add_leading_dense_block_count(kinds.index("sparse") if dense is None else dense)
     writer.add_expert_count(config["n_routed_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -237,8 +248,8 @@ def add_deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> Non
         writer.add_expert_group_used_count(config["topk_group"])
     if config["model_type"] in ("deepseek_v3", "glm_moe_dsa"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        if config["norm_topk_prob"]:
-            writer.add_expert_weights_norm(True)
+    if config.get("norm_topk_prob"):
+        writer.add_expert_weights_norm(True)
 
 
 def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -1,0 +1,91 @@
+"""What llama.cpp's converter writes for families whose layers are of two kinds, and for Gemma 4's scales."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import numpy as np
+
+WINDOW = "sliding_attention"
+SPECIAL = {
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight", "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.attention_sink_bias": "attn_sinks.weight",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
+}  # fmt: skip
+
+
+def special(name: str) -> str | None:
+    """What the converter calls a tensor that the package's table of names does not have."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(?:mlp\.)?(.*)", name)
+    return f"blk.{found[1]}.{SPECIAL[found[2]]}" if found and found[2] in SPECIAL else None
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config)
+    windowed = [kind == WINDOW for kind in config["layer_types"]]
+    own, rope = config.get("per_layer_config", {}), config["rope_parameters"]
+    heads = [own.get(str(i), {}).get("num_key_value_heads") for i in range(len(windowed))]
+    writer.add_head_count_kv([each or config["num_key_value_heads"] for each in heads])
+    full = next(each.get("head_dim", config["head_dim"]) for each in own.values())
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope[WINDOW]["rope_theta"])
+    turning = int(full * rope["full_attention"]["partial_rotary_factor"] / 2)
+    divisors = [1.0] * turning + [1e30] * (full // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def add_mimo2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config)
+    windowed = [int(kind == WINDOW) for kind in config["layer_types"]]
+    rope, heads = config["rope_parameters"], config["num_key_value_heads"]
+    writer.add_head_count_kv([heads * (1 + window) for window in windowed])  # twice as many, where none are named
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope[WINDOW]["partial_rotary_factor"]))
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope[WINDOW]["rope_theta"])
+    writer.add_float32(f"{writer.arch}.attention.value_scale", config["attention_value_scale"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
+CONFIGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
+    "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2,
+}  # fmt: skip
