@@ -12,7 +12,6 @@ import json
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,18 @@ sys.path[:0] = [
     str(ROOT / "tests" / "support" / "foreign"),
 ]
 
-from tandem.architectures.model_types import TABLE_FILE, Runs, read_table  # noqa: E402
+from tandem.architectures.model_types import CPU_ONLY, PUBLISHED, TABLE_FILE, Runs, read_table  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 CLOSE = 1e-4  # of the largest logit, float32
 MOST_PARAMETERS = 160e6
 HOW = {
-    "native": "Tandem's own code",
-    "paged": "Transformers' modules, Tandem's experts and pages: packed batches, prefix cache",
-    "alone": "Transformers' modules and cache, Tandem's experts: one sequence at a time",
+    "native": "Tandem's own code: the fastest, with everything that these pages tell of",
+    "paged": "Transformers' modules with Tandem's experts: many answers at once, shared prefixes",
+    "alone": "Transformers' modules with Tandem's experts: one answer at a time, no shared prefixes",
     "refused": "not at all",
 }
+WHERE = {"native": "yes", "paged": "yes, without CUDA graphs", "alone": "no", "refused": "no"}
 
 
 def tried(model_type: str) -> Runs:
@@ -164,26 +164,80 @@ def every_row(only: Sequence[str]) -> list[Runs]:
 
 
 def page(rows: Sequence[Runs], version: str) -> str:
-    counts = Counter(row.how for row in rows)
-    lines = [
+    by_how = {how: [row for row in rows if row.how == how] for how in HOW}
+    return (
+        "\n".join([*_head(by_how), *_named(rows), *_unnamed(rows), *_refused(by_how["refused"], version)])
+        + "\n"
+    )
+
+
+def _head(by_how: dict[str, list[Runs]]) -> list[str]:
+    return [
         "# Models",
         "",
-        f"Every model type with experts of Transformers {version}, as each ran on a tiny random model.",
-        "Float32 logits were within 1e-4 of Transformers' own. `kt models` prints this table, and",
-        "`python scripts/model_table.py --write` makes it.",
+        "Does my model run? This command says it, from a name, a directory or a GGUF file:",
         "",
-        "| runs | how | types |",
-        "| --- | --- | --- |",
-        *(f"| {how} | {HOW[how]} | {counts[how]} |" for how in HOW),
+        "    $ kt models Qwen3-30B-A3B",
+        "    qwen3_moe: native, Tandem's own code, on the CPU or beside a GPU",
         "",
-        "Paged types run on the CPU, or beside a GPU without CUDA graphs; those that run alone, on the CPU.",
-        "Parts that read images or sound are not loaded. A type whose `text_config` names a native one is native.",
+        "Every model that runs is started in the same way. A name of the Hugging Face hub is downloaded first:",
         "",
-        "| type | runs | why |",
-        "| --- | --- | --- |",
-        *(f"| `{row.model_type}` | {row.how} | {row.why.replace('|', ' ')} |" for row in rows),
+        "    kt plan Qwen/Qwen3-30B-A3B     # does it fit this machine, and how fast will it be",
+        "    kt serve Qwen/Qwen3-30B-A3B",
+        "",
+        "| runs | how | beside a GPU | types |",
+        "| --- | --- | --- | --- |",
+        *(f"| {how} | {HOW[how]} | {WHERE[how]} | {len(rows)} |" for how, rows in by_how.items()),
+        "",
+        "Parts that read images or sound are not loaded: such models answer text. A type whose `text_config` names a",
+        "native one is native. Any size and any fine-tuned version runs as its type does. Which quantisations and",
+        "GGUF files can be read is in [formats.md](formats.md).",
+        "",
     ]
-    return "\n".join(lines) + "\n"
+
+
+def _named(rows: Sequence[Runs]) -> list[str]:
+    """Those that are known by name, the best first."""
+    listed = [row for how in HOW for row in rows if row.how == how and row.model_type in PUBLISHED]
+    return [
+        "## By name",
+        "",
+        "| models | type (`model_type` in `config.json`) | runs | beside a GPU |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {', '.join(PUBLISHED[row.model_type])} | `{row.model_type}` | {row.how} | {_where(row)} |"
+            for row in listed
+        ),
+        "",
+    ]
+
+
+def _where(row: Runs) -> str:
+    return "no" if row.model_type in CPU_ONLY else WHERE[row.how]
+
+
+def _unnamed(rows: Sequence[Runs]) -> list[str]:
+    lines = ["## Other types", "", "| runs | types |", "| --- | --- |"]
+    for how in ("native", "paged", "alone"):
+        types = [f"`{row.model_type}`" for row in rows if row.how == how and row.model_type not in PUBLISHED]
+        lines.append(f"| {how} | {', '.join(types)} |")
+    return [*lines, ""]
+
+
+def _refused(rows: Sequence[Runs], version: str) -> list[str]:
+    return [
+        "## What does not run, and why",
+        "",
+        "| type | why |",
+        "| --- | --- |",
+        *(f"| `{row.model_type}` | {row.why.replace('|', ' ')} |" for row in rows),
+        "",
+        "## How this is known",
+        "",
+        f"Each model type with experts of Transformers {version} ran as a tiny random model. Its float32 logits were",
+        "within 1e-4 of Transformers' own. `python scripts/model_table.py --write` does that, and writes this page.",
+        "The names are in `architectures/model_types.py`.",
+    ]
 
 
 def write(only: Sequence[str]) -> None:

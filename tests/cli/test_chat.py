@@ -200,6 +200,12 @@ def test_ipv6_addresses_with_and_without_brackets(host: str) -> None:
     assert done.returncode == 1 and "http://[::1]:1" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_whole_url_is_taken_as_it_is() -> None:
+    command = [sys.executable, "-m", "tandem", "chat", "--host", "http://127.0.0.1:1/"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "no server answers at http://127.0.0.1:1;" in done.stderr
+
+
 def test_what_is_no_address_is_named() -> None:
     with pytest.raises(ChatError, match="--host"):
         ChatClient("http://[nonsense]:1")

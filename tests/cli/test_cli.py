@@ -66,6 +66,17 @@ def test_serve_help_all_shows_every_flag() -> None:
     assert "Not available yet" in shown
 
 
+def test_version_is_a_flag_too() -> None:
+    assert kt("--version").output == kt("version").output
+
+
+def test_reasons_have_room_on_a_narrow_terminal(model_dir: Path) -> None:
+    """A long value is wrapped, not its reason squeezed into a few letters a line."""
+    shown = CliRunner().invoke(app, ["serve", str(model_dir), "--plan-only"], env={"COLUMNS": "80"}).output
+    heading = next(line for line in shown.splitlines() if line.startswith("choice"))
+    assert 80 - heading.index("because") >= 32
+
+
 def test_version() -> None:
     shown = kt("version")
     assert (shown.exit_code, shown.stdout.splitlines()[0]) == (0, f"Tandem {__version__}")

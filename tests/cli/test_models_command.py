@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from every_type import every_type
 from repo_scripts import script_module
 from tandem.architectures import FAMILIES
-from tandem.architectures.model_types import Runs, read_table
+from tandem.architectures.model_types import CPU_ONLY, PUBLISHED, Runs, read_table, type_of_name
 from tandem.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -98,9 +98,40 @@ def test_a_directory_is_looked_at(tiny_models, tmp_path) -> None:
 
 
 def test_a_name_that_is_nothing_is_an_error_with_near_ones() -> None:
-    with pytest.raises(Exception, match="no model type with experts of that name; near it are .*glm4_moe"):
+    with pytest.raises(
+        Exception, match="no model or type with experts of that name is known; near it are .*glm4_moe"
+    ):
         told("glm4moe")
 
 
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3_moe"),
+        ("unsloth/DeepSeek-V3.2-GGUF:Q4_K_M", "deepseek_v32"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek_v3"),
+        ("zai-org/GLM-5.3-Flash", "glm5_next"),
+        ("mixtral-8x7b", "mixtral"),
+        ("Qwen/Qwen3.5-27B", None),
+    ],
+)
+def test_a_published_name_says_its_type(name: str, model_type: str | None) -> None:
+    assert type_of_name(name) == model_type
+
+
+def test_published_names_are_of_types_in_the_table() -> None:
+    assert {*PUBLISHED, *CPU_ONLY} <= {row.model_type for row in TABLE.rows}
+    names = [name.lower() for names in PUBLISHED.values() for name in names]
+    assert len(names) == len(set(names))
+    assert all(type_of_name(name) == each for each, names in PUBLISHED.items() for name in names)
+
+
+def test_a_name_of_the_hub_is_explained() -> None:
+    text, code = told("google/gemma-4-26B-A4B-it")
+    assert (text, code) == ("gemma4: native, Tandem's own code, on the CPU\n", 0)
+    with pytest.raises(Exception, match="kt plan some/thing-7b looks at its configuration"):
+        told("some/thing-7b")
+
+
 def test_help_has_an_example() -> None:
-    assert "Example: kt models glm4_moe" in told("--help")[0]
+    assert "Example: kt models Qwen3-30B-A3B" in told("--help")[0]

@@ -79,7 +79,7 @@ def test_sizes_and_rates() -> None:
     [
         (MachineWish(isa="neon"), "--isa 'neon' is not known; these are: scalar, avx2"),
         (MachineWish(cores=0), "--cpu 0 is no number of cores"),
-        (MachineWish(gpus="gtx"), "--gpu 'gtx' is no size"),
+        (MachineWish(gpus="gtx"), "--gpu 'gtx' is not known; give its memory, as 24GB, or one of 3090, .*4090, "),
         (MachineWish(gpus="4090@fast"), "--gpu 'fast' is no size"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,57 @@ from typing import Any, Literal
 TABLE_FILE = Path(__file__).parents[1] / "data" / "models.json"
 
 How = Literal["native", "paged", "alone", "refused"]
+
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "afmoe": ("Trinity-Mini", "Trinity-Nano"),
+    "bailing_hybrid": ("Ling-3.0",),
+    "cohere2_moe": ("Command-A-Plus",),
+    "deepseek_v2": ("DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-Coder-V2"),
+    "deepseek_v3": ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1"),
+    "deepseek_v32": ("DeepSeek-V3.2",),
+    "deepseek_v4": ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro"),
+    "dots1": ("dots.llm1",),
+    "ernie4_5_moe": ("ERNIE-4.5-21B-A3B", "ERNIE-4.5-300B-A47B"),
+    "exaone_moe": ("K-EXAONE-236B",),
+    "gemma4": ("Gemma-4-26B-A4B",),
+    "glm4_moe": ("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "GLM-4.7"),
+    "glm4_moe_lite": ("GLM-4.7-Flash",),
+    "glm4v_moe": ("GLM-4.5V",),
+    "glm5_next": ("GLM-5.3-Flash",),
+    "glm_moe_dsa": ("GLM-5", "GLM-5.1", "GLM-5.2", "GLM-5.3"),
+    "gpt_oss": ("gpt-oss-20b", "gpt-oss-120b"),
+    "granitemoehybrid": ("Granite-4.0-H",),
+    "hunyuan_v1_moe": ("Hunyuan-A13B",),
+    "hy_v3": ("Hy3",),
+    "hy_v4": ("Hy4",),
+    "jamba": ("Jamba",),
+    "kimi_k2": ("Kimi-K2",),
+    "kimi_k25": ("Kimi-K2.5", "Kimi-K2.6"),
+    "kimi_linear": ("Kimi-Linear-48B-A3B",),
+    "laguna": ("Laguna-S-2.1",),
+    "lfm2_moe": ("LFM2-8B-A1B",),
+    "llama4": ("Llama-4-Scout", "Llama-4-Maverick"),
+    "longcat_flash": ("LongCat-Flash",),
+    "mimo_v2_flash": ("MiMo-V2-Flash",),
+    "minimax_m2": ("MiniMax-M2", "MiniMax-M2.1", "MiniMax-M2.5", "MiniMax-M2.7"),
+    "minimax_m3_vl": ("MiniMax-M3",),
+    "mistral4": ("Mistral-Small-4",),
+    "mistral_large4": ("Mistral-Large-4",),
+    "mixtral": ("Mixtral-8x7B", "Mixtral-8x22B"),
+    "nemotron_h": ("Nemotron-3-Nano", "Nemotron-3-Super"),
+    "olmoe": ("OLMoE-1B-7B",),
+    "phimoe": ("Phi-3.5-MoE",),
+    "qwen2_moe": ("Qwen2-57B-A14B", "Qwen1.5-MoE-A2.7B"),
+    "qwen3_5_moe": ("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B"),
+    "qwen3_moe": ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-30B-A3B", "Qwen3-Coder-480B-A35B"),
+    "qwen3_next": ("Qwen3-Next-80B-A3B", "Qwen3-Coder-Next"),
+    "qwen3_vl_moe": ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"),
+    "step3p7": ("Step-3.7-Flash",),
+}
+"""By model type, names under which such models are published."""
+
+CPU_ONLY = frozenset({"gemma4", "gemma4_text"})
+"""Of the native types, those whose published heads are wider than the GPU kernels read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +91,19 @@ class Table:
 def read_table() -> Table:
     found = json.loads(TABLE_FILE.read_text())
     return Table(found["transformers"], tuple(Runs(**row) for row in found["types"]))
+
+
+def type_of_name(name: str) -> str | None:
+    """The model type of "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", by the longest known name in it. None: not known."""
+    said = _words(name)
+    found = {
+        len(words): model_type
+        for model_type, names in PUBLISHED.items()
+        for words in map(_words, names)
+        if any(said[at : at + len(words)] == words for at in range(len(said)))
+    }
+    return found[max(found)] if found else None
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())

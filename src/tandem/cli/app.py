@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -18,7 +19,7 @@ from tandem.cli.plan import plan
 from tandem.cli.quality import quality
 from tandem.cli.serve import serve
 from tandem.cli.stats import stats
-from tandem.cli.version import version
+from tandem.cli.version import version, version_asked
 from tandem.errors import TandemError, exit_status
 
 app = typer.Typer(
@@ -30,6 +31,17 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=version_asked, help="The same as kt version.")
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
 app.command(
     # Flags come from EngineConfig, which knows the nearest name of a misspelt one; Typer passes them on.
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},

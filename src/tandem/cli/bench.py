@@ -17,8 +17,8 @@ KERNEL_FORMATS = (
     "nvfp4; GGUF's q4_0, q4_1, q8_0, q4_k, q6_k"
 )
 bench = typer.Typer(
-    help="Measure kernels and decoding on this machine, beside PyTorch and Transformers.\n\n"
-    "Example: kt bench kernels",
+    help="Measure this machine: kernels, decoding, prompts, a server under load, and where experts live.\n\n"
+    "Example: kt bench decode",
     no_args_is_help=True,
 )
 

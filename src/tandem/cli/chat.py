@@ -21,7 +21,7 @@ HELP = """  /help           this list
 
 
 def chat(
-    host: Annotated[str, typer.Option(help="The server's address.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The server's address, or its whole URL.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The server's port.", min=1, max=65535)] = 30000,
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.", min=0)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.", min=1)] = None,
@@ -37,9 +37,15 @@ def chat(
     from tandem.cli.chat_client import ChatClient
     from tandem.config import env
 
-    address = f"[{host.strip('[]')}]" if ":" in host else host
-    client = ChatClient(f"http://{address}:{port}", api_key or env.api_key(), temperature, max_tokens, system)
+    client = ChatClient(_url(host, port), api_key or env.api_key(), temperature, max_tokens, system)
     Conversation(client, Console(highlight=False, soft_wrap=True)).run()
+
+
+def _url(host: str, port: int) -> str:
+    """Of a name or an address; a whole URL, as the server prints it, is taken as it is."""
+    if "://" in host:
+        return host.rstrip("/")
+    return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Conversation:

@@ -17,15 +17,22 @@ def doctor() -> None:
 
     Example: kt doctor
     """
-    machine = Machine.detect()
-    found = [
-        *checks.software(machine),
-        *checks.hardware(machine),
-        *checks.settings(machine),
-        *_measured(machine),
-    ]
-    show([*found, *checks.storage(Path.home()), *checks.network()])
+    from rich.console import Console
+
+    with Console(stderr=True).status("looking at this machine, and measuring its memory …"):
+        found = list(_findings())
+    show(found)
     raise typer.Exit(0 if checks.kernels_are_built() else 1)
+
+
+def _findings() -> Iterator[Finding]:
+    machine = Machine.detect()
+    yield from checks.software(machine)
+    yield from checks.hardware(machine)
+    yield from checks.settings(machine)
+    yield from _measured(machine)
+    yield from checks.storage(Path.home())
+    yield from checks.network()
 
 
 def _measured(machine: Machine) -> Iterator[Finding]:

@@ -13,15 +13,14 @@ if TYPE_CHECKING:
 
 HOW = {
     "native": "Tandem's own code, on the CPU or beside a GPU",
-    "paged": "Transformers' modules with Tandem's experts and pages: packed batches, prefix cache; on the CPU, or "
-    "beside a GPU without CUDA graphs",
-    "alone": "Transformers' modules and cache with Tandem's experts: one sequence at a time; on the CPU",
+    "paged": "Transformers' modules with Tandem's experts, many answers at once; on the CPU, or slower beside a GPU",
+    "alone": "Transformers' modules with Tandem's experts, one answer at a time; on the CPU",
     "refused": "does not run",
 }
 STYLES = {"native": "green", "paged": "cyan", "alone": "yellow", "refused": "red"}
 
 Name = Annotated[
-    str, typer.Argument(help="A model type, such as glm4_moe, or a model's directory or GGUF file")
+    str, typer.Argument(help="A model's name, directory or GGUF file, or the model_type of its config.json")
 ]
 
 
@@ -29,9 +28,9 @@ def models(
     name: Name = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Which model types run and how: by Tandem's own code, or through Transformers' modules; and why some do not.
+    """Does a model run, and how: by Tandem's own code, through Transformers' modules, or not.
 
-    Example: kt models glm4_moe
+    Example: kt models Qwen3-30B-A3B
     """
     from tandem.architectures.model_types import read_table
 
@@ -44,22 +43,24 @@ def models(
         typer.echo(json.dumps(_entry(found)))
     else:
         why = f": {found.why}" if found.why else ""
-        typer.echo(f"{found.model_type}: {found.how}, {HOW[found.how]}{why}")
+        typer.echo(f"{found.model_type}: {found.how}, {_means(found)}{why}")
     raise typer.Exit(1 if found.how == "refused" else 0)
 
 
 def _of_type(table: Table, name: str) -> Runs:
     from difflib import get_close_matches
 
+    from tandem.architectures.model_types import type_of_name
     from tandem.errors import ConfigError
 
-    row = table.row(name)
+    row = table.row(name) or table.row(type_of_name(name) or "")
     if row is not None:
         return row
     near = get_close_matches(name, [each.model_type for each in table.rows], 3, 0.5)
     hint = f"; near it are {', '.join(near)}" if near else ""
     raise ConfigError(
-        f"there is no directory {name!r}, and no model type with experts of that name{hint}; kt models lists all"
+        f"{name} is no directory, and no model or type with experts of that name is known{hint}; kt models lists "
+        f"all; if it is a name of the hub, kt plan {name} looks at its configuration"
     )
 
 
@@ -80,8 +81,17 @@ def _of_path(path: Path) -> Runs:
     return Runs(config.model_type, "alone" if why else "paged", why)
 
 
+def _means(row: Runs) -> str:
+    from tandem.architectures.model_types import CPU_ONLY
+
+    means = HOW[row.how]
+    return means.replace("on the CPU or beside a GPU", "on the CPU") if row.model_type in CPU_ONLY else means
+
+
 def _entry(row: Runs) -> dict[str, Any]:
-    return row.as_json() | {"means": HOW[row.how]}
+    from tandem.architectures.model_types import PUBLISHED
+
+    return row.as_json() | {"means": _means(row), "models": PUBLISHED.get(row.model_type, ())}
 
 
 def _show_all(table: Table, as_json: bool) -> None:
@@ -93,11 +103,14 @@ def _show_all(table: Table, as_json: bool) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
+    from tandem.architectures.model_types import PUBLISHED
+
     made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("type", "runs", "why"):
-        made.add_column(column, no_wrap=column != "why")
-    for row in table.rows:
-        made.add_row(Text(row.model_type), Text(row.how, style=STYLES[row.how]), Text(row.why))
+    for column in ("type", "runs", "models, or why not"):
+        made.add_column(column, no_wrap=column in ("type", "runs"))
+    for row in sorted(table.rows, key=lambda row: list(HOW).index(row.how)):
+        said = row.why if row.how == "refused" else ", ".join(PUBLISHED.get(row.model_type, ()))
+        made.add_row(Text(row.model_type), Text(row.how, style=STYLES[row.how]), Text(said))
     console = Console()
     console.print(made)
     console.print(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem.cli.serve import VALUE_WIDTH
 from tandem.config.choices.decision import Decision
 from tandem.config.forecast.advice import Way
 from tandem.config.forecast.compare import Row
@@ -53,11 +54,11 @@ def _say(console: Console, text: str, style: str = "") -> None:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in columns:
-        wraps = heading in ("because", "what")
         table.add_column(
             heading.strip(),
             header_style="bold",
-            no_wrap=not wraps,
+            no_wrap=heading not in ("because", "what", "value"),
+            max_width=VALUE_WIDTH if heading == "value" else None,
             justify="right" if heading[0] == " " else "left",
         )
     return table

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
     from tandem.config import Plan
 
+VALUE_WIDTH = 24  # of a choice: the reason beside it must have room on 80 columns
 _EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)
 
-Serve a model over HTTP: OpenAI's and SGLang's API. MODEL is a name of the Hugging Face hub, a directory,
-a GGUF file, or [cyan]demo[/].
+Serve a model over HTTP: OpenAI's, Anthropic's, Ollama's and SGLang's API, and a page for browsers.
+MODEL is a name of the Hugging Face hub, a directory, a GGUF file, or [cyan]demo[/].
 
   [dim]$[/] kt serve demo
   [dim]$[/] kt serve /models/Qwen3-30B-A3B --kt-method INT4 --port 8000
@@ -51,6 +52,8 @@ def serve(context: typer.Context) -> None:
         prepare_in_a_child(argv)
     for notice in config.notices():
         print(f"note: {notice}", file=sys.stderr)
+    if sys.stderr.isatty():  # until the plan is there nothing else is shown, for seconds on a busy machine
+        print(f"starting {config.model} …", file=sys.stderr)
     from tandem.server.launch import serve as run_server
 
     raise typer.Exit(run_server(config))
@@ -146,8 +149,8 @@ def plan_table(plan: Plan) -> Table:
     from rich.text import Text
 
     table = Table(title="Plan", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("choice", "value", "because"):
-        table.add_column(heading, header_style="bold", no_wrap=heading != "because")
+    for heading, widest in (("choice", None), ("value", VALUE_WIDTH), ("because", None)):
+        table.add_column(heading, header_style="bold", no_wrap=heading == "choice", max_width=widest)
     for decision in plan.decisions:
         table.add_row(*map(Text, dataclasses.astuple(decision)))
     return table

@@ -24,6 +24,13 @@ def version() -> None:
         typer.echo(f"{name} {installed_version(name)}")
 
 
+def version_asked(asked: bool) -> None:
+    """`kt --version`."""
+    if asked:
+        version()
+        raise typer.Exit
+
+
 def installed_version(name: str) -> str:
     """From the package's metadata: importing torch to ask it takes seconds."""
     try:

@@ -146,7 +146,7 @@ class EngineConfig:
         False, "Do not reuse the KV pages of equal prefixes.", group=MEMORY, essential=True
     )
     enable_deterministic_inference: bool = flag(
-        False, "The same bits alone and in any batch, slower; on a CPU.", group=MEMORY
+        False, "An answer has the same bits alone and in any batch; slower.", group=MEMORY
     )
     attention_backend: str = flag(
         "auto", "Attention kernels on a GPU; torch needs pages of 256 tokens.", group=MEMORY,
@@ -205,8 +205,9 @@ class EngineConfig:
         None, "GPU experts per MoE layer; default: what fits.", group=GPU, minimum=0, essential=True
     )
     kt_gpu_experts_ratio: float | None = flag(
-        None, "Share of all experts on the GPU; beats the former.", group=GPU, minimum=0.0, maximum=1.0
-    )
+        None, "Share of all experts on the GPU, 0 to 1; beats the former.",
+        group=GPU, minimum=0.0, maximum=1.0, essential=True,
+    )  # fmt: skip
     kt_expert_placement_strategy: str = flag(
         "uniform", "Which experts go to the GPU.", group=GPU,
         choices=["uniform", "frequency", "front-loading", "random"],

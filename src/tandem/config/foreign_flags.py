@@ -1,10 +1,18 @@
-"""Flags that SGLang, KTransformers or vLLM have and Tandem has not: what to do instead of each."""
+"""Flags that SGLang, KTransformers, vLLM or llama.cpp have and Tandem has not: what to do instead of each."""
 
 from __future__ import annotations
 
 _FOUND = "it is found by itself; leave the flag out"
 _WEIGHTS = f"how weights are stored is read from the checkpoint; {_FOUND}"
 _ONE_MODEL = "one engine process serves the model; leave the flag out"
+_ON_GPU = "attention and dense layers are on the GPU, and as many experts as fit; --kt-gpu-experts-ratio says how many"
+_MODEL = "give the file, directory or name as MODEL: kt serve MODEL"
+_CONTEXT = "give --context-length"
+_THREADS = "give --kt-cpuinfer"
+_STEP = "give --chunked-prefill-size"
+_CACHE_TYPE = "give --kv-cache-dtype: fp8_e4m3 is half as large"
+_PER_REQUEST = "each request has its own: a field of its body"
+_ONE_GPU = "one GPU is used; set CUDA_VISIBLE_DEVICES to choose it"
 
 FOREIGN = {
     "--quantization": f"{_WEIGHTS}. --kt-method converts experts while loading",
@@ -16,6 +24,58 @@ FOREIGN = {
     "--revision": "give it with the name: ORG/NAME@REVISION",
     "--download-dir": "models are kept where the Hugging Face hub keeps them; set HF_HUB_CACHE",
     "--max-model-len": "give --context-length",
+    "-m": _MODEL,
+    "-hf": _MODEL,
+    "--hf-repo": _MODEL,
+    "--alias": "give --served-model-name",
+    "-c": _CONTEXT,
+    "--ctx-size": _CONTEXT,
+    "-ngl": _ON_GPU,
+    "--gpu-layers": _ON_GPU,
+    "--n-gpu-layers": _ON_GPU,
+    "-ot": _ON_GPU,
+    "--override-tensor": _ON_GPU,
+    "-cmoe": _ON_GPU,
+    "--cpu-moe": _ON_GPU,
+    "-ncmoe": _ON_GPU,
+    "--n-cpu-moe": _ON_GPU,
+    "-t": _THREADS,
+    "--threads": _THREADS,
+    "--threads-batch": _THREADS,
+    "-b": _STEP,
+    "--batch-size": _STEP,
+    "-ub": _STEP,
+    "--ubatch-size": _STEP,
+    "-np": "give --max-running-requests",
+    "--parallel": "give --max-running-requests",
+    "-fa": _FOUND,
+    "--flash-attn": _FOUND,
+    "-ctk": _CACHE_TYPE,
+    "--cache-type-k": _CACHE_TYPE,
+    "-ctv": _CACHE_TYPE,
+    "--cache-type-v": _CACHE_TYPE,
+    "--no-mmap": "bf16 experts alone can be mapped: --map-experts never packs them, too",
+    "--mlock": "packed weights lie in the process's own memory; leave the flag out",
+    "--numa": "weights are divided over the nodes; leave the flag out, or give --kt-numa-nodes",
+    "--jinja": "the model's chat template is always used; leave the flag out",
+    "--chat-template-file": "give --chat-template FILE",
+    "--reasoning-format": "give --reasoning-parser",
+    "--temp": _PER_REQUEST,
+    "--temperature": _PER_REQUEST,
+    "--top-k": _PER_REQUEST,
+    "--top-p": _PER_REQUEST,
+    "--min-p": _PER_REQUEST,
+    "--repeat-penalty": _PER_REQUEST,
+    "--model-draft": "give --speculative-algorithm: guesses come from the text or from the model's draft layer",
+    "-md": "give --speculative-algorithm: guesses come from the text or from the model's draft layer",
+    "--tensor-split": _ONE_GPU,
+    "-ts": _ONE_GPU,
+    "--split-mode": _ONE_GPU,
+    "-sm": _ONE_GPU,
+    "--main-gpu": _ONE_GPU,
+    "-mg": _ONE_GPU,
+    "--slots": "/get_server_info says what runs and waits; leave the flag out",
+    "--metrics": "/metrics is always there; leave the flag out",
     "--max-num-seqs": "give --max-running-requests",
     "--max-num-batched-tokens": "give --chunked-prefill-size",
     "--gpu-memory-utilization": "give --mem-fraction-static",

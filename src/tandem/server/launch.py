@@ -200,7 +200,7 @@ def greeting(config: EngineConfig, model_name: str, port: int) -> str:
     options = "" if port == 30000 and host == "127.0.0.1" else f" --host {host} --port {port}"
     options += "" if config.api_key is None else " --api-key KEY"
     return (
-        f"\n{model_name} is ready at {url}\n\n"
+        f"\n{model_name} is ready at {url} (a browser finds a page to chat there)\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
         f"  kt chat{options}\n"
     )

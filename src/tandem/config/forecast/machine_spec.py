@@ -12,6 +12,7 @@ from tandem.config.forecast.speeds import (
     GIVEN,
     GPU_FLOPS,
     GPU_GBPS,
+    GPU_MODELS,
     PCIE_GBPS,
     GpuModel,
     Speeds,
@@ -135,7 +136,11 @@ def _gpu(word: str, number: int, pcie: str) -> Gpu:
     known = gpu_model(what)
     if known is not None:
         return _made(what, known, number, pcie, rate)
-    size = read_size(what, "--gpu") / GIB
+    try:
+        size = read_size(what, "--gpu") / GIB
+    except ConfigError:
+        names = ", ".join(GPU_MODELS)
+        raise ConfigError(f"--gpu {what!r} is not known; give its memory, as 24GB, or one of {names}") from None
     return _made(
         f"a GPU of {size:g} GiB", GpuModel(size, GPU_GBPS, GPU_FLOPS, CAPABILITY), number, pcie, rate
     )
