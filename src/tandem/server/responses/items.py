@@ -10,6 +10,7 @@ from tandem.server.chat.conversation import Message, ToolCall
 from tandem.server.chat.events import Finish, ReasoningDelta, TextDelta
 from tandem.server.chat.settled import AnsweredCall, CutCall, SettledEvent
 from tandem.server.openai_sampling import new_id
+from tandem.server.responses.tools import Offer, Offered, text_input
 
 Event = dict[str, Any]
 
@@ -41,8 +42,11 @@ class _Open:
 
 
 class Items:
-    def __init__(self) -> None:
+    def __init__(self, offer: Offer) -> None:
+        """offer: the tools that may be called."""
         self.done: list[dict[str, Any]] = []
+        self._offer = offer
+        self._calls: list[ToolCall] = []
         self._open: _Open | None = None
 
     def add(self, event: SettledEvent) -> Iterator[Event]:
@@ -51,6 +55,8 @@ class Items:
                 yield from self._grow(text, reasoning=False)
             case ReasoningDelta(text):
                 yield from self._grow(text, reasoning=True)
+            case CutCall(name=name, raw=raw) if self._offer[name].custom:  # any text looks like its input
+                yield from self._grow(raw, reasoning=False)
             case AnsweredCall() | CutCall():
                 yield from self._close("completed")
                 yield from self._call(event)
@@ -63,13 +69,8 @@ class Items:
         for item in self.done:
             if item["type"] in texts:
                 texts[item["type"]].append(item["content"][0]["text"])
-        calls = [
-            ToolCall(item["call_id"], item["name"], item["arguments"])
-            for item in self.done
-            if item["type"] == "function_call" and item["status"] == "completed"
-        ]
         reasoning = "".join(texts["reasoning"]) or None
-        return Message("assistant", "".join(texts["message"]), reasoning=reasoning, tool_calls=tuple(calls))
+        return Message("assistant", "".join(texts["message"]), reasoning=reasoning, tool_calls=tuple(self._calls))
 
     def _grow(self, text: str, reasoning: bool) -> Iterator[Event]:
         if self._open is None or self._open.reasoning != reasoning:
@@ -95,18 +96,17 @@ class Items:
         self._open = None
 
     def _call(self, call: AnsweredCall | CutCall) -> Iterator[Event]:
-        whole = isinstance(call, AnsweredCall)
-        item = {
-            "type": "function_call", "id": new_id("fc"), "call_id": call.id, "name": call.name,
-            "arguments": "", "status": "in_progress",
-        }  # fmt: skip
-        place = {"item_id": item["id"], "output_index": len(self.done)}
-        name = "response.function_call_arguments"
-        yield self._item("added", item)
-        yield {"type": f"{name}.delta", **place, "delta": call.arguments}
+        """In one piece. A client runs only what is completed."""
+        whole, offered = isinstance(call, AnsweredCall), self._offer[call.name]
+        begun, key, name = _begun(call.id, offered)
+        said = text_input(call.arguments) if offered.custom else call.arguments
+        place = {"item_id": begun["id"], "output_index": len(self.done)}
+        yield self._item("added", begun | {"status": "in_progress"})
+        yield {"type": f"{name}.delta", **place, "delta": said}
         if whole:
-            yield {"type": f"{name}.done", **place, "name": call.name, "arguments": call.arguments}
-        item = item | {"arguments": call.arguments, "status": "completed" if whole else "incomplete"}
+            self._calls.append(ToolCall(call.id, call.name, call.arguments))
+            yield {"type": f"{name}.done", **place, "name": offered.name, key: said}
+        item = begun | {key: said, "status": "completed" if whole else "incomplete"}
         yield self._item("done", item)
         self.done.append(item)
 
@@ -116,3 +116,12 @@ class Items:
     def _of_part(self, one: _Open, kind: str, **said: Any) -> Event:
         place = {"item_id": one.id, "output_index": len(self.done), "content_index": 0}
         return {"type": kind, **place, **said}
+
+
+def _begun(call_id: str, offered: Offered) -> tuple[dict[str, Any], str, str]:
+    """A call's item before its input has come, the input's name in it, and that of its events."""
+    kind, key = ("custom_tool_call", "input") if offered.custom else ("function_call", "arguments")
+    item = {"type": kind, "id": new_id("ctc" if offered.custom else "fc"), "call_id": call_id, "name": offered.name}
+    if offered.namespace:
+        item["namespace"] = offered.namespace
+    return item | {key: ""}, key, f"response.{kind}_{key}"

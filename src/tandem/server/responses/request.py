@@ -8,22 +8,26 @@ from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation, Message, Role, Tool, ToolCall, ToolChoice
 from tandem.server.errors import ApiError
 from tandem.server.responses.schema import Item, NamedTool, Part, ResponsesRequest
+from tandem.server.responses.tools import joined_name
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-_ASSISTANT = ("reasoning", "function_call")  # items that are an assistant's, as are its messages
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_ASSISTANT = ("reasoning", *_CALLS)  # items that are an assistant's, as are its messages
 _ROLES: dict[str, Role] = {
     "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
 }  # fmt: skip
 
 
-def conversation_of(body: ResponsesRequest, earlier: Sequence[Message]) -> Conversation:
+def conversation_of(
+    body: ResponsesRequest, earlier: Sequence[Message], tools: Sequence[Tool]
+) -> Conversation:
     """earlier: what was said up to the end of the previous response. Raises RequestError, ApiError 400."""
     system = [Message("system", body.instructions)] if body.instructions else []
     messages = (*system, *earlier, *input_messages(body))
-    tools = _tools(body)
     return Conversation(
         messages=messages,
-        tools=tools,
+        tools=tuple(tools),
         tool_choice=_tool_choice(body, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
@@ -62,16 +66,13 @@ class _Turn:
 
     def is_over(self, item: Item) -> bool:
         """Behind calls only calls belong to the same turn."""
-        return bool(self._calls) and item.type != "function_call"
+        return bool(self._calls) and item.type not in _CALLS
 
     def add(self, item: Item, where: str) -> None:
         if item.type == "reasoning":
             self._thoughts.append(_text(item.content, f"{where}.content") or _text(item.summary, where))
-        elif item.type == "function_call":
-            if item.call_id is None or item.name is None:
-                missing = "call_id" if item.call_id is None else "name"
-                raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
-            self._calls.append(ToolCall(item.call_id, item.name, item.arguments or ""))
+        elif item.type in _CALLS:
+            self._calls.append(_call(item, where))
         else:
             self._texts.append(_text(item.content, f"{where}.content"))
 
@@ -83,8 +84,17 @@ class _Turn:
         self._thoughts, self._texts, self._calls = [], [], []
 
 
+def _call(item: Item, where: str) -> ToolCall:
+    if item.call_id is None or item.name is None:
+        missing = "call_id" if item.call_id is None else "name"
+        raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
+    custom = item.type == "custom_tool_call"
+    arguments: str | dict[str, str] = {"input": item.input or ""} if custom else item.arguments or ""
+    return ToolCall(item.call_id, joined_name(item.namespace, item.name), arguments)
+
+
 def _message(item: Item, where: str) -> Message:
-    if item.type == "function_call_output":
+    if item.type in _OUTPUTS:
         if item.call_id is None:
             text = f"{where}.call_id is missing; say whose output this is"
             raise RequestError(text, f"{where}.call_id")
@@ -108,21 +118,6 @@ def _text(parts: str | Sequence[Part] | None, where: str) -> str:
     return "".join(part.text or part.refusal or "" for part in parts)
 
 
-def _tools(body: ResponsesRequest) -> tuple[Tool, ...]:
-    tools: list[Tool] = []
-    for i, tool in enumerate(body.tools or ()):
-        where = f"tools[{i}]"
-        if tool.type != "function":
-            text = f"{where}.type: only functions are served, not {tool.type[:40]!r}"
-            raise ApiError(400, text, param=f"{where}.type", code="not_available")
-        if tool.name is None:
-            raise RequestError(f"{where}.name is missing", f"{where}.name")
-        if tool.name in {other.name for other in tools}:
-            raise RequestError(f"{where}: there are two functions {tool.name!r}", f"{where}.name")
-        tools.append(Tool(tool.name, tool.description, tool.parameters, bool(tool.strict)))
-    return tuple(tools)
-
-
 def _tool_choice(body: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
     choice = body.tool_choice
     if choice is None or choice in ("auto", "none"):
@@ -131,7 +126,8 @@ def _tool_choice(body: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
         raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
     if not isinstance(choice, NamedTool):
         return ToolChoice("required")
-    if choice.name not in {tool.name for tool in tools}:
-        text = f"tool_choice names {choice.name[:100]!r}, which is not among tools"
+    name = joined_name(choice.namespace, choice.name)
+    if name not in {tool.name for tool in tools}:
+        text = f"tool_choice names {name[:100]!r}, which is not among tools"
         raise RequestError(text, "tool_choice")
-    return ToolChoice("named", choice.name)
+    return ToolChoice("named", name)

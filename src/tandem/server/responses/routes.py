@@ -6,21 +6,24 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
+from tandem.engine.limits import TOO_LONG
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.errors import RequestError
 from tandem.server.body import answers, body_schema, json_response, read_fields
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.conversation import Message
 from tandem.server.chat.wishes import Wishes, prepare_wishes
-from tandem.server.errors import named
+from tandem.server.errors import as_api_error, named
 from tandem.server.fields import name_ignored, read_fields_as
-from tandem.server.generation import Generation
+from tandem.server.generation import EVENTS, Generation
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
 from tandem.server.responses.items import Items
 from tandem.server.responses.request import conversation_of, input_messages
 from tandem.server.responses.schema import Deleted, Reasoning, Response, ResponsesRequest, TextBody
 from tandem.server.responses.store import ResponseStore, Stored
-from tandem.server.responses.writer import ResponseWriter, begun
+from tandem.server.responses.tools import left_out, offer_of
+from tandem.server.responses.writer import ResponseWriter, begun, refused
 from tandem.server.state import ServerState
 
 _NAMES = {
@@ -65,17 +68,24 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
             messages = (*earlier, *input_messages(body), items.said())
             store.put(response_id, Stored(messages, msgspec.json.encode(response)))
 
+    offer, sampling = offer_of(body), _sampling(state, body)
+    start = begun(body, response_id, state.model_name, sampling)
     formatted = body.text is not None and body.text.format is not None and body.text.format.type != "text"
-    with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
-        conversation = conversation_of(body, earlier)
-        prepared = await prepare_wishes(state.chat, conversation, _sampling(state, body), _WISHES, ignored)
-        request = GenerateRequest(
-            id=response_id, prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
-        )
-        start = begun(body, response_id, state.model_name, request.sampling)
-        writer = ResponseWriter(start, prepared.new_parser(), keep)
-        answer = await Generation(state, http, [request]).answer(writer, body.stream)
-    return name_ignored(answer, [*ignored, *_unserved(body.reasoning)])
+    try:
+        with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
+            conversation = conversation_of(body, earlier, [each.tool for each in offer.values()])
+            prepared = await prepare_wishes(state.chat, conversation, sampling, _WISHES, ignored)
+            request = GenerateRequest(
+                id=response_id, prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
+            )
+            writer = ResponseWriter(start, prepared.new_parser(), offer, keep)
+            answer: HttpResponse = await Generation(state, http, [request]).answer(writer, body.stream)
+    except RequestError as error:
+        if not body.stream or error.code != TOO_LONG:
+            raise
+        # Agents shorten a conversation whose stream fails with this code. They give up when it is not begun.
+        answer = HttpResponse(refused(start, as_api_error(error)), media_type=EVENTS)
+    return name_ignored(answer, [*ignored, *_unserved(body.reasoning), *left_out(body)])
 
 
 def _unserved(reasoning: Reasoning | None) -> list[str]:

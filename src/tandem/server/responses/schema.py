@@ -32,24 +32,39 @@ class Item(msgspec.Struct, frozen=True):
     status: str | None = None
     call_id: str | None = None
     name: ToolName | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
     encrypted_content: str | None = None
     phase: str | None = None
 
 
+class CustomFormat(msgspec.Struct, frozen=True):
+    """What a custom tool's input looks like: any text, or what a grammar says."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
 class ToolBody(msgspec.Struct, frozen=True):
+    """`tools`: of a namespace. `format`: of a custom tool. Which types are served, `tools.py` knows."""
+
     type: str
     name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: CustomFormat | None = None
+    tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.protocol import SamplingParams, TokenOutput
-from tandem.server.chat.answer_parser import AnswerParser
+from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
 from tandem.server.chat.one_answer import OneAnswer
 from tandem.server.errors import ApiError, naming
 from tandem.server.generation import frame
@@ -28,19 +28,20 @@ from tandem.server.responses.schema import (
     TextFormat,
     Usage,
 )
+from tandem.server.responses.tools import Offer
 
 _CUT = {"length": "max_output_tokens", "abort": "aborted"}  # how an answer ended, and what OpenAI calls that
 
 
 class ResponseWriter:
     def __init__(
-        self, response: Response, parser: AnswerParser, finished: Callable[[Response, Items], None]
+        self, response: Response, parser: AnswerParser, offer: Offer, finished: Callable[[Response, Items], None]
     ) -> None:
         """response: as it is before anything was said. finished: told of the whole."""
         self._response = response
         self._answer = OneAnswer(parser)
         self._finished = finished
-        self._items = Items()
+        self._items = Items(offer)
         self._number = 0
 
     # --- whole
@@ -100,6 +101,12 @@ class ResponseWriter:
             ReasoningTokens(answer.reasoning_tokens),
             answer.prompt_tokens + answer.completion_tokens,
         )
+
+
+def refused(response: Response, error: ApiError) -> bytes:
+    """The stream of a response that cannot be begun."""
+    nothing = AnswerRules(None, None, {}).new_parser()
+    return ResponseWriter(response, nothing, {}, lambda *_: None).failed(error)
 
 
 def begun(body: ResponsesRequest, response_id: str, model: str, sampling: SamplingParams) -> Response:
