@@ -192,6 +192,19 @@ def test_history(monkeypatch):
     run(scenario, **HERMES)
 
 
+def test_what_is_for_billing_is_no_part_of_the_prompt(monkeypatch):
+    seen = seen_by_the_model(monkeypatch)
+
+    async def scenario(server: LocalServer):
+        billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1.2.3; cch=0a1b2;"}
+        for system in ([billing, {"type": "text", "text": "Be brief."}], [billing]):
+            await server.post(PATH, **asked("x", system=system))
+            said = [message["content"] for message in seen if message["role"] == "system"]
+            assert said == ["Be brief."][: len(system) - 1]
+
+    run(scenario)
+
+
 def test_an_answer_that_the_client_began(monkeypatch):
     seen_by_the_model(monkeypatch)
 
@@ -284,7 +297,7 @@ def test_errors_are_those_of_the_client():
         with pytest.raises(anthropic.AuthenticationError):
             await client_of(server, "wrong").messages.create(**asked("x"))
         assert (await client_of(server, "s3cret").messages.create(**asked("x"))).content[0].text == "x"
-        with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: at least 5000 tokens > 4095 maximum"):
             await client_of(server, "s3cret").messages.create(**asked("x" * 5000))
         unauthorized = await server.post(PATH, **asked("x"))
         error_of(unauthorized, 401, "authentication_error")

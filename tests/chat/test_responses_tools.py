@@ -78,7 +78,8 @@ def test_history_has_the_models_names(monkeypatch):
         first = await client.responses.create(model="any", input=BOTH, tools=TOOLS)
         monkeypatch.setattr(EchoTokenizer, "apply_chat_template", noted)
         results = [
-            {"type": f"{item.type}_output", "call_id": item.call_id, "output": "Done."} for item in first.output
+            {"type": f"{item.type}_output", "call_id": item.call_id, "output": "Done."}
+            for item in first.output
         ]
         await client.responses.create(model="any", input=results, previous_response_id=first.id)
         stored = list(seen)
@@ -88,7 +89,9 @@ def test_history_has_the_models_names(monkeypatch):
             {"name": "patch", "arguments": {"input": TEXT}},
         ]
         items = [item.model_dump(exclude_none=True) for item in first.output]
-        await client.responses.create(model="any", input=[{"role": "user", "content": BOTH}, *items, *results])
+        await client.responses.create(
+            model="any", input=[{"role": "user", "content": BOTH}, *items, *results]
+        )
         assert seen == stored
 
     run(scenario, **HERMES)
@@ -152,7 +155,9 @@ def test_a_stream_of_a_prompt_that_is_too_long_fails_as_openais():
 
     async def scenario(server: LocalServer):
         response = await server.post(PATH, input="x" * 5000, stream=True)
-        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        assert response.status_code == 200 and response.headers["content-type"].startswith(
+            "text/event-stream"
+        )
         lines = response.text.strip().split("\n")
         assert [line for line in lines if line.startswith("event")] == [
             "event: response.created", "event: response.in_progress", "event: response.failed",

@@ -83,7 +83,8 @@ def _most(limit: TokenLimit) -> str:
 
 def too_long(prompt_tokens: str, limit: TokenLimit, param: str = "prompt") -> RequestError:
     """prompt_tokens: the number, or "at least" so many."""
-    said = f"{_most(limit)}; the prompt has {prompt_tokens}, and an answer needs one more"
+    found = f"prompt is too long: {prompt_tokens} tokens > {limit.tokens - 1} maximum"  # Anthropic's words
+    said = f"{found}; {_most(limit)}, and an answer needs one"
     return RequestError(said, param, TOO_LONG)
 
 

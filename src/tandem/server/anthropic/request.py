@@ -11,6 +11,7 @@ from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCal
 from tandem.server.errors import ApiError
 
 _BETWEEN = "\n\n"  # blocks and turns that become one text
+_BILLING = "x-anthropic-billing-header:"  # what a system block of Claude Code's begins with that no model is to read
 
 Placed = tuple[str, Block]  # where it stands in the body
 
@@ -52,7 +53,10 @@ def _system(body: CountRequest) -> list[Message]:
         return []
     if isinstance(body.system, str):
         return [Message("system", body.system)]
-    return [Message("system", _text([(f"system[{i}]", block) for i, block in enumerate(body.system)]))]
+    blocks = [(f"system[{i}]", block) for i, block in enumerate(body.system)]
+    # It differs from one conversation to the next, at the very beginning: no prompt would be found in the prefix cache.
+    said = [placed for placed in blocks if not (placed[1].text or "").startswith(_BILLING)]
+    return [Message("system", _text(said))] if said else []
 
 
 def _tool(tool: ToolBody, where: str) -> Tool:

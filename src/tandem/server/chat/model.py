@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -24,7 +25,10 @@ from tandem.server.chat.formats.tool_format import (
 from tandem.server.chat.history import earlier_calls
 from tandem.server.chat.rendering import Prompt, PromptRenderer, Speaking, TemplateTokenizer
 from tandem.server.chat.template_fit import Render, TemplateFit, fit_template
+from tandem.server.chat.turns import Turns, fit_turns
 from tandem.server.prompts.reader import PromptReader
+
+F = TypeVar("F")
 
 log = logging.getLogger("tandem.server")
 
@@ -122,22 +126,25 @@ def speaking_of(
     source = tokenizer.chat_template.source if tokenizer.chat_template else ""
     reasoning = reasoning_format(reasoning_parser) if reasoning_parser else detect_reasoning_format(source)
     found = tool_format(tool_parser) if tool_parser else detect_tool_format(source)
-    if tokenizer.chat_template is None or (tool_parser or "").lower() == NONE:
+    if tokenizer.chat_template is None:
         return Speaking(found, reasoning)
+    turns = _tried(fit_turns, Turns(), render)
+    if (tool_parser or "").lower() == NONE:
+        return Speaking(found, reasoning, turns=turns)
     tools = found or _fallback()
-    fit = _fit(render, tools)
+    fit = _tried(fit_template, TemplateFit(), render, tools)
     unknown = found is None or not (fit.tools or fit.reads_back)
-    speaking = Speaking(tools, reasoning, fit, describe=unknown or not fit.tools, calls_as_text=unknown)
+    speaking = Speaking(tools, reasoning, fit, turns, describe=unknown or not fit.tools, calls_as_text=unknown)
     log.info("%s", _told(speaking, named=tool_parser is not None))
     return speaking
 
 
-def _fit(render: Render, tools: ToolFormat) -> TemplateFit:
+def _tried(trial: Callable[..., F], otherwise: F, *given: object) -> F:
     try:
-        return fit_template(render, tools)
+        return trial(*given)
     except TandemError as error:  # takes too long, or too much memory
-        log.warning("the chat template cannot be tried with tools: %s", error)
-        return TemplateFit()
+        log.warning("the chat template cannot be tried: %s", error)
+        return otherwise
 
 
 def _fallback() -> ToolFormat:

@@ -15,6 +15,7 @@ from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.history import template_messages
 from tandem.server.chat.template_fit import TemplateFit, TemplateMessages
 from tandem.server.chat.tools_in_text import as_text, described, tool_for_template, with_system_text
+from tandem.server.chat.turns import Turns, as_taken
 
 _RESERVED = frozenset(("messages", "self", "tools"))
 _SWITCHES = ("enable_thinking", "thinking", "thinking_mode")  # names under which templates have it
@@ -57,6 +58,7 @@ class Speaking:
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     fit: TemplateFit = field(default_factory=TemplateFit)
+    turns: Turns = field(default_factory=Turns)
     describe: bool = False
     calls_as_text: bool = False
 
@@ -100,9 +102,10 @@ class PromptRenderer:
         speaking, messages = self._speaking, conversation.messages
         if speaking.tool_format and speaking.calls_as_text:
             messages = as_text(messages, speaking.tool_format)
+        messages = as_taken(messages, speaking.turns)
         if speaking.tool_format and speaking.describe and (tools := _offered(conversation)):
             text = described(tools, speaking.tool_format)
-            messages = with_system_text(messages, text, speaking.fit.system)
+            messages = with_system_text(messages, text, speaking.turns.system)
         ids = speaking.tool_format.ids if speaking.tool_format else "call"
         return template_messages(messages, speaking.fit, ids)
 

@@ -23,7 +23,7 @@ from tandem.server.chat.tools_in_text import tool_for_template
 Render = Callable[..., str]  # (messages, add_generation_prompt=…, **variables), raises RequestError
 TemplateMessages = list[dict[str, Any]]
 
-_USER, _SYSTEM, _THOUGHT = "Weather and time, please?", "Be brief.", "I need a tool for this."
+_USER, _THOUGHT = "Weather and time, please?", "I need a tool for this."
 _RESULTS = ("It rains.", "It is noon.")
 _ARGUMENTS: dict[str, Any] = {"city": 'Zürich "Nord"', "days": 3, "fine": True, "units": ["C", "F"]}
 _TOOL = Tool(
@@ -49,7 +49,7 @@ class TemplateFit:
     """`tools`: the template tells the model about tools. `reads_back`: a call in history was rendered and read.
 
     `arguments`: as an object or as JSON text. `empty`: content of an assistant that only calls. `several`: whether one
-    message may have several calls. `system`: whether system messages are taken. `written`: the exact form of a call.
+    message may have several calls. `written`: the exact form of a call.
     """
 
     tools: bool = False
@@ -57,7 +57,6 @@ class TemplateFit:
     arguments: Literal["object", "text"] = "object"
     empty: str | None = ""
     several: bool = True
-    system: bool = True
     reasoning: ReasoningKey = "reasoning_content"
     written: Written | None = None
 
@@ -77,8 +76,7 @@ class _Trial:
         tools = self._renders_tools()
         if not tools:
             self._variables = {}
-        system = self._rendered([{"role": "system", "content": _SYSTEM}, _user()]) is not None
-        fit = TemplateFit(tools=tools, system=system)
+        fit = TemplateFit(tools=tools)
         for arguments, empty in itertools.product(("object", "text"), ("", None)):
             tried = replace(fit, arguments=arguments, empty=empty)  # type: ignore[arg-type]
             if (answer := self._answer(tried, 1)) is not None:

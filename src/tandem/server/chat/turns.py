@@ -1,0 +1,125 @@
+"""`as_taken`: a conversation's turns in an order that the checkpoint's chat template takes, without losing a text.
+
+Agents send several system messages, system messages in the midst, and two turns of one role. Many templates refuse
+that, and some show only the first or the last system message. So each template is tried when the model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.errors import RequestError
+from tandem.server.chat.conversation import Message
+from tandem.server.chat.template_fit import Render, TemplateMessages
+
+_BETWEEN = "\n\n"  # messages that become one
+_CALL = {"id": "callnum00", "type": "function", "function": {"name": "probe", "arguments": dict[str, Any]()}}
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What a template takes. `system`: a system message at the beginning; `more_system`: several, and later ones.
+    `repeated`: two turns of one role in a row; `user_after_results`: a user behind a tool's result."""
+
+    system: bool = True
+    more_system: bool = True
+    repeated: bool = True
+    user_after_results: bool = True
+
+
+def fit_turns(render: Render) -> Turns:
+    """A template that refuses everything is left alone. Raises what `render` raises besides RequestError."""
+    user, again, said = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
+    first, second = _turn("system", "Delta"), _turn("system", "Epsilon")
+    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+    result = _turn("tool", "Zeta") | {"tool_call_id": _CALL["id"], "name": "probe"}
+    if not _shows(render, user):
+        return Turns()
+    system = _shows(render, first, user)
+    return Turns(
+        system=system,
+        more_system=system
+        and _shows(render, first, second, user)
+        and _shows(render, first, user, second)
+        and _shows(render, user, said, second, again),
+        repeated=_shows(render, user, again) and _shows(render, user, said, said, again),
+        user_after_results=not _shows(render, user, called, result)
+        or _shows(render, user, called, result, again),
+    )
+
+
+def _turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _shows(render: Render, *messages: dict[str, Any]) -> bool:
+    """Whether the prompt has all their texts."""
+    given: TemplateMessages = list(messages)
+    try:
+        text = render(given)
+    except RequestError:
+        return False
+    return all(message["content"] in text for message in messages)
+
+
+def as_taken(messages: Iterable[Message], turns: Turns) -> tuple[Message, ...]:
+    if not turns.more_system:
+        messages = _one_system(list(messages), turns.system)
+    if not turns.repeated:
+        messages = _joined(messages)
+    return tuple(messages if turns.user_after_results else _behind_results(messages))
+
+
+def _one_system(messages: Sequence[Message], system: bool) -> Iterator[Message]:
+    """Those at the beginning as one message, if any is taken. Others are said by the user, where they stand: what was
+    said before keeps its place in the prefix cache."""
+    leading = 0
+    while system and leading < len(messages) and messages[leading].role == "system":
+        leading += 1
+    if leading:
+        yield Message("system", _BETWEEN.join(m.content for m in messages[:leading] if m.content))
+    for message in messages[leading:]:
+        yield Message("user", message.content) if message.role == "system" else message
+
+
+def _joined(messages: Iterable[Message]) -> Iterator[Message]:
+    """Neighbours of one role as one message. Behind an assistant's calls their results come."""
+    last: Message | None = None
+    for message in messages:
+        if last is not None and last.role == message.role and last.role != "tool" and not last.tool_calls:
+            last = _both(last, message)
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is not None:
+        yield last
+
+
+def _both(first: Message, second: Message) -> Message:
+    return replace(
+        second,
+        content=_text(first.content, second.content),
+        name=first.name if first.name == second.name else None,
+        reasoning=_text(first.reasoning, second.reasoning) or None,
+    )
+
+
+def _behind_results(messages: Iterable[Message]) -> Iterator[Message]:
+    """What the user adds to a tool's result stands in the result."""
+    last: Message | None = None
+    for message in messages:
+        if last is not None and last.role == "tool" and message.role == "user":
+            last = replace(last, content=_text(last.content, message.content))
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is not None:
+        yield last
+
+
+def _text(*texts: str | None) -> str:
+    return _BETWEEN.join(filter(None, texts))
