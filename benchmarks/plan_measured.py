@@ -67,6 +67,7 @@ def rows(name: str, method: str, share: float, machine: Machine) -> Iterator[Row
 def _rounded(speeds: Speeds) -> dict[str, float]:
     return {
         "dram": round(speeds.dram_gbps, 1), "cpu": round(speeds.cpu_flops / 1e12, 2),
+        "cpu_attention": round(speeds.cpu_attention_flops / 1e12, 3),
         "gpu_memory": round(speeds.gpu_gbps), "gpu": round(speeds.gpu_flops / 1e12),
         "bus": round(speeds.pcie_gbps, 1), "kernel": round(speeds.kernel_seconds * 1e6, 2),
         "launch": round(speeds.launch_seconds * 1e6, 2),

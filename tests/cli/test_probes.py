@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from plans import GIB, machine
-from tandem._core import WorkerPool
+from tandem._core import WorkerPool, supported_tiers
 from tandem.bench import probes
-from tandem.bench.ceilings import DramReader
+from tandem.bench.attention_flops import attention_flops
+from tandem.bench.ceilings import DramReader, measure_flops
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.machine import Core
 
@@ -34,10 +35,12 @@ def test_every_thread_reads_more_than_caches_hold(
     monkeypatch.setattr(probes, "DramReader", Reader)
     monkeypatch.setattr(probes, "machine_pool", lambda _machine, _threads: None)
     monkeypatch.setattr(probes, "typical_flops", lambda *_args: 1e12)
+    monkeypatch.setattr(probes, "attention_flops", lambda *_args: 3e11)
     cores = tuple(Core(cpu, 0, 0) for cpu in range(threads))
     host = replace(machine(), cores=cores, available_memory=free, cpu_quota=None)
     found = probes.cpu_speeds(host, "avx2")
     assert seen == [expected] and (found.dram_gbps, found.cpu_flops) == (50.0, 1e12)
+    assert found.cpu_attention_flops == 3e11
     assert set(found.sources.values()) == {"measured"}
 
 
@@ -66,6 +69,14 @@ def test_only_what_is_there_is_read_beside_a_model() -> None:
     alone = probes.read_beside(pool, "scalar", None, None)
     reader = DramReader(pool, "scalar", 1 << 20)
     both = probes.read_beside(pool, "scalar", reader, lambda: 55.0)
-    expected = {"cpu_flops"} | ({"kernel_seconds", "launch_seconds"} if torch.cuda.is_available() else set())
+    expected = {"cpu_flops", "cpu_attention_flops"}
+    expected |= {"kernel_seconds", "launch_seconds"} if torch.cuda.is_available() else set()
     assert set(alone) == expected and set(both) == expected | {"dram_gbps", "pcie_gbps"}
     assert both["pcie_gbps"] == 55.0 and all(value > 0 for value in both.values())
+
+
+@pytest.mark.parametrize("tier", supported_tiers())
+def test_attention_reads_below_the_products_of_its_tier(tier: str) -> None:
+    """It is computed in float32, whatever products are computed in."""
+    pool = WorkerPool([-1])
+    assert 0 < attention_flops(pool, tier, 0.01) < measure_flops(pool, tier, "bf16", 0.01)

@@ -12,7 +12,7 @@ from tandem.config.forecast.speeds import GPU_MODELS, MEASURED, Speeds, gpu_mode
 from tandem.config.gpus import Gpu
 from tandem.errors import ConfigError
 
-HERE = Speeds().having(MEASURED, dram_gbps=44.0, cpu_flops=3e12)
+HERE = Speeds().having(MEASURED, dram_gbps=44.0, cpu_flops=3e12, cpu_attention_flops=9e11)
 
 
 def test_what_is_not_said_is_as_here() -> None:
@@ -21,7 +21,8 @@ def test_what_is_not_said_is_as_here() -> None:
     found = wished_machine(MachineWish(ram="256GB"), here)
     assert (found.total_memory, found.cores, found.tiers) == (256 * GIB, here.cores, here.tiers)
     assert 0.9 * 256 * GIB < found.available_memory < 256 * GIB
-    assert wished_speeds(MachineWish(ram="256GB"), found, HERE).dram_gbps == 44.0
+    speeds = wished_speeds(MachineWish(ram="256GB"), found, HERE)
+    assert (speeds.dram_gbps, speeds.cpu_attention_flops) == (44.0, 9e11)
 
 
 def test_another_machine() -> None:
@@ -33,6 +34,7 @@ def test_another_machine() -> None:
     assert (speeds.dram_gbps, speeds.gpu_gbps, speeds.pcie_gbps) == (300.0, GPU_MODELS["4090"].gbps, 25.0)
     assert speeds.sources["dram_gbps"] == "given" and speeds.sources["cpu_flops"] == "assumed"
     assert speeds.cpu_flops > 10 * HERE.cpu_flops
+    assert speeds.cpu_attention_flops == 0.0  # its tier's share, not this machine's
     second = replace(found, gpus=found.gpus[1:])
     assert wished_speeds(wish, second, HERE).gpu_gbps == 1000.0
 

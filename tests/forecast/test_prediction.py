@@ -14,7 +14,7 @@ from tandem.bench.architectures import CONFIGS, named_config, named_subject
 from tandem.bench.stored import STORED_METHODS, experts_of, stored_as
 from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats, resolve
 from tandem.config.forecast.bound import bytes_per_step
-from tandem.config.forecast.prediction import WIDTH, Case, Prediction, Range, predict
+from tandem.config.forecast.prediction import CPU_ATTENTION_SHARE, WIDTH, Case, Prediction, Range, predict
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.gpus import Gpu
 from tandem.config.machine import TIERS, Core
@@ -112,6 +112,19 @@ def test_faster_memory_and_smaller_experts_decode_faster() -> None:
     assert small.decode[1].middle > slow.decode[1].middle
     assert slow.decode[8].middle > slow.decode[1].middle  # together; each slower
     assert slow.decode[8].middle / 8 < slow.decode[1].middle
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_attention_has_the_speed_that_was_read_or_its_tiers_share(tier: str) -> None:
+    """The peak of AMX is that of its tiles, which attention does not use."""
+
+    def seconds(measured: float) -> float:
+        speeds = Speeds(50.0, 1e12, cpu_attention_flops=measured)
+        plan = resolve(EngineConfig(model="demo", kernel_tier=tier), MODEL, replace(machine(), tiers=TIERS))
+        return predict(Case(MODEL, StoredFormats(), plan, speeds)).prompt.parts["attention"]
+
+    assert seconds(0.0) == pytest.approx(seconds(CPU_ATTENTION_SHARE[tier] * 1e12))
+    assert seconds(1e11) == pytest.approx(seconds(2e11) * 2)
 
 
 def test_only_prompts_that_are_not_replayed_wait_for_a_slow_host() -> None:

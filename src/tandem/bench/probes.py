@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tandem import _core
+from tandem.bench.attention_flops import attention_flops
 from tandem.bench.ceilings import DramReader, typical_flops
 from tandem.config import Machine
 from tandem.config.forecast.speeds import MEASURED, Speeds
@@ -64,7 +65,7 @@ def read_beside(
 ) -> dict[str, float]:
     """While a model is loaded: what takes no memory to speak of. reader: of what the CPU reads; bus: GB/s of copies to
     the GPU; None where there is nothing to read or to copy."""
-    found = {"cpu_flops": typical_flops(pool, tier, QUICK_SECONDS)}
+    found = _compute_flops(pool, tier)
     if reader is not None:
         found["dram_gbps"] = reader.mean_gbps(QUICK_SECONDS)
     if bus is not None:
@@ -79,8 +80,13 @@ def cpu_speeds(machine: Machine, tier: str) -> Speeds:
     """All threads that this process may use. tier: of `this_machine().tiers`."""
     pool = machine_pool(machine, machine.max_threads)
     dram = buffer_reader(machine, pool, tier).mean_gbps(QUICK_SECONDS)
-    flops = typical_flops(pool, tier, QUICK_SECONDS)
-    return Speeds().having(MEASURED, dram_gbps=round(dram, 1), cpu_flops=flops)
+    return Speeds().having(MEASURED, dram_gbps=round(dram, 1), **_compute_flops(pool, tier))
+
+
+def _compute_flops(pool: _core.WorkerPool, tier: str) -> dict[str, float]:
+    """Operations per second, by their names in `Speeds`."""
+    products = typical_flops(pool, tier, QUICK_SECONDS)
+    return {"cpu_flops": products, "cpu_attention_flops": attention_flops(pool, tier, QUICK_SECONDS / 3)}
 
 
 def buffer_reader(machine: Machine, pool: _core.WorkerPool, tier: str) -> DramReader:

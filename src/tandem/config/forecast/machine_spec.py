@@ -83,8 +83,8 @@ def wished_speeds(wish: MachineWish, machine: Machine, here: Speeds | None) -> S
         ASSUMED, dram_gbps=DRAM_GBPS, cpu_flops=CORE_FLOPS[tier] * machine.max_threads, pcie_gbps=PCIE_GBPS
     )
     if here is not None and not wish.other_cpu:
-        found = found.having(here.sources.get("dram_gbps", ASSUMED), dram_gbps=here.dram_gbps)
-        found = found.having(here.sources.get("cpu_flops", ASSUMED), cpu_flops=here.cpu_flops)
+        for name in ("dram_gbps", "cpu_flops", "cpu_attention_flops"):
+            found = _as_read(found, here, name)
     if wish.bandwidth is not None:
         found = found.having(GIVEN, dram_gbps=read_rate(wish.bandwidth, "--bandwidth"))
     if machine.gpus:
@@ -97,7 +97,7 @@ def wished_speeds(wish: MachineWish, machine: Machine, here: Speeds | None) -> S
 def _gpu_speeds(wish: MachineWish, gpu: Gpu, found: Speeds, here: Speeds | None) -> Speeds:
     if not wish.other_gpu and here is not None and here.gpu_gbps:
         for name in ("gpu_gbps", "gpu_flops", "pcie_gbps", "kernel_seconds", "launch_seconds"):
-            found = found.having(here.sources.get(name, ASSUMED), **{name: getattr(here, name)})
+            found = _as_read(found, here, name)
         return found
     known = gpu_model(gpu.name)
     if known is None:
@@ -106,6 +106,10 @@ def _gpu_speeds(wish: MachineWish, gpu: Gpu, found: Speeds, here: Speeds | None)
         found = found.having("the maker's", gpu_gbps=known.gbps, gpu_flops=known.flops)
     _, _, rate = gpu.name.partition("@")
     return found.having(GIVEN, gpu_gbps=read_rate(rate, "--gpu")) if rate else found
+
+
+def _as_read(found: Speeds, here: Speeds, name: str) -> Speeds:
+    return found.having(here.sources.get(name, ASSUMED), **{name: getattr(here, name)})
 
 
 def _with_cpu(wish: MachineWish, here: Machine) -> Machine:

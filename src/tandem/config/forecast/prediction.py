@@ -30,7 +30,9 @@ DRAM_SHARE = 0.92  # of the reading speed that the CPU's experts reach
 FLOAT_CODES_DRAM_SHARE = 0.79  # likewise, of codes that are small floats: FP8, MXFP4, NVFP4
 CPU_SHARE = {"amx": 0.42}  # of the tier's peak, with many rows; others:
 OTHER_CPU_SHARE = 0.55
-CPU_ATTENTION_SHARE = 0.28  # of the same peak: attention is computed in float32
+# Of the same peak, where attention's own speed was not measured. It is computed in float32; on AMX with AVX-512, whose
+# figure is to be measured: it lies between 0.06 and 0.09. The others: docs/lab/forecasts.md.
+CPU_ATTENTION_SHARE = {"scalar": 0.55, "avx2": 0.42, "avx512": 0.64, "avx512_bf16": 0.31, "amx": 0.075}
 CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small parts
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
@@ -241,7 +243,7 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
         return {
             "dense layers": max(dense_flops / peak, case.dense_bytes / rate)
             + len(model.layers) * CPU_LAYER_SECONDS,
-            "attention": attention / speeds.cpu_flops / CPU_ATTENTION_SHARE,
+            "attention": attention / _cpu_attention_flops(case),
             "experts": on_cpu,
         }
     return _chunk_on_gpu(case, rows, attention, on_cpu)
@@ -315,6 +317,10 @@ def _experts_on_cpu(case: Case, rows: int) -> float:
 
 def _cpu_share(case: Case) -> float:
     return CPU_SHARE.get(case.plan.tier, OTHER_CPU_SHARE)
+
+
+def _cpu_attention_flops(case: Case) -> float:
+    return case.speeds.cpu_attention_flops or case.speeds.cpu_flops * CPU_ATTENTION_SHARE[case.plan.tier]
 
 
 def _prompt_bound(case: Case, tokens: int) -> float:

@@ -60,7 +60,8 @@ GPU_MODELS: Mapping[str, GpuModel] = {
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """dram_gbps: reading, all threads. cpu_flops, gpu_flops: bf16, operations per second. gpu_gbps: of GPU memory.
+    """dram_gbps: reading, all threads. cpu_flops, gpu_flops: bf16, operations per second. cpu_attention_flops: of
+    attention on the CPU; 0: not measured, its tier's share of cpu_flops. gpu_gbps: of GPU memory.
     pcie_gbps: from pinned memory. kernel_seconds, launch_seconds: of a small kernel inside and outside of a CUDA graph.
     sources: of each, where it comes from."""
 
@@ -71,6 +72,7 @@ class Speeds:
     pcie_gbps: float = 0.0
     kernel_seconds: float = KERNEL_SECONDS
     launch_seconds: float = LAUNCH_SECONDS
+    cpu_attention_flops: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def having(self, source: str, **values: float) -> Speeds:
