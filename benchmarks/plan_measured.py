@@ -24,7 +24,8 @@ from tandem.bench.sample import verified
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.config.forecast.prediction import CONTEXT, PROMPT, Range
+from tandem.config.forecast.prediction import Range
+from tandem.config.forecast.report import Asked
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.model_config import STORED
 from tandem.errors import TandemError
@@ -55,8 +56,8 @@ def question(name: str, method: str, share: float, machine: Machine, speeds: Spe
 def rows(name: str, method: str, share: float, machine: Machine) -> Iterator[Row]:
     probe = MachineProbe(machine)
     asked = question(name, method, share, machine, wished_speeds(MachineWish(), machine, probe.speeds()))
-    measured, asked = verified(asked, probe, CONTEXT, PROMPT)
-    predicted = asked.predicted(asked.plan(), (1,))
+    measured, asked, of = verified(asked, probe, Asked())
+    predicted = asked.predicted(asked.plan(), (1,), of.context, of.prompt)
     speeds = _rounded(asked.speeds)
     for (what, rate), found in zip(measured.items(), (predicted.decode[1], predicted.prompt), strict=True):
         parts = {part: round(seconds * 1e3, 2) for part, seconds in found.parts.items()}

@@ -42,7 +42,7 @@ def made(config: EngineConfig, asked: Asked = Asked()) -> dict[str, Any]:
     model, stored = inspect(config.model, lambda path: _subject(path, config))
     question = Question(config, model, machine, stored, wished_speeds(MachineWish(), machine, probe.speeds()))
     question.plan()  # before it takes time
-    measured, question = verified(question, probe, asked.context, asked.prompt)
+    measured, question, asked = verified(question, probe, asked)
     found = report(shown_name(config.model), question, (), asked)
     return {
         "bench": "report", "format": FORMAT, "machine": machine_dict(machine), "software": software(),

@@ -28,6 +28,7 @@ from tandem.config.choices.cached import cached_as
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.config.forecast.prediction import Prediction
+from tandem.config.forecast.report import Asked
 from tandem.config.layers import Layer, Moe
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.model_config import STORED
@@ -85,34 +86,42 @@ class NoText:
         return False
 
 
-def verified(
-    question: Question, probe: MachineProbe, context: int, prompt: int
-) -> tuple[dict[str, float], Question]:
-    """Measured tokens per second, and the question with the machine's speeds of the same moments."""
-    rates = measured_rates(question, context, prompt, probe.add)
-    settled = wished_speeds(MachineWish(), question.machine, probe.speeds())
-    return rates, dataclasses.replace(question, speeds=settled)
+class Verified(NamedTuple):
+    """rates: measured tokens per second, by the names of the prediction. question: with the machine's speeds of the
+    same moments. asked: of a shorter prompt, where one of all its tokens would take too long."""
+
+    rates: dict[str, float]
+    question: Question
+    asked: Asked
 
 
-def measured_rates(
-    question: Question, context: int, prompt: int, heard: Callable[[Figures], None]
-) -> dict[str, float]:
-    """Tokens per second by the names of the prediction: decoding of one sequence, and a prompt. heard: called with the
-    machine's speeds, several times in between."""
+def verified(question: Question, probe: MachineProbe, asked: Asked) -> Verified:
+    """Measures what is asked, of one sequence."""
     use_one_torch_thread()
+    decode, prompt, tokens = _measured_rates(question, asked.context, asked.prompt, probe.add)
+    settled = wished_speeds(MachineWish(), question.machine, probe.speeds())
+    rates = {"decoding, 1 sequence": decode, f"prompt of {tokens}": prompt}
+    shorter = dataclasses.replace(asked, prompt=tokens)
+    return Verified(rates, dataclasses.replace(question, speeds=settled), shorter)
+
+
+def _measured_rates(
+    question: Question, context: int, prompt: int, heard: Callable[[Figures], None]
+) -> tuple[float, float, int]:
+    """Tokens per second of decoding and of a prompt, and its tokens. heard: called with the machine's speeds, several
+    times in between."""
     plan = question.plan()
     predicted = question.predicted(plan, (1,))
-    prompt = min(prompt, plan.context_length)
     context = min(context, plan.context_length)
     layers, depths = len(question.model.layers), depths_of(question, plan, predicted, context)
     affordable = int(PROMPT_SECONDS * predicted.prompt.middle / (depths[-1] / layers) / 2 / (1 + PROMPTS))
-    tokens, times = max(16, min(prompt, affordable)), list[tuple[float, float]]()
+    tokens, times = min(plan.context_length, prompt, max(16, affordable)), list[tuple[float, float]]()
     for depth in depths:
         times.append(_times(question, plan, depth, (context, tokens), heard))
         _free()
     decode, prefill = (whole_seconds(layers, depths, [time[i] for time in times]) for i in (0, 1))
     decode += _head_seconds(question, plan)
-    return {"decoding, 1 sequence": 1 / decode, f"prompt of {prompt}": tokens / prefill}
+    return 1 / decode, tokens / prefill, tokens
 
 
 def depths_of(question: Question, plan: Plan, predicted: Prediction, context: int) -> list[int]:

@@ -74,12 +74,13 @@ def plan(
     speeds = wished_speeds(wish, machine, _speeds_here(wish, here, probe))
     model, stored = _subject(asked, config)
     question = Question(asked, model, machine, stored, speeds)
-    found, measured = report(asked.model, question, refused, Asked(tokens, prompt)), None
+    wanted = Asked(tokens, prompt)
+    found, measured = report(asked.model, question, refused, wanted), None
     if probe is not None and found.fits:
         from tandem.bench.sample import verified
 
-        measured, question = verified(question, probe, tokens, prompt)
-        found = report(asked.model, question, refused, Asked(tokens, prompt))
+        measured, question, wanted = verified(question, probe, wanted)
+        found = report(asked.model, question, refused, wanted)
     if compare:
         found.compared.extend(compared(question))
     if as_json:

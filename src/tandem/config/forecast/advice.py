@@ -12,7 +12,7 @@ from tandem.config.choices.cached import cached_as
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import EXPERT_FORMATS
 from tandem.config.forecast.machine_spec import system_bytes
-from tandem.config.forecast.prediction import Case, Prediction, predict
+from tandem.config.forecast.prediction import CONTEXT, PROMPT, Case, Prediction, predict
 from tandem.config.forecast.speeds import GIB, Speeds
 from tandem.config.machine import Machine
 from tandem.config.memory import DEFAULT_PREFILL_TOKENS, LARGEST_FRACTION, gib
@@ -47,9 +47,11 @@ class Question:
         config = dataclasses.replace(self.config, **changes, given=given)
         return resolve(config, self.model, self.machine, self.stored)
 
-    def predicted(self, plan: Plan, batches: tuple[int, ...] = (1,)) -> Prediction:
+    def predicted(
+        self, plan: Plan, batches: tuple[int, ...] = (1,), context: int = CONTEXT, prompt: int = PROMPT
+    ) -> Prediction:
         model = cached_as(self.config, self.model)
-        return predict(Case(model, self.stored, plan, self.speeds), batches)
+        return predict(Case(model, self.stored, plan, self.speeds), batches, context, prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.config.forecast.advice import LARGEST_RAM, Question, Way, ways_to_fit, ways_to_go_faster
 from tandem.config.forecast.compare import Row
 from tandem.config.forecast.ledger import RAM, Ledger
-from tandem.config.forecast.prediction import CONTEXT, PROMPT, Case, Prediction, predict
+from tandem.config.forecast.prediction import CONTEXT, PROMPT, Prediction
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.machine import Machine
 from tandem.config.memory import gib
@@ -73,16 +73,11 @@ def report(name: str, question: Question, refused: tuple[str, ...] = (), asked: 
         ledgers, notices = _needs(question)
         reasons, ways = (*refused, *error.reasons), ways_to_fit(question)
         return Report(*about, reasons, None, ledgers, None, speeds, ways, [], notices)
-    predicted = _predict(question, plan, asked)
+    predicted = question.predicted(plan, asked.batches, asked.context, asked.prompt)
     if refused:
         return Report(*about, refused, None, plan.ledgers, predicted, speeds, [], [], plan.notices)
     faster = ways_to_go_faster(question, plan)
     return Report(*about, (), plan, plan.ledgers, predicted, speeds, [], faster, plan.notices)
-
-
-def _predict(question: Question, plan: Plan, asked: Asked) -> Prediction:
-    case = Case(question.model, question.stored, plan, question.speeds)
-    return predict(case, asked.batches, asked.context, asked.prompt)
 
 
 def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
