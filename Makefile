@@ -15,6 +15,8 @@ STAMPS := $(VENV)/.stamps
 # The interpreter whose extension `make ext` builds: an active environment, ours, or PYTHON, in this order.
 EXT_PYTHON ?= $(firstword $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) $(wildcard $(BIN)/python) $(PYTHON))
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find src csrc -type f ! -name '*.so' ! -name '*.pyc')
+# With an NVIDIA GPU also what its kernels need (pyproject.toml, `gpu`): without it steps are no CUDA graphs.
+PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/dev/null 2>&1 && echo '[gpu]')
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
@@ -37,7 +39,7 @@ $(STAMPS)/build-tools: $(STAMPS)/venv
 
 $(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/build-tools $(SOURCES)
 	@echo "Installing Tandem into $(VENV) (the first build takes a few minutes) ..."
-	$(PIP) install --no-build-isolation .
+	$(PIP) install --no-build-isolation "$(PACKAGE)"
 	@touch $@
 
 $(STAMPS)/dependencies: $(STAMPS)/torch pyproject.toml scripts/requirements.py

@@ -13,6 +13,8 @@ import tandem
 from tandem.architectures import FAMILIES
 from tandem.cli.app import app
 from tandem.config.engine_config import FLAGS
+from tandem.config.flags import unknown_flag
+from tandem.config.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "commands.md"]
@@ -77,7 +79,29 @@ def test_make_installs_what_a_build_without_isolation_needs() -> None:
 
 def test_every_family_is_named() -> None:
     dense = {"llama"}
-    assert all(f"`{name}`" in TEXT[ROOT / "README.md"] for name in set(FAMILIES) - dense)
+    listed = (ROOT / "docs" / "models.md").read_text()
+    assert all(f"`{name}`" in listed for name in set(FAMILIES) - dense)
+
+
+COMING_FROM = (ROOT / "docs" / "coming-from.md").read_text()
+
+
+def test_flags_of_other_engines_are_answered_and_ours_exist() -> None:
+    """docs/coming-from.md: what stands in its first column is ours, too, or answered with what to give."""
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|", COMING_FROM, re.M)
+    theirs, ours = ({f for row in rows for f in flags_in(row[side])} for side in (0, 1))
+    elsewhere = {"--grammar", "--json-schema", "--kl-divergence", "--interleave"}  # of requests, of other programs
+    assert len(theirs) > 40 and theirs - SERVE_FLAGS - COMMAND_FLAGS - set(FOREIGN) == elsewhere
+    assert len(ours) >= 10 and ours <= SERVE_FLAGS | COMMAND_FLAGS
+
+
+def flags_in(cell: str) -> list[str]:
+    return re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", " ".join(re.findall(r"`([^`]+)`", cell)))
+
+
+def test_the_line_of_llama_cpp_is_answered_as_the_page_says() -> None:
+    said = re.search(r"^    error: (.*)$", COMING_FROM, re.M)
+    assert said and said[1] == unknown_flag("-c", [])
 
 
 def test_python_example_uses_what_is_there() -> None:

@@ -27,7 +27,7 @@ def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     _say(console, f"{report.model} on {report.machine}", "dim")
     _say(
         console,
-        "It fits." if report.fits else "It does not run there:",
+        f"It fits.{_in_short(report)}" if report.fits else "It does not run there:",
         "bold green" if report.fits else "bold red",
     )
     for reason in report.reasons:
@@ -45,6 +45,17 @@ def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
         console.print("", compare_table(report.compared), sep="\n")
     for notice in report.notices:
         _say(console, f"note: {notice}")
+
+
+def _in_short(report: Report) -> str:
+    """How fast, before the tables that say why."""
+    if report.predicted is None:
+        return ""
+    alone, prompt = report.predicted.decode[min(report.predicted.decode)], report.predicted.prompt
+    return (
+        f" Predicted: {_rate(alone.low)} to {_rate(alone.high)} tokens/s of one answer, "
+        f"{_rate(prompt.low)} to {_rate(prompt.high)} of a prompt."
+    )
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
