@@ -15,10 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from quantised_models import experts_only, save_quantised
+from stream_draft_models import stream_drafted
 from tandem import LLM, SamplingParams
 from tandem.cli.app import app
 from tandem.cli.serve import possible_config
 from tandem.config import EngineConfig
+from tandem.engine.protocol import SpeculationStats
 from tandem.engine.start.planning import plan_of, planned
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import these_cpus
@@ -80,7 +82,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
     for name, family, more in (
         ("deepseek", "deepseek_v3", {"num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 32}),
         ("qwen", "qwen3_moe", {}),
-        ("v4", "deepseek_v4-hub", {"compress_ratios": [0, 4]}),
+        ("v4-alone", "deepseek_v4-hub", {"compress_ratios": [0, 4]}),
     ):
         model_type, changes = VARIANTS[family]
         VARIANTS[name] = (model_type, changes | SIZES | more)
@@ -88,6 +90,8 @@ def places(tmp_path_factory) -> dict[str, Path]:
         del VARIANTS[name]
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 163840}))
+
+    stream_drafted(folder / "v4-alone", folder / "v4", seed=5)  # Transformers write no draft layer
 
     def gptq_beside_fp8(module: str) -> str | None:
         return "gptq" if ".experts." in module else "fp8 blocks of 64" if module.endswith("o_proj") else None
@@ -123,20 +127,27 @@ def test_a_tutorial_s_line_starts_or_says_all_that_is_missing(places, line):
 
 @pytest.mark.parametrize("line", [line for line, (refused, _) in LINES.items() if not refused])
 def test_a_tutorial_s_line_answers(places, monkeypatch, line):
-    if SPECULATION in line:  # the stand-in has no draft layer, since Transformers write none
-        with pytest.raises(ConfigError, match="has no draft layer"):
-            answers(monkeypatch, line.format(**places))
-        line = line.replace(SPECULATION, "")
-    answers(monkeypatch, line.format(**places))
+    answered(monkeypatch, line.format(**places))
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    """The engine that such a server starts does."""
+def test_the_flash_tutorial_s_guesses_change_no_answer(places, monkeypatch):
+    """Whatever the governor chooses, and with three guesses in every step."""
+    always = FLASH + SPECULATION + "--disable-speculative-governor"
+    lines = [line.format(**places) for line in (FLASH, FLASH + SPECULATION, always)]
+    plain, governed, guessed = [answered(monkeypatch, line, tokens=24) for line in lines]
+    assert governed[0] == guessed[0] == plain[0]
+    assert plain[1] is None and governed[1].algorithm == "NEXTN" and guessed[1].widths[3] > 5
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, line: str, tokens: int = 3) -> tuple[list[int], SpeculationStats | None]:
+    """By the engine that such a server starts, which says what it did with guesses."""
     monkeypatch.setattr(engine_process, "pin_main_thread", lambda cpu: None)  # this process has other tests to run
     loaded = engine_process.load_engine(EngineConfig.from_args([*shlex.split(line), "--device", "cpu"]))
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     try:
-        [answer] = LLM.from_engine(loaded.engine).generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert len(answer.token_ids) == 3
+        [answer] = LLM.from_engine(loaded.engine).generate([[5, 6, 7]], params)
+        assert len(answer.token_ids) == tokens
+        return answer.token_ids, loaded.engine.stats().speculation
     finally:
         loaded.engine.close()
 
@@ -148,7 +159,7 @@ def test_the_flash_tutorial_s_converter_line(places, monkeypatch, tmp_path):
     done = CliRunner().invoke(app, shlex.split(line))
     assert done.exit_code == 0, done.output
     experts = f"--kt-weight-path {tmp_path}/AMXINT4 --kt-method AMXINT4"
-    answers(monkeypatch, FLASH.replace("--kt-weight-path {flash} --kt-method MXFP4", experts).format(**places))
+    answered(monkeypatch, FLASH.replace("--kt-weight-path {flash} --kt-method MXFP4", experts).format(**places))
 
 
 def test_what_the_model_and_the_machine_refuse_is_said_with_the_rest(places):

@@ -11,6 +11,7 @@ from tandem.config import EngineConfig, Router
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts
+from tandem.engine.start.parts import EngineParts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
 from tandem.experts.usage.usage_file import UsageRecord, read_usage
@@ -50,11 +51,15 @@ class Steps:
 
 
 def tiny_engine(path: Path, directory: Path, **flags) -> Engine:
+    return Engine.from_parts(tiny_parts(path, directory, **flags))
+
+
+def tiny_parts(path: Path, directory: Path, **flags) -> EngineParts:
     flags = {
         "dtype": "float32", "kt_cpuinfer": 2, "max_total_tokens": 256, "chunked_prefill_size": 8, "device": "cpu",
         "expert_distribution_recorder_dir": str(directory),
     } | flags  # fmt: skip
-    return Engine.from_parts(load_parts(EngineConfig.from_keywords(str(path), **flags)))
+    return load_parts(EngineConfig.from_keywords(str(path), **flags))
 
 
 def generate(engine: Engine, *prompts: list[int], answer: int = 6) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_models import PROMPTS, chunks_of, drafted, engine_of
 from safetensors.torch import save_file
 
+from draft_models import PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from repo_scripts import script_module
 from tandem.config import EngineConfig

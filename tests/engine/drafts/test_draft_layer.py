@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from draft_models import FAMILIES, PROMPTS, Drafted, chunks_of, drafted, engine_of
 
+from draft_models import FAMILIES, PROMPTS, Drafted, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from gguf_files import write_gguf
 from quantised_models import everything, save_quantised

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_models import Drafted, chunks_of, drafted, engine_of
 
+from draft_models import Drafted, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
 from tandem.config import EngineConfig, Machine, gpu_plan

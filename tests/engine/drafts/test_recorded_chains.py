@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 
+from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
 from tandem.config.cuda_graphs import draft_sizes
 from tandem.engine.engine import Engine

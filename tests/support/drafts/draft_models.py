@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from stream_draft_models import StreamDrafted, stream_drafted
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from recorded_steps import tiny_engine
+from stream_draft_models import StreamDrafted, stream_drafted
 from tandem.config import Machine
 from tandem.engine.engine import Engine
 from tiny import file_tensors
@@ -151,10 +151,14 @@ def _split(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def engine_of(path: Path, tmp_path: Path, **flags) -> Engine:
+    return tiny_engine(path, tmp_path, **draft_flags(**flags))
+
+
+def draft_flags(**flags) -> dict[str, object]:
+    """Three guesses in every step, on a tier whose bits do not depend on the batch."""
     tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
-    flags = {"speculative_algorithm": "NEXTN", "kernel_tier": tier, "disable_speculative_governor": True,
-             "page_size": 4} | flags  # fmt: skip
-    return tiny_engine(path, tmp_path, **flags)
+    return {"speculative_algorithm": "NEXTN", "kernel_tier": tier, "disable_speculative_governor": True,
+            "page_size": 4} | flags  # fmt: skip
 
 
 def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...]]]:
