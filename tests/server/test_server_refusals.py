@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import pytest
 
 from server_harness import LocalServer
@@ -297,6 +299,39 @@ def test_names_and_usage_that_clients_ask_for():
             response = await server.post(path, **body, stream=True, stream_options=options)
             counts = [event["usage"]["completion_tokens"] for event in events(response.text)]
             assert counts == sorted(counts) and {1, 2, 3} <= set(counts)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions is here"),
+        ("/v1/v1/messages/", "/v1/messages is here"),
+        ("/v1/generate", "/generate is here"),
+        ("/completion", "/v1/completions is here"),
+        ("/props", "/get_server_info is here"),
+        ("/v1/rerank", "this model writes text"),
+        ("/embeddings", "/v1/embeddings is here"),
+    ],
+)
+def test_a_route_that_was_meant_is_named(path: str, meant: str):
+    async def scenario(server: LocalServer):
+        error = error_of(await server.client.post(path, json={}), 404)
+        assert meant in error["message"] and error["code"] == "unknown_route"
+
+    run(scenario)
+
+
+def test_compressed_bodies():
+    async def scenario(server: LocalServer):
+        body, headers = gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"}
+        response = await server.client.post("/v1/completions", content=body, headers=headers)
+        assert "content-encoding" in error_of(response, 415)["message"]
+        headers = {"content-encoding": "identity"}
+        assert (
+            await server.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+        ).is_success
 
     run(scenario)
 

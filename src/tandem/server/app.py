@@ -54,8 +54,8 @@ _BODIES = (
 _REFUSALS = {
     400: "The request is wrong; the message says where", 401: "Key missing or wrong",
     403: "A web page or a host that is not allowed", 404: "Unknown model", 408: "The request came too slowly",
-    413: "Body too large", 414: "URL too long", 429: "Too many requests are waiting", 431: "Headers too large",
-    503: "The engine is not ready", 504: "Longer than --request-timeout",
+    413: "Body too large", 414: "URL too long", 415: "The body is compressed", 429: "Too many requests are waiting",
+    431: "Headers too large", 503: "The engine is not ready", 504: "Longer than --request-timeout",
 }  # fmt: skip
 _SGLANG_BODY = body_schema(SglangRequest, oneOf=one_given("text", "input_ids"))
 _ERROR_FORMS = {"/v1/messages": anthropic_errors.error_body, "/api/": ollama_errors.error_body}

@@ -35,7 +35,8 @@ _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>key in )?`\$(?P<path>.*)`)?$
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413, and 503 when others arrive, too."""
+    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413, 415; 503 when others arrive, too."""
+    await _check_coding(request)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         if "expect" not in request.headers and int(declared) <= DISCARD_BYTES:
@@ -55,6 +56,15 @@ async def read_body(request: Request) -> bytes:
             await _discard(request)
             raise
         return bytes(body.data)
+
+
+async def _check_coding(request: Request) -> None:
+    """A small body could unfold to gigabytes. Raises ApiError 415."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        await _discard(request)
+        text = f"content-encoding: {coding[:40]!r} is not read; send the body as it is"
+        raise ApiError(415, text, code="not_available", headers={"Connection": "close"})
 
 
 async def _discard(request: Request) -> None:

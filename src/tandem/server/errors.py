@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from tandem.errors import BusyError, EngineError, RequestError, TandemError
+from tandem.server.info.other_routes import hint
 from tandem.server.limits import RETRY_AFTER_SECONDS
 
 log = logging.getLogger("tandem.server")
@@ -137,10 +138,12 @@ def form_of(app: Any, path: str) -> Form:
 
 def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     """Routing errors of Starlette."""
-    headers = error.headers
+    headers, no_route = error.headers, "no such route; /docs lists them"
+    if error.status_code == 404 and scope is not None:
+        no_route = hint(scope["path"], lambda path: bool(_methods({**scope, "path": path})))
     if error.status_code == 405 and scope is not None:
         headers = {"Allow": ", ".join(_methods(scope))}
-    messages = {404: "no such route; /docs lists them", 405: "this route does not take this method"}
+    messages = {404: no_route, 405: "this route does not take this method"}
     codes = {404: "unknown_route", 405: "method_not_allowed"}
     message = messages.get(error.status_code, str(error.detail))
     code = codes.get(error.status_code)

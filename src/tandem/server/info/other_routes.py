@@ -1,0 +1,34 @@
+"""`hint`: what to ask for instead of a route that is not here. Clients know those of other servers, or write a base URL
+with one `/v1` too many or too few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_ONLY_TEXT = "it is not served: this model writes text"
+_OTHERS = {
+    # llama.cpp's
+    "/completion": "/v1/completions is here",
+    "/infill": "write the model's own markers for filling in, and use /v1/completions",
+    "/apply-template": "/tokenize takes messages, too",
+    "/props": "/get_server_info is here",
+    "/slots": "/get_server_info is here",
+    "/lora-adapters": "adapters are not served",
+    # for models of another kind
+    **dict.fromkeys(
+        ("/embedding", "/embeddings", "/rerank", "/reranking", "/score", "/classify", "/pooling", "/encode",
+         "/moderations", "/audio/speech", "/audio/transcriptions", "/images/generations"),
+        _ONLY_TEXT,
+    ),
+}  # fmt: skip
+
+
+def hint(path: str, is_route: Callable[[str], bool]) -> str:
+    """path: that is no route. is_route: whether another is."""
+    path = path.rstrip("/")
+    without = path.removeprefix("/v1")
+    for other in (f"/v1{path}", without):
+        if other != path and is_route(other):
+            return f"no such route; {other} is here"
+    found = _OTHERS.get(without)
+    return f"no such route: {found}" if found else "no such route; /docs lists them"
