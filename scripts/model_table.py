@@ -56,10 +56,11 @@ def _run(model_type: str, path: Path) -> tuple[str, str, float]:
     """How it runs, why so, and the largest difference."""
     from every_type import OWN_EXPERTS
     from sessions import Session, ours, worst
+    from tandem.architectures import FAMILIES
     from tandem.checkpoint import load_model_config
     from tandem.config import ModelConfig
 
-    if model_type in OWN_EXPERTS:
+    if model_type in OWN_EXPERTS and model_type not in FAMILIES:
         ModelConfig.from_dict({"model_type": model_type})
     wanted = _saved(model_type, path)
     config = load_model_config(path)
@@ -108,7 +109,7 @@ def _saved(model_type: str, path: Path) -> Any:
         return found
 
     if model_type in TEXT_OF:
-        nested = text
+        nested = text.get("text_config", text)
         for key in reversed(PARTS_OF.get(model_type, ("text_config",))):
             nested = {key: nested}
         nested["model_type"] = model_type

@@ -14,7 +14,6 @@ from tandem.architectures import (
     gpt_oss,
     hy_v3,
     laguna,
-    llama,
     mimo_v2_flash,
     minimax_m2,
     mistral4,
@@ -23,6 +22,7 @@ from tandem.architectures import (
     qwen2_moe,
     qwen3_moe,
     qwen3_next,
+    step3p7,
 )
 from tandem.architectures.family import Family, Gguf
 from tandem.architectures.shared import text_part
@@ -33,8 +33,8 @@ from tandem.errors import ConfigError
 _ALL = (
     *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY,
     *gemma4.FAMILIES, *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, laguna.FAMILY,
-    llama.FAMILY, mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, mixtral.FAMILY, olmoe.FAMILY,
-    qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES,
+    mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, *mixtral.FAMILIES, olmoe.FAMILY,
+    qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES, step3p7.FAMILY,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""

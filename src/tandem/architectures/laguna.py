@@ -66,7 +66,7 @@ def _attention(keys: JsonKeys, kind: str, heads: int) -> Gqa:
         {"partial_rotary_factor": 1.0, "rope_parameters": dict(own), "num_attention_heads": heads}
     )  # each kind says for itself what turns
     attention = gqa(of_kind, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=1.0)
-    return replace(attention, window=window if kind == WINDOW else 0, head_gate=True)
+    return replace(attention, window=window if kind == WINDOW else 0, head_gate="softplus")
 
 
 FAMILY = Family(("laguna",), config, (NAMES, IN_MEMORY))

@@ -1,10 +1,10 @@
-"""Mixtral: Llama with experts in every layer. GGUF files call both `llama`."""
+"""Llama, the decoder of most families, without experts; Mixtral, with experts in every layer. GGUF files call both
+`llama`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tandem.architectures import llama
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names
 from tandem.architectures.shared import gqa, layer_count, model, moe, softmax_router
@@ -17,6 +17,13 @@ NAMES = Names(
 )
 
 
+def llama(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    bias = keys.optional("attention_bias", False)
+    keys.only("mlp_bias", False, "feed-forward matrices have no bias")
+    attention = gqa(keys, qkv_bias=bias, out_bias=bias)
+    return model(keys, generation, lambda _: attention)
+
+
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     attention = gqa(keys, window=keys.optional("sliding_window", 0))
     router = softmax_router(keys, "num_local_experts", True, "num_experts")
@@ -26,7 +33,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     if not keys.optional("expert_count", 0):
-        return llama.gguf_config(keys)
+        return {"model_type": "llama", "attention_bias": keys.has_bias}
     chosen = {
         "num_local_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
@@ -42,4 +49,7 @@ STEMS = GGUF_DECODER | {
 }
 IN_MEMORY = Names()  # as Transformers 5 holds it
 
-FAMILY = Family(("mixtral",), config, (NAMES, IN_MEMORY), Gguf("llama", gguf_config, STEMS))
+FAMILIES = (
+    Family(("llama",), llama),
+    Family(("mixtral",), config, (NAMES, IN_MEMORY), Gguf("llama", gguf_config, STEMS)),
+)

@@ -7,17 +7,19 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Modules of routed experts: one per expert and matrix, or all experts in two 3-D tensors.
+    """Modules of routed experts: one per expert and matrix, or all experts in two or three 3-D tensors.
 
     The fused form, as Transformers 5 holds it: gate_up [E, 2 width, hidden] (gate rows first), down [E, hidden, width].
-    interleaved: rows of gate and up take turns. transposed: numbers lie as [E, hidden, 2 width] and [E, width, hidden],
-    while codes do not. Biases: the modules' names and `_bias`, [E, rows].
+    stacked: a tensor of all experts for each matrix. interleaved: rows of gate and up take turns. transposed: numbers
+    lie as [E, hidden, 2 width] and [E, width, hidden], while codes do not. Biases: the modules' names and `_bias`,
+    [E, rows].
     """
 
     each: str = "mlp.experts.{expert}.{matrix}"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     gate_up: str = "mlp.experts.gate_up_proj"
     down: str = "mlp.experts.down_proj"
+    stacked: str = "mlp.experts.{matrix}"
     interleaved: bool = False
     transposed: bool = False
 

@@ -67,8 +67,10 @@ class _Keys:
 
     def vector(self, name: str) -> list[float]:
         tensor = self.model.tensors.get(name)
-        if tensor is None or tensor.kind != "F32":
+        if tensor is None:
             return []
+        if tensor.kind != "F32":
+            raise CheckpointError(f"{self.model.where(tensor)} is stored as {tensor.kind}; it is read as F32")
         read: list[float] = self.model.rows(tensor).contiguous().view(torch.float32).flatten().tolist()
         return read
 
@@ -98,15 +100,15 @@ class _Keys:
         return self.optional("expert_feed_forward_length", 0) or self.rows("ffn_gate_exps.weight")
 
     def rope(self) -> Config:
-        """`rope_parameters` of Transformers 5. Frequency factors as a tensor are Llama 3's scaling."""
+        """`rope_parameters` of Transformers 5. Llama 3's scaling is a tensor of what frequencies are divided by."""
         kind = self.model.optional(f"{self.prefix}rope.scaling.type", "none")
         rope: Config = {"rope_theta": self.number("rope.freq_base", 10000.0), "rope_type": "default"}
         if kind != "none":
             original = self.optional("rope.scaling.original_context_length", 0)
             rope |= {"rope_type": kind, "factor": self.number("rope.scaling.factor", 1.0)}
             rope |= {"original_max_position_embeddings": original} if original else {}
-        if "rope_freqs.weight" in self.model.tensors:
-            rope["rope_type"] = "llama3"
+        if divisors := self.vector("rope_freqs.weight"):
+            rope |= {"rope_type": "divided", "divisors": divisors}
         return rope
 
     def _is_list(self, key: str) -> bool:

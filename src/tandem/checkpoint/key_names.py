@@ -34,7 +34,13 @@ _SHARED_KEYS = {
 }  # fmt: skip
 _INDEX = {"indexer.compressor": "compressor.indexer", "indexer": "compressor.indexer"}
 _STREAMS = re.compile(r"hc_(attn|ffn)_(fn|base|scale)")
-_SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")  # on the hub, and in Transformers
+_HUB = {
+    ".self_attn.attention_sink_bias": ".self_attn.sinks", ".moe.gate.": ".mlp.gate.",
+    ".moe.router_bias": ".mlp.gate.e_score_correction_bias", ".share_expert.": ".mlp.shared_experts.",
+    ".moe.gate_proj.": ".mlp.experts.gate_proj.", ".moe.up_proj.": ".mlp.experts.up_proj.",
+    ".moe.down_proj.": ".mlp.experts.down_proj.",
+}  # fmt: skip
+"""Pieces of names on the hub, and in Transformers."""
 _NESTED = ("language_model.model.", "model.language_model.", "language_model.", "thinker.")
 
 
@@ -57,8 +63,14 @@ def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
     if "model.embed_tokens.weight" not in names:
         for prefix in _NESTED:
             if f"{prefix}embed_tokens.weight" in names or f"{prefix}model.embed_tokens.weight" in names:
-                return lambda name: _unnested(name, prefix)
-    return lambda name: name.replace(*_SINKS)
+                return lambda name: _from_hub(_unnested(name, prefix))
+    return _from_hub
+
+
+def _from_hub(name: str) -> str:
+    for theirs, ours in _HUB.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _unnested(name: str, prefix: str) -> str:

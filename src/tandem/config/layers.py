@@ -20,6 +20,7 @@ from tandem.errors import ConfigError
 
 DELTA_CHUNK = 64  # rows of a prompt that a GPU takes together
 QkNorm = Literal["none", "head", "width"]
+HeadGate = Literal["none", "softplus", "sigmoid"]
 
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai", "silu_clamp", "relu2"]
@@ -88,7 +89,7 @@ class Gqa:
     gate: bool = (
         False  # the result times the sigmoid of a gate, which q's projection makes beside each query head
     )
-    head_gate: bool = False  # each head's result times softplus of a number, which a projection of its own makes
+    head_gate: HeadGate = "none"  # each head's result times that of a number, which a projection of its own makes
     values: Values = field(default=Values())
     factor: float = 0.0  # of the softmax; 0: head_dim ** -0.5
     cached: str = "act"  # dtype of keys and values in pages
@@ -115,7 +116,7 @@ class Gqa:
         return self.values.dim or self.head_dim
 
     def params(self, hidden: int) -> int:
-        q = self.heads * (2 if self.gate else 1) * self.head_dim + (self.heads if self.head_gate else 0)
+        q = self.heads * (2 if self.gate else 1) * self.head_dim + (self.heads if self.head_gate != "none" else 0)
         v = 0 if self.values.from_keys else self.kv_heads * self.value_dim
         return hidden * (q + self.kv_heads * self.head_dim + v + self.heads * self.value_dim)
 
@@ -254,13 +255,15 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Router, routed experts, and a shared one that every token uses; shared_gate: times sigmoid(gate · x)."""
+    """Router, routed experts, and a shared one that every token uses; shared_gate: times sigmoid(gate · x). apart: the
+    shared one never counts as routed ones, since it differs from them in some layer."""
 
     router: Router
     experts: Experts
     shared: Dense | None = None
     shared_gate: bool = False
     beside: Beside | None = None
+    apart: bool = False
 
     def activated_by(self, how: Activation) -> Moe:
         """The same experts, routed and shared, with another activation."""
@@ -269,11 +272,11 @@ class Moe:
 
     @property
     def fusible_shared(self) -> int:
-        """How many routed-sized experts the shared expert equals; 0 when it has a gate or cannot be cut evenly."""
+        """How many routed-sized experts the shared expert equals; 0 when it has a gate, differs or cannot be cut."""
         width = self.experts.width
         if self.shared is None or self.shared_gate or not width or self.shared.width % width:
             return 0
-        if self.experts.biases:
+        if self.experts.biases or self.apart:
             return 0
         return self.shared.width // width if self.shared.activation == self.experts.activation else 0
 

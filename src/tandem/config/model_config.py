@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import NO_EXPERTS, Attention, Body, Layer, Mixer, Moe
+from tandem.config.layers import NO_EXPERTS, SILU, Attention, Body, Layer, Mixer, Moe
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
@@ -246,8 +246,11 @@ def _ropes_of(mixer: Attention) -> list[Rope]:
 
 
 def _experts_of(moe: Moe | None) -> Moe | None:
-    """What of it must be the same in all layers: not whether ids name the experts."""
-    return None if moe is None else replace(moe, router=replace(moe.router, table=False, has_bias=False))
+    """What of it must be the same in all layers: not whether ids name the experts, nor where an activation ends."""
+    if moe is None:
+        return None
+    plain = moe.activated_by(SILU) if moe.experts.activation.gated else moe
+    return replace(plain, router=replace(moe.router, table=False, has_bias=False))
 
 
 def why_alone(model: ModelConfig) -> str:

@@ -78,6 +78,19 @@ class Proportional:
 
 
 @dataclass(frozen=True, slots=True)
+class Divided:
+    """Pair i turns `divisors[i]` times slower: what is left of Llama 3's rule in a GGUF file."""
+
+    divisors: tuple[float, ...]
+
+    def frequencies(self, plain: list[float], theta: float) -> list[float]:
+        return [f / divisor for f, divisor in zip(plain, self.divisors, strict=False)]
+
+
+Scaling = Linear | Yarn | Llama3 | Proportional | Divided
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """The first `dims` channels of a head turn in pairs; position p turns pair i by p * frequencies[i].
 
@@ -87,7 +100,7 @@ class Rope:
 
     theta: float
     dims: int
-    scaling: Linear | Yarn | Llama3 | Proportional | None = None
+    scaling: Scaling | None = None
     table_factor: float = 1.0
     pairs: Literal["halves", "neighbours"] = "halves"
 
@@ -116,6 +129,8 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
         return Rope(theta, dims, Linear(_factor(keys)), pairs=pairs)
     if kind == "llama3":
         return Rope(theta, dims, _llama3(keys), pairs=pairs)
+    if kind == "divided":
+        return Rope(theta, dims, _divided(keys, dims // 2), pairs=pairs)
     if kind == "proportional":
         share = keys.optional("partial_rotary_factor", 1.0)
         return Rope(theta, dims, Proportional(share, keys.optional("factor", 1.0)), pairs=pairs)
@@ -133,7 +148,7 @@ def positions_of(keys: JsonKeys, rope: Rope) -> int:
     """How many positions a model reads: what config.json says, or as many as its scaling stretches to."""
     stated = keys.size("max_position_embeddings", 32768)
     scaling = rope.scaling
-    if scaling is None or isinstance(scaling, Linear | Proportional):
+    if scaling is None or isinstance(scaling, Linear | Proportional | Divided):
         return stated
     return max(stated, int(scaling.factor * scaling.original_positions))
 
@@ -178,3 +193,10 @@ def _llama3(keys: JsonKeys) -> Llama3:
             f"{keys.where}: low_freq_factor {low} must be below high_freq_factor {high}; try 1.0"
         )
     return Llama3(_factor(keys), _original(keys), low, high)
+
+
+def _divided(keys: JsonKeys, pairs: int) -> Divided:
+    divisors = keys.get("divisors")
+    if not isinstance(divisors, list) or len(divisors) < pairs or not all(each > 0 for each in divisors):
+        raise ConfigError(f"{keys.where}: divisors must be a list of at least {pairs} numbers above 0")
+    return Divided(tuple(map(float, divisors[:pairs])))

@@ -126,19 +126,19 @@ class Calibration:
         return self._inputs
 
     def _run(self, index: int) -> LayerInputs | None:
-        layer = self._stream.layer(index)
+        layer, moe = self._stream.layer(index), self._stream.config.layers[index].moe
         recording = None
         if layer.moe is not None:
             recording = layer.moe.experts = RecordingExperts(layer.moe.experts)
         self._stream.advance(layer, self._stream.hidden)
-        if recording is None:
+        if recording is None or moe is None:
             return None
         xs, routings = zip(*recording.asked, strict=True)
         return LayerInputs(
             torch.cat(xs),
             torch.cat([r.ids for r in routings]),
             torch.cat([r.weights for r in routings]),
-            self._stream.config.moe.experts.activation,
+            moe.experts.activation,
             self._stream.biases(index),
         )
 

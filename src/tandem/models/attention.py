@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import sigmoid, softplus
 
 from tandem.config.layers import Gqa
 from tandem.kernels.ops import NO_NORMS, HeadNorms, SureRead
@@ -26,7 +26,7 @@ class Attention:
         modules, sizes = [f"{name}.{each}_proj" for each in rows], list(rows.values())
         self.qkv = b.linear(modules, sizes, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
         self.head_gate = (
-            b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate else None
+            b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate != "none" else None
         )
         self.out = b.linear(
             [f"{name}.o_proj"], [b.config.hidden], shape.heads * shape.value_dim, bias=shape.out_bias
@@ -58,12 +58,13 @@ class Attention:
         q = self.ops.rope_store(qkv, self.rope, batch, k_pages, v_pages, s.heads, norms)
         seen = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
         if self.head_gate is not None:
-            seen = self._softplus_gated(seen, self.head_gate(x))
+            seen = self._head_gated(seen, self.head_gate(x))
         return self.out(self.ops.gated(seen, self._gates(qkv)) if s.gate else seen)
 
-    def _softplus_gated(self, seen: Tensor, gates: Tensor) -> Tensor:
-        """seen [T, H * D] times softplus of gates [T, H]."""
-        each = softplus(gates.float()).to(seen.dtype)
+    def _head_gated(self, seen: Tensor, gates: Tensor) -> Tensor:
+        """seen [T, H * D] times softplus or sigmoid of gates [T, H]."""
+        of = softplus if self.shape.head_gate == "softplus" else sigmoid
+        each = of(gates.float()).to(seen.dtype)
         gated: Tensor = seen.unflatten(1, (self.shape.heads, -1)) * each[..., None]
         return gated.flatten(1)
 

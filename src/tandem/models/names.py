@@ -29,6 +29,10 @@ def expert_matrices(
         both = _of_all(names, checkpoint, layer + names.gate_up, expert, (count, 2 * width, hidden))
         gate, up = (rows_of(both, rows) for rows in _gate_and_up(names, width))
         return gate, up, _of_all(names, checkpoint, layer + names.down, expert, (count, hidden, width))
+    gate_name, up_name, down_name = (layer + names.stacked.format(matrix=m) for m in names.matrices)
+    if gated and checkpoint.has_matrix(gate_name):
+        gate, up = (checkpoint.expert_weight(m, expert, (count, width, hidden)) for m in (gate_name, up_name))
+        return gate, up, checkpoint.expert_weight(down_name, expert, (count, hidden, width))
     gate_name, up_name, down_name = (
         layer + names.each.format(expert=expert, matrix=m) for m in names.matrices
     )

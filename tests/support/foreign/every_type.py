@@ -25,10 +25,11 @@ OWN_EXPERTS = (
 
 TEXT_OF = {
     "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4", "qwen3_omni_moe": "qwen3_moe",
+    "step3p5": "step3p7",
 }  # fmt: skip
 """Types of the hub whose text is another's."""
 
-PARTS_OF = {"kimi_k2": (), "qwen3_omni_moe": ("thinker_config", "text_config")}
+PARTS_OF = {"kimi_k2": (), "step3p5": (), "qwen3_omni_moe": ("thinker_config", "text_config")}
 """Where those have the keys of their text, unless in `text_config`."""
 
 SMALL = settings(
@@ -98,6 +99,11 @@ CHANGES: dict[str, dict[str, Any]] = {
                           indexer_compress_ratio=4),
     "qwen4_exp_text": settings(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64,
                                indexer_compress_ratio=4),
+    "step3p7": settings(
+        share_expert_dim=28, num_sliding_attention_heads=6, layer_types=["full_attention", "sliding_attention"] * 2,
+        moe_router_scaling_factor=1.7, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        swiglu_limits=[0.0, 0.0, 0.1, 0.05], swiglu_limits_shared=[0.05, 0.0, 0.0, 0.1],
+        rope_theta=[5000.0, 300.0] * 2, partial_rotary_factors=[0.5, 1.0] * 2),
     "muse_spark": settings(moe_hidden_size=24),
     "zaya": settings(num_experts_per_tok=1),
 }  # fmt: skip

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4, "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2, "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    "step3p5": gguf.MODEL_ARCH.STEP35,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
@@ -148,7 +149,7 @@ def gguf_tensors(
         if "linear_attn" in name:
             yield from of_delta(name, array, config, whole)
             continue
-        if config["model_type"] in KINDS and name.endswith("norm.weight"):
+        if config["model_type"] in (*KINDS, "step3p5") and name.endswith("norm.weight"):
             array = array + 1
         if config["model_type"] in ("llama", "mixtral"):
             array = reordered(name, array, config)

@@ -14,6 +14,7 @@ SPECIAL = {
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight", "self_attn.sinks": "attn_sinks.weight",
     "self_attn.attention_sink_bias": "attn_sinks.weight",
+    "moe.router_bias": "exp_probs_b.bias",
     "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
 }  # fmt: skip
 
@@ -24,12 +25,12 @@ def special(name: str) -> str | None:
     return f"blk.{found[1]}.{SPECIAL[found[2]]}" if found and found[2] in SPECIAL else None
 
 
-def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], heads: list[int] | None = None) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count(heads or config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_sliding_window(config["sliding_window"])
@@ -86,6 +87,27 @@ def add_mimo2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_group_used_count(config["topk_group"])
 
 
+def add_step35(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    windowed = [kind == WINDOW for kind in config["layer_types"]]
+    heads = {True: config["num_sliding_attention_heads"], False: config["num_attention_heads"]}
+    add_sizes(writer, config, [heads[each] for each in windowed])
+    writer.add_head_count_kv([config["num_key_value_heads"]] * len(windowed))
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"][WINDOW]["rope_theta"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
+    writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
+    writer.add_expert_weights_norm(True)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_swiglu_clamp_exp(config["swiglu_limits"])
+    writer.add_swiglu_clamp_shexp(config["swiglu_limits_shared"])
+
+
 CONFIGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
-    "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2,
+    "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2, "step3p5": add_step35,
 }  # fmt: skip
