@@ -62,6 +62,11 @@ def test_flags_exist() -> None:
                 assert set(re.findall(r"(?<!\S)--[a-z0-9-]+", line)) <= known, line
 
 
+def test_every_flag_is_told() -> None:
+    told = set(flags_in(TEXT[ROOT / "docs" / "commands.md"]))
+    assert [f.spellings[0] for f in FLAGS if f.spellings[0] not in told] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT[page])

@@ -30,12 +30,8 @@ def attention_backend(
     asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
     if not mixers:
         return "triton", f"Transformers' modules ask for windows of their own; {FLAG} changes nothing"
-    if mixers and all(isinstance(mixer, SharedKv) for mixer in mixers):
-        return "triton", f"keys that are values, too, have kernels of their own; {FLAG} changes nothing"
-    if asked in ("torch", "flashinfer") and any(isinstance(mixer, Latent) for mixer in mixers):
-        raise ConfigError(
-            f"{FLAG} {asked} does not read latents; leave it out: Tandem's own kernels do, with cuDNN's for prompts"
-        )
+    if asked != "auto" and (why := own_kernels(mixers)):
+        return "triton", f"{why}; {FLAG} changes nothing"
     if asked in ("torch", "flashinfer") and any(isinstance(mixer, Gqa) and mixer.sinks for mixer in mixers):
         raise ConfigError(f"{FLAG} {asked} has no sinks, which this model's softmax counts; take {FLAG} triton")
     if asked in ("torch", "flashinfer") and any(
@@ -49,6 +45,16 @@ def attention_backend(
     if asked == "auto":
         return "triton", "Tandem's own kernels; any page size"
     return asked, FLAG
+
+
+def own_kernels(mixers: Sequence[object]) -> str:
+    """Why this attention runs in Tandem's kernels whatever is asked for; "" where there is a choice. No error: the
+    tutorials of DeepSeek-V3 and V4 ask for flashinfer."""
+    if mixers and all(isinstance(mixer, SharedKv) for mixer in mixers):
+        return "keys that are values, too, have kernels of their own"
+    if any(isinstance(mixer, Latent) for mixer in mixers):
+        return "latents have kernels of their own, with cuDNN's for prompts"
+    return ""
 
 
 def _check_torch(config: EngineConfig, mixers: tuple[Attention, ...], version: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from plans import GIB, with_gpu
@@ -50,3 +52,12 @@ def test_else_they_are_in_cpu_memory() -> None:
 def test_kernels_that_plan_their_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="flashinfer plans its steps.*NGRAM instead of NEXTN"):
         planned("--attention-backend flashinfer", 40)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v4-flash"])
+def test_tutorials_that_ask_for_flashinfer_are_met(name: str) -> None:
+    """Their attention has kernels of its own, and so have the draft layer's passes."""
+    line = "x --device cuda --attention-backend flashinfer --speculative-algorithm EAGLE --kt-num-gpu-experts 0"
+    machine = replace(with_gpu(80 * GIB), available_memory=200 * GIB)
+    plan = resolve(EngineConfig.from_args(line.split()), named_config(name, 6), machine)
+    assert plan.gpu is not None and plan.gpu.attention == "triton" and decided(plan, "speculation")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tandem.config.attention_backend import own_kernels
 from tandem.config.engine_config import EngineConfig
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.state import Fold, State
@@ -69,6 +70,8 @@ def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 def check_drafts_on_gpu(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError where the kernels that are asked for cannot compute a draft layer's rows."""
     asked, kernels = config.speculative_algorithm, config.attention_backend
+    if own_kernels(model.attentions):
+        return
     if model.drafter is not None and kernels not in ("auto", "triton"):
         raise ConfigError(
             f"--attention-backend {kernels} plans its steps, and a draft layer's passes are none: leave it out, or "
