@@ -16,7 +16,6 @@ from tandem.config.gpu_scratch import PARTIAL_BYTES, SCORE_BYTES, SQUARE, latent
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.memory import MemoryRequest
 from tandem.config.model_config import rope_bytes
-from tandem.errors import ConfigError
 
 LITE = "deepseek-v2-lite"
 
