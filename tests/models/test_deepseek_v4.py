@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -24,10 +25,12 @@ from tandem.checkpoint.key_names import hugging_face_names
 from tandem.cli.app import app
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.rope import Rope
 from tandem.config.speculation.choice import speculation, speculation_notices
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tiny import file_tensors
 
 OPS = ["torch", *_core.supported_tiers()]
@@ -288,3 +291,14 @@ def test_a_draft_layer_is_found_under_either_name() -> None:
         names = hugging_face_names([*stored, *other])
         assert {name for name in names if "mtp" in name} == wanted
         assert "model.layers.42.self_attn.kv_proj.weight" in names
+
+
+def test_output_matrices_are_in_memory_once() -> None:
+    """They are packed, or on a GPU; a copy beside that would be 2.7 GiB of DeepSeek-V4-Flash's."""
+    shape = SharedKv(2, 16, 8, 4, Rope(1e4, 8), 1, 16, 1e-6)
+    turns = torch.zeros(4, 4)
+    weights = SharedKvWeights(turns, turns, torch.zeros(2), torch.zeros(1, 16, 32))
+    heads = CpuOps(_core.WorkerPool([-1]), "scalar").shared_kv(shape, weights)
+    groups = ref(weights.groups)
+    del weights
+    assert heads.weights.groups.nbytes == 0 and groups() is None
