@@ -108,6 +108,7 @@ struct Attention : Rows<Isa> {
       attend_rows<count>(q + r * padded, k, v, end - begin, padded, scratch, states + r, acc + r * padded);
     };
     int64_t r = 0;
+    static_assert(Isa::kAttentionRows <= kAttentionRows, "callers give scratch for so many rows");
     if constexpr (Isa::kAttentionRows > 1)
       for (; r + Isa::kAttentionRows <= rows; r += Isa::kAttentionRows)
         some(std::integral_constant<int, Isa::kAttentionRows>{}, r);

@@ -357,8 +357,8 @@ class GpuRunner:
             for rows in sorted(self._plan.prompts, reverse=True):
                 self._capture_prompt(rows, self._start)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
-            self._prompts = PromptGraphs(None)
-            _log.warning("prompts are computed kernel by kernel: %s", error)
+            self._prompts, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
+            _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
 
     def _capture_prompt(self, rows: int, start: PassStart | None) -> None:
         if start is None or self._streams.steps is None or not start.replayable():

@@ -15,7 +15,7 @@ from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.gpu_scratch import CODES_PAIRS
+from tandem.config.gpu_scratch import codes_pairs
 from tandem.config.layers import DeltaRule, Layer
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -28,8 +28,8 @@ CONTEXT, PROMPT = 1024, 2048  # tokens, where none are said
 
 DRAM_SHARE = 0.92  # of the reading speed that the CPU's experts reach
 FLOAT_CODES_DRAM_SHARE = 0.79  # likewise, of codes that are small floats: FP8, MXFP4, NVFP4
-CPU_SHARE = {"amx": 0.42}  # of the tier's peak, with many rows; others:
-OTHER_CPU_SHARE = 0.55
+# Of the tier's peak, with many rows; the scalar tier's was never timed. The others: docs/lab/forecasts.md.
+CPU_SHARE = {"scalar": 0.55, "avx2": 0.75, "avx512": 0.75, "avx512_bf16": 0.65, "amx": 0.42}
 # Of the same peak, where attention's own speed was not measured. It is computed in float32; on AMX with AVX-512, whose
 # figure is to be measured: it lies between 0.06 and 0.09. The others: docs/lab/forecasts.md.
 CPU_ATTENTION_SHARE = {"scalar": 0.55, "avx2": 0.42, "avx512": 0.64, "avx512_bf16": 0.31, "amx": 0.075}
@@ -298,7 +298,8 @@ def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
     between = rows * model.moe.router.top_k * share * len(model.moe_layers)
     between *= 4.0 * model.hidden + 6.0 * model.moe.experts.width
     pairs = rows * model.moe.router.top_k / model.moe.router.num_experts
-    if pairs <= CODES_PAIRS and case.expert_bytes <= CODE_BYTES * model.expert_params:
+    most = 0 if case.plan.gpu is None else codes_pairs(case.plan.gpu.capability)
+    if pairs <= most and case.expert_bytes <= CODE_BYTES * model.expert_params:
         read = (used * case.expert_bytes + between / BETWEEN_SHARE) / 1e9
         return read / speeds.gpu_gbps + flops / speeds.gpu_flops * CODES_PRODUCTS
     unpacked = (used * case.expert_bytes + there + there / GROUPED_READ_SHARE + between / BETWEEN_SHARE) / 1e9
@@ -316,7 +317,7 @@ def _experts_on_cpu(case: Case, rows: int) -> float:
 
 
 def _cpu_share(case: Case) -> float:
-    return CPU_SHARE.get(case.plan.tier, OTHER_CPU_SHARE)
+    return CPU_SHARE[case.plan.tier]
 
 
 def _cpu_attention_flops(case: Case) -> float:
