@@ -17,6 +17,7 @@ from tandem.errors import TandemError
 from tandem.server.body import json_response
 from tandem.server.errors import ApiError, as_api_error, body_of
 from tandem.server.guard.connection import Deadline
+from tandem.server.limits import WAITING_SECONDS
 from tandem.server.openai_schema import PromptTokensDetails, Usage
 from tandem.server.state import ServerState
 
@@ -46,6 +47,10 @@ class AnswerWriter(Protocol):
 
     def failed(self, error: ApiError) -> bytes:
         """What ends a stream that has begun, instead of `last`."""
+        ...
+
+    def waiting(self) -> bytes:
+        """What a stream says before there is anything to say. It may be nothing."""
         ...
 
 
@@ -141,6 +146,14 @@ class Generation:
         self._span.add(outputs)
         return outputs
 
+    async def next_within(self, seconds: float) -> list[TokenOutput] | None:
+        """None: nothing came."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.next()
+        except TimeoutError:
+            return None
+
     def close(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
@@ -169,7 +182,9 @@ class Generation:
     async def answer(self, writer: AnswerWriter, stream: bool | None, media_type: str = EVENTS) -> Response:
         """Closes, at once or with the stream. media_type: of a stream. A mistake of the writer is an ApiError, too."""
         if stream:
-            return await self.events(writer.frames, writer.last, writer.failed, media_type)
+            return await self.events(
+                Writing(writer.frames, writer.last, writer.failed, writer.waiting), media_type
+            )
         try:
             await self.run(writer.take)
             return json_response(writer.whole())
@@ -178,20 +193,14 @@ class Generation:
         except Exception as error:
             raise as_api_error(error) from error
 
-    async def events(
-        self,
-        frames: Callable[[list[TokenOutput]], bytes],
-        last: Callable[[], bytes],
-        failed: Failed | None = None,
-        media_type: str = EVENTS,
-    ) -> EventStream:
-        """Waits for the first output, so that a refusal still gets its own HTTP status. `failed`: None: OpenAI's."""
+    async def events(self, writing: Writing, media_type: str = EVENTS) -> EventStream:
+        """Waits a while for the first output, so that most refusals still get their own HTTP status."""
         try:
-            first = await self.next()
+            first = await self.next_within(WAITING_SECONDS)
         except BaseException:
             self.close()
             raise
-        return EventStream(self, first, Writing(frames, last, failed or openai_failure), media_type)
+        return EventStream(self, first, writing, media_type)
 
     def _set_alarm(self, http: Request) -> asyncio.TimerHandle | None:
         """`Gate` ends a request that is late; a stream that has begun must end with an event."""
@@ -203,11 +212,12 @@ class Generation:
 
 class Writing(NamedTuple):
     """`frames(outputs)` gives the bytes of all events of one wake-up (one write), `last()` those of the end, `failed`
-    those of another end."""
+    those of another end, `waiting` those that are sent while there are none."""
 
     frames: Callable[[list[TokenOutput]], bytes]
     last: Callable[[], bytes]
     failed: Failed
+    waiting: Callable[[], bytes]
 
 
 class EventStream(StreamingResponse):
@@ -215,8 +225,9 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(
-        self, generation: Generation, first: list[TokenOutput], writing: Writing, media_type: str
+        self, generation: Generation, first: list[TokenOutput] | None, writing: Writing, media_type: str
     ) -> None:
+        """first: None: it has not come yet."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect events
         super().__init__(iter(()), media_type=media_type, headers=headers)
         self._generation = generation
@@ -232,12 +243,24 @@ class EventStream(StreamingResponse):
             self._generation.close()
 
     async def _send_all(self, send: Send) -> None:
-        data, more = self._part(self._first)
+        data, more = await self._first_part(send)
         while more:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             data, more = await self._next_part()
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _first_part(self, send: Send) -> tuple[bytes, bool]:
+        """A long prompt takes minutes. Clients and proxies that hear nothing would give up."""
+        outputs = self._first
+        while outputs is None:
+            if data := self._writing.waiting():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            try:
+                outputs = await self._generation.next_within(WAITING_SECONDS)
+            except Exception as error:
+                return self._ended_by(error), False
+        return self._part(outputs)
 
     async def _next_part(self) -> tuple[bytes, bool]:
         try:
@@ -265,6 +288,11 @@ def frame(data: bytes, event: str = "") -> bytes:
     """One server-sent event."""
     named = f"event: {event}\n".encode() if event else b""
     return named + b"data: " + data + b"\n\n"
+
+
+def comment() -> bytes:
+    """A server-sent event that clients skip."""
+    return b": waiting\n\n"
 
 
 def openai_failure(error: ApiError) -> bytes:

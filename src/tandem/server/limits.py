@@ -17,6 +17,7 @@ MAX_HEADERS = 128
 HEAD_SECONDS = 20.0  # for the URL and all header lines, also of the first request after connecting
 LINGER_SECONDS = 1.0  # what a refused client still sends is read and thrown away
 MAX_CONNECTIONS = 16_384
+WAITING_SECONDS = 10.0  # until a stream begins without its first token, and until it says again that it waits
 UNREAD_SECONDS = 60.0  # a client that reads nothing of its answer for so long is gone
 MAX_UNREAD_OUTPUTS = 16_384  # of a stream that its client reads too slowly; more for many answers
 MAX_UNREAD_PER_ANSWER = 1_024

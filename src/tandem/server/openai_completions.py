@@ -16,7 +16,17 @@ from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
-from tandem.server.generation import DONE, Answer, Generation, TokenCount, frame, usage_of
+from tandem.server.generation import (
+    DONE,
+    Answer,
+    Generation,
+    TokenCount,
+    Writing,
+    comment,
+    frame,
+    openai_failure,
+    usage_of,
+)
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import CompletionOffsets
 from tandem.server.openai_sampling import (
@@ -52,7 +62,9 @@ async def complete(state: ServerState, http: Request) -> Response:
         generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
         writer = _CompletionWriter(state, body, prompts, completion_id)
         if body.stream:
-            response: Response = await generation.events(writer.frames, writer.last)
+            response: Response = await generation.events(
+                Writing(writer.frames, writer.last, openai_failure, comment)
+            )
         else:
             response = json_response(writer.whole(await generation.collect()))
     return name_ignored(response, ignored)

@@ -16,7 +16,7 @@ from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field, grammar_of
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as, refuse_misspelt
-from tandem.server.generation import DONE, Answer, Generation, frame
+from tandem.server.generation import DONE, Answer, Generation, Writing, comment, frame, openai_failure
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
 from tandem.server.openai_sampling import NARROWING, dry_breakers, logit_bias, new_id, stop_strings
@@ -51,7 +51,7 @@ async def generate(state: ServerState, http: Request) -> Response:
         generation = Generation(state, http, [ask.request for ask in asks], name)
         writer = _Writer(state, body, asks, generation, batched)
         if body.stream:
-            response: Response = await generation.events(writer.frames, lambda: DONE)
+            response: Response = await generation.events(Writing(writer.frames, lambda: DONE, openai_failure, comment))
         else:
             response = json_response(writer.whole(await generation.collect()))
     return name_ignored(response, ignored)

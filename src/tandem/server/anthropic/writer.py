@@ -24,6 +24,7 @@ PING_SECONDS = 5.0  # without an event, while a call is written that is not show
 SIGNATURE = "dGFuZGVt"  # of all thinking: clients send it back, and want it not to be empty
 
 Event = dict[str, Any]
+_PING: Event = {"type": "ping"}
 
 
 class MessageWriter:
@@ -54,9 +55,9 @@ class MessageWriter:
         now = time.monotonic()
         if not self._begun:
             self._begun = True
-            events = [self._start(), {"type": "ping"}, *events]
+            events = [self._start(), _PING, *events]
         elif not events and now - self._sent_at > PING_SECONDS:
-            events = [{"type": "ping"}]
+            events = [_PING]
         if events:
             self._sent_at = now
         return b"".join(map(_frame, events))
@@ -72,6 +73,9 @@ class MessageWriter:
 
     def failed(self, error: ApiError) -> bytes:
         return frame(error_body(error), "error")
+
+    def waiting(self) -> bytes:
+        return _frame(_PING)
 
     def _start(self) -> Event:
         empty = Message(self._id, self._model, [], None, None, self._usage())

@@ -42,6 +42,9 @@ class OllamaWriter:
     def failed(self, error: ApiError) -> bytes:
         return error_body(error) + b"\n"
 
+    def waiting(self) -> bytes:
+        return self._line(self._chunk([]))
+
     def take(self, outputs: list[TokenOutput]) -> None:
         self._events += self._new(outputs)
 

@@ -14,6 +14,7 @@ from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
 from tandem.server.chat.one_answer import OneAnswer
 from tandem.server.errors import ApiError, naming
 from tandem.server.generation import frame
+from tandem.server.limits import WAITING_SECONDS
 from tandem.server.responses.items import Event, Items
 from tandem.server.responses.schema import (
     CachedTokens,
@@ -43,6 +44,7 @@ class ResponseWriter:
         self._finished = finished
         self._items = Items(offer)
         self._number = 0
+        self._sent_at = time.monotonic()
 
     # --- whole
 
@@ -65,7 +67,18 @@ class ResponseWriter:
 
     def frames(self, outputs: list[TokenOutput]) -> bytes:
         events = self.take(outputs)
-        return self._begin() + b"".join(map(self._frame, events))
+        now = time.monotonic()
+        if not events and now - self._sent_at > WAITING_SECONDS:
+            return self.waiting()
+        data = self._begin() + b"".join(map(self._frame, events))
+        if data:
+            self._sent_at = now
+        return data
+
+    def waiting(self) -> bytes:
+        """A comment is no event, and some clients count events only. A call is not shown before it is complete."""
+        self._sent_at = time.monotonic()
+        return self._begin() or self._frame(self._of_response("in_progress", self._response))
 
     def last(self) -> bytes:
         response = self.whole()

@@ -34,7 +34,7 @@ from tandem.server.chat.openai.schema import (
 )
 from tandem.server.chat.settled import ChatAnswer, whole_answer
 from tandem.server.errors import ApiError
-from tandem.server.generation import DONE, Answer, TokenCount, frame, openai_failure, usage_of
+from tandem.server.generation import DONE, Answer, TokenCount, comment, frame, openai_failure, usage_of
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openai_sampling import wants_all_usage, wants_usage
 from tandem.server.openai_schema import CompletionTokensDetails, Usage
@@ -164,6 +164,9 @@ class ChatWriter:
 
     def failed(self, error: ApiError) -> bytes:
         return openai_failure(error)
+
+    def waiting(self) -> bytes:
+        return comment()
 
 
 def _call(index: int, delta: ToolCallDelta) -> ChatChunkChoice:
