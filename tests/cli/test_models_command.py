@@ -55,7 +55,7 @@ def test_whoever_does_not_run_packed_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_moe", "axk1", "gemma4_text", "qwen3_vl_moe", "glm4v_moe", "jamba", "nemotron_h"]
+    "model_type", ["qwen3_moe", "axk1", "gemma4_text", "qwen3_vl_moe", "glm4v_moe", "jamba", "nemotron_h", "jetmoe"]
 )
 def test_types_run_as_the_table_says(script, model_type) -> None:
     assert script.tried(model_type) == TABLE.row(model_type)
@@ -84,8 +84,8 @@ def test_all_types_are_printed() -> None:
 
 def test_one_type_is_explained() -> None:
     assert told("qwen3_moe") == ("qwen3_moe: native, Tandem's own code, on the CPU or beside a GPU\n", 0)
-    text, code = told("nemotron_h")
-    assert code == 1 and "refused, does not run: " in text and "without a gate" in text
+    text, code = told("jetmoe")
+    assert code == 1 and "refused, does not run: " in text and "registry of experts" in text
     entry = json.loads(told("jamba", "--json")[0])
     assert entry["how"] == "alone" and "states of their own" in entry["why"]
 

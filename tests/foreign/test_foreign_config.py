@@ -114,10 +114,23 @@ def test_activations_are_known_by_their_numbers(formula, activation, concatenate
     assert activation_of(Gate(formula, concatenated)) == activation
 
 
+def test_experts_without_a_gate_are_known_by_their_numbers():
+    class Ungated:
+        has_gate = False
+
+        def __init__(self, formula):
+            self.act_fn = formula
+
+    assert activation_of(Ungated(lambda up: torch.relu(up).square())) == Activation("relu2")
+    assert activation_of(Ungated(torch.nn.functional.gelu)) is None
+    assert activation_of(Ungated(None)) is None
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "why"),
     [
         ("gpt2", {}, "not in Transformers' registry of experts"),
+        ("nemotron_h", ALONE["nemotron_h"] | {"moe_intermediate_size": 20}, "without a gate have a width of whole 32s"),
         ("flex_olmo", {"hidden_act": "relu"}, "its activation is none of those that are known"),
         ("no_such_model", {}, "has no 'no_such_model' either"),
     ],

@@ -26,7 +26,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "gemma4": ("Gemma-4-26B-A4B",),
     "glm4_moe": ("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "GLM-4.7"),
     "glm4_moe_lite": ("GLM-4.7-Flash",),
-    "glm4v_moe": ("GLM-4.5V",),
+    "glm4v_moe": ("GLM-4.5V", "GLM-4.6V"),
     "glm5_next": ("GLM-5.3-Flash",),
     "glm_moe_dsa": ("GLM-5", "GLM-5.1", "GLM-5.2", "GLM-5.3"),
     "gpt_oss": ("gpt-oss-20b", "gpt-oss-120b"),
@@ -54,8 +54,11 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "qwen2_moe": ("Qwen2-57B-A14B", "Qwen1.5-MoE-A2.7B"),
     "qwen3_5_moe": ("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B"),
     "qwen3_moe": ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-30B-A3B", "Qwen3-Coder-480B-A35B"),
+    "qwen3_omni_moe": ("Qwen3-Omni-30B-A3B",),
     "qwen3_next": ("Qwen3-Next-80B-A3B", "Qwen3-Coder-Next"),
     "qwen3_vl_moe": ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"),
+    "solar_open": ("Solar-Open-100B",),
+    "step3p5": ("Step-3.5-Flash",),
     "step3p7": ("Step-3.7-Flash",),
 }
 """By model type, names under which such models are published."""

@@ -104,6 +104,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         moe_router_scaling_factor=1.7, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         swiglu_limits=[0.0, 0.0, 0.1, 0.05], swiglu_limits_shared=[0.05, 0.0, 0.0, 0.1],
         rope_theta=[5000.0, 300.0] * 2, partial_rotary_factors=[0.5, 1.0] * 2),
+    "nemotron_h": settings(moe_intermediate_size=32),
     "muse_spark": settings(moe_hidden_size=24),
     "zaya": settings(num_experts_per_tok=1),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from tandem.config.model_config import ForeignCode, ModelConfig
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
 
+UNGATED = 32  # rows that kernels take together, half of them for either part of what they know as gate and up
 LONGEST = 1 << 17  # tokens, where a configuration names no limit
 NORM = Norm(1e-6)  # whose numbers nobody asks: Transformers' modules have their own
 
@@ -117,12 +118,12 @@ def _top_k(part: Any) -> int:
 
 def _shape(name: str, module: Any) -> tuple[int, int, int]:
     """Experts, their width, and the size of the rows that they read."""
-    if not module.has_gate:
-        raise ConfigError(f"{name}: experts without a gate are not supported")
     if module.has_bias:
         raise ConfigError(f"{name}: experts with biases are not supported")
     count, first, second = module.down_proj.shape
     hidden, width = (second, first) if module.is_transposed else (first, second)
+    if not module.has_gate and width % UNGATED:
+        raise ConfigError(f"{name}: experts without a gate have a width of whole {UNGATED}s, not of {width}")
     return count, width, hidden
 
 

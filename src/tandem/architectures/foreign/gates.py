@@ -19,9 +19,9 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 
 
 def activation_of(module: Any) -> Activation | None:
-    """What becomes of gate and up; None: of no known kind."""
+    """What becomes of gate and up, or of up where there is no gate; None: of no known kind."""
     if not module.has_gate:
-        return None
+        return _of_up(module)
     gate, up = (each.flatten() for each in torch.meshgrid(_values(), _values(), indexing="ij"))
     try:
         got = _asked(module, gate, up)
@@ -32,6 +32,17 @@ def activation_of(module: Any) -> Activation | None:
         if bool((got - wanted).abs().max() <= CLOSE * wanted.abs().max()):
             return activation
     return None
+
+
+def _of_up(module: Any) -> Activation | None:
+    """max(up, 0) squared, if it is that."""
+    try:
+        with torch.no_grad():
+            got: Tensor = module.act_fn(_values())
+    except Exception:  # whatever it has in that place
+        return None
+    close = torch.allclose(got, F.relu(_values()).square(), rtol=CLOSE, atol=CLOSE)
+    return Activation("relu2") if close else None
 
 
 def _values() -> Tensor:

@@ -16,8 +16,9 @@ from tandem.kernels.ops import Routing, Tally
 from tandem.kernels.routing import count_choices
 from tandem.models.foreign.names import Source, module_of
 from tandem.models.foreign.stored import StoredTensors
+from tandem.models.names import ungated
 
-BOTH, DOWN = "gate_up_proj", "down_proj"
+BOTH, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
 class LayerExperts:
@@ -55,13 +56,16 @@ class ExpertReader:
     def __init__(self, model: Any, name: str, module: Any, stored: StoredTensors) -> None:
         """name: of the module."""
         self._model, self._module, self._checkpoint = model, module, stored.checkpoint
-        self._names = {part: f"{name}.{part}" for part in (BOTH, DOWN)}
+        self._first = BOTH if module.has_gate else UP
+        self._names = {part: f"{name}.{part}" for part in (self._first, DOWN)}
         self._sources = {part: _need(stored, full) for part, full in self._names.items()}
         self._shapes = {part: tuple(stored.targets[full].shape) for part, full in self._names.items()}
 
     def __call__(self, expert: int) -> ExpertMatrices:
         """gate and up [width, hidden], down [hidden, width]."""
-        both, down = self._matrices(BOTH, expert), self._matrices(DOWN, expert)
+        both, down = self._matrices(self._first, expert), self._matrices(DOWN, expert)
+        if self._first == UP:
+            return ungated(both[0], down[0])
         if len(both) == 2:
             return both[0], both[1], down[0]
         return *self._cut(both[0]), down[0]
@@ -109,7 +113,7 @@ class ExpertReader:
             return weight
         if isinstance(weight, WeightCodes):
             raise CheckpointError(
-                f"{self._names[BOTH]}: transposed experts that are stored as codes cannot be read"
+                f"{self._names[self._first]}: transposed experts that are stored as codes cannot be read"
             )
         return weight.T
 
