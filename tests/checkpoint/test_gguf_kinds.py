@@ -17,7 +17,7 @@ from tandem.checkpoint import load_model_config
 from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 
-VARIANTS = ("gemma4_text", "gemma4_text-plain", "gemma4_text-dense", "mimo_v2_flash")
+VARIANTS = ("gemma4_text", "gemma4_text-plain", "gemma4_text-dense", "mimo_v2_flash", "hy_v3", "hy_v3-bias")
 
 
 def same(file: Path, source: Path) -> None:

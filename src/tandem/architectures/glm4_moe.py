@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7, the text of GLM-4.5V and 4.6V, Solar Open: sigmoid router with a selection bias, ungated shared
+"""GLM-4.5 to 4.7, the text of GLM-4.5V and 4.6V, Solar Open, Ling 2.0: sigmoid router with a selection bias, ungated shared
 expert, first layers dense."""
 
 from __future__ import annotations
@@ -32,6 +32,25 @@ def solar(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return _model(keys, generation, bias, False, dense=0, turning=1.0)
 
 
+def ling(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
+    """Ling-flash-2.0, Ling-1T and Ring: GLM's parts under other names; q, k and v are one matrix."""
+    for key, value in LING.items():
+        keys.only(key, value, "as in every Ling 2.0")
+    for key in ("rotary_dim", "router_dtype", "embedding_dropout", "output_dropout"):
+        keys.get(key)
+    width, shared = keys.size("moe_intermediate_size", 1024), keys.get("num_shared_experts")
+    keys.only("moe_shared_expert_intermediate_size", width, "a shared expert is as wide as a routed one")
+    said = {"n_routed_experts": keys.get("num_experts"), "n_shared_experts": shared}
+    found = keys.overlaid({key: value for key, value in said.items() if value is not None})
+    return _model(found, generation, keys.optional("use_qkv_bias", False), keys.optional("use_qk_norm", True))
+
+
+LING = {
+    "use_bias": False, "use_rmsnorm": True, "moe_router_enable_expert_bias": True, "score_function": "sigmoid",
+    "norm_head": False, "norm_softmax": False,
+}  # fmt: skip
+
+
 def _model(
     keys: JsonKeys, generation: JsonKeys, bias: bool, norms: bool, *, dense: int = 1, turning: float = 0.5
 ) -> ModelConfig:
@@ -42,6 +61,17 @@ def _model(
     first = keys.optional("first_k_dense_replace", dense)
     made = model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
     return with_drafts(keys, made)
+
+
+def gguf_ling(keys: GgufKeys) -> dict[str, Any]:
+    experts = ("n_routed_experts", "n_shared_experts", "attention_bias")
+    found = {key: value for key, value in gguf_config(keys).items() if key not in experts}
+    return found | {
+        "model_type": "bailing_moe_v2",
+        "num_experts": keys.need("expert_count"),
+        "num_shared_experts": keys.optional("expert_shared_count", 1),
+        "use_qkv_bias": keys.has_tensor("blk.0.attn_qkv.bias"),
+    }
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
@@ -78,8 +108,11 @@ STEMS = GGUF_DECODER | {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
+LING_STEMS = STEMS | {"attn_qkv": "self_attn.qkv_proj", "ffn_norm": "post_attention_layernorm"}
+
 FAMILIES = (
     Family(("glm4_moe",), config, (NAMES,), Gguf("glm4moe", gguf_config, STEMS)),
     Family(("glm4v_moe",), vision, (NAMES,)),
     Family(("solar_open",), solar, (NAMES,)),
+    Family(("bailing_moe_v2",), ling, (NAMES,), Gguf("bailingmoe2", gguf_ling, LING_STEMS)),
 )

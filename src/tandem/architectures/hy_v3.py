@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from tandem.architectures.family import Family
-from tandem.architectures.names import Names
+from typing import Any
+
+from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.glm4_moe import SIGMOID
+from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layers_after_dense, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
@@ -25,4 +28,29 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     return model(keys, generation, lambda _: attention, experts, layers_after_dense(keys, 1))
 
 
-FAMILY = Family(("hy_v3",), config, (NAMES, IN_MEMORY))
+def gguf_config(keys: GgufKeys) -> dict[str, Any]:
+    if keys.optional("expert_gating_func", SIGMOID) != SIGMOID:
+        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    layers = range(keys.need("block_count") - keys.optional("nextn_predict_layers", 0))
+    sparse = [keys.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in layers]
+    return {
+        "model_type": "hy_v3",
+        "attention_bias": keys.has_bias,
+        "num_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "num_shared_experts": keys.rows("ffn_gate_shexp.weight") // keys.expert_width,
+        "moe_intermediate_size": keys.expert_width,
+        "mlp_layer_types": ["sparse" if each else "dense" for each in sparse],
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "router_scaling_factor": keys.number("expert_weights_scale", 1.0),
+    }
+
+
+STEMS = GGUF_DECODER | {
+    "exp_probs_b": IN_MEMORY.router_bias,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+FAMILY = Family(("hy_v3",), config, (NAMES, IN_MEMORY), Gguf("hy_v3", gguf_config, STEMS))

@@ -15,6 +15,7 @@ How = Literal["native", "paged", "alone", "refused"]
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "afmoe": ("Trinity-Mini", "Trinity-Nano"),
     "bailing_hybrid": ("Ling-3.0",),
+    "bailing_moe_v2": ("Ling-flash-2.0", "Ring-flash-2.0", "Ling-1T", "Ring-1T"),
     "cohere2_moe": ("Command-A-Plus",),
     "deepseek_v2": ("DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-Coder-V2"),
     "deepseek_v3": ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1"),

@@ -34,13 +34,20 @@ _SHARED_KEYS = {
 }  # fmt: skip
 _INDEX = {"indexer.compressor": "compressor.indexer", "indexer": "compressor.indexer"}
 _STREAMS = re.compile(r"hc_(attn|ffn)_(fn|base|scale)")
-_HUB = {
-    ".self_attn.attention_sink_bias": ".self_attn.sinks", ".moe.gate.": ".mlp.gate.",
-    ".moe.router_bias": ".mlp.gate.e_score_correction_bias", ".share_expert.": ".mlp.shared_experts.",
-    ".moe.gate_proj.": ".mlp.experts.gate_proj.", ".moe.up_proj.": ".mlp.experts.up_proj.",
-    ".moe.down_proj.": ".mlp.experts.down_proj.",
+_SINKS = {".self_attn.attention_sink_bias": ".self_attn.sinks"}
+_STEP = {
+    ".moe.gate.": ".mlp.gate.", ".moe.router_bias": ".mlp.gate.e_score_correction_bias",
+    ".share_expert.": ".mlp.shared_experts.", ".moe.gate_proj.": ".mlp.experts.gate_proj.",
+    ".moe.up_proj.": ".mlp.experts.up_proj.", ".moe.down_proj.": ".mlp.experts.down_proj.",
+}  # fmt: skip
+_LING = {
+    "model.word_embeddings.": "model.embed_tokens.", ".attention.query_key_value.": ".self_attn.qkv_proj.",
+    ".attention.dense.": ".self_attn.o_proj.", ".attention.query_layernorm.": ".self_attn.q_norm.",
+    ".attention.key_layernorm.": ".self_attn.k_norm.", ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
 }  # fmt: skip
 """Pieces of names on the hub, and in Transformers."""
+_LINGS_OTHER = (".attention.g_", ".kv_a_proj_with_mqa.")
+"""Of relatives that Transformers' own code runs, which knows their names."""
 _NESTED = ("language_model.model.", "model.language_model.", "language_model.", "thinker.")
 
 
@@ -60,15 +67,26 @@ def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
     if any(_DEEPSEEK_LAYER.match(name) for name in names):
         latent = any(".attn.wq_a." in name for name in names)
         return lambda name: _from_deepseek(name, latent)
+    pieces = _pieces(names)
     if "model.embed_tokens.weight" not in names:
         for prefix in _NESTED:
             if f"{prefix}embed_tokens.weight" in names or f"{prefix}model.embed_tokens.weight" in names:
-                return lambda name: _from_hub(_unnested(name, prefix))
-    return _from_hub
+                return lambda name: _with_pieces(_unnested(name, prefix), pieces)
+    return lambda name: _with_pieces(name, pieces)
 
 
-def _from_hub(name: str) -> str:
-    for theirs, ours in _HUB.items():
+def _pieces(names: tuple[str, ...]) -> dict[str, str]:
+    """What is called otherwise in these names."""
+    if any(".share_expert." in name for name in names):
+        return _SINKS | _STEP
+    fused = any(".attention.query_key_value." in name for name in names)
+    if fused and not any(other in name for name in names for other in _LINGS_OTHER):
+        return _SINKS | _LING
+    return _SINKS
+
+
+def _with_pieces(name: str, pieces: dict[str, str]) -> str:
+    for theirs, ours in pieces.items():
         name = name.replace(theirs, ours)
     return name
 

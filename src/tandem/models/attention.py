@@ -24,6 +24,8 @@ class Attention:
         if values.from_keys:
             del rows["v"]
         modules, sizes = [f"{name}.{each}_proj" for each in rows], list(rows.values())
+        if b.checkpoint.has_matrix(f"{name}.qkv_proj"):
+            modules, sizes = [f"{name}.qkv_proj"], [sum(sizes)]
         self.qkv = b.linear(modules, sizes, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
         self.head_gate = (
             b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate != "none" else None

@@ -25,11 +25,11 @@ OWN_EXPERTS = (
 
 TEXT_OF = {
     "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4", "qwen3_omni_moe": "qwen3_moe",
-    "step3p5": "step3p7",
+    "step3p5": "step3p7", "bailing_moe_v2": "glm4_moe",
 }  # fmt: skip
 """Types of the hub whose text is another's."""
 
-PARTS_OF = {"kimi_k2": (), "step3p5": (), "qwen3_omni_moe": ("thinker_config", "text_config")}
+PARTS_OF = {"kimi_k2": (), "bailing_moe_v2": (), "step3p5": (), "qwen3_omni_moe": ("thinker_config", "text_config")}
 """Where those have the keys of their text, unless in `text_config`."""
 
 SMALL = settings(

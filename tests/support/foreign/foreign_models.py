@@ -44,9 +44,10 @@ ALONE: dict[str, dict[str, object]] = {
     "granitemoehybrid": settings(num_local_experts=6, shared_intermediate_size=28, mamba_n_heads=6, mamba_d_head=16,
                                  mamba_d_state=8, mamba_expand=2, mamba_n_groups=1,
                                  layer_types=["mamba", "attention", "mamba"]),
-    "nemotron_h": settings(n_routed_experts=6, moe_intermediate_size=32, num_experts_per_tok=2,
-                           moe_shared_expert_intermediate_size=28, num_hidden_layers=4, ssm_state_size=8, mamba_num_heads=6, mamba_head_dim=16, n_groups=1,
-                           chunk_size=8, layers_block_type=["linear_attention", "moe", "full_attention", "moe"]),
+    "nemotron_h": settings(n_routed_experts=6, moe_intermediate_size=32, num_experts_per_tok=2, num_hidden_layers=4,
+                           moe_shared_expert_intermediate_size=28, ssm_state_size=8, mamba_num_heads=6, n_groups=1,
+                           mamba_head_dim=16, chunk_size=8,
+                           layers_block_type=["linear_attention", "moe", "full_attention", "moe"]),
     "minimax": settings(num_local_experts=6, block_size=8,
                         layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }  # fmt: skip

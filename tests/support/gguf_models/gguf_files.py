@@ -29,9 +29,11 @@ ARCHITECTURES = {
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4, "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2, "mistral4": gguf.MODEL_ARCH.MISTRAL4,
-    "step3p5": gguf.MODEL_ARCH.STEP35,
+    "step3p5": gguf.MODEL_ARCH.STEP35, "hy_v3": gguf.MODEL_ARCH.DOTS1,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
+NEWER = {"hy_v3": "hy_v3"}
+"""Architectures that the installed package does not have, whose tensors are called as another's."""
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
 Kind = gguf.GGMLQuantizationType
@@ -54,7 +56,7 @@ def write_gguf(
     divided kv_b, and Qwen3-Next before it divided what delta nets project."""
     config = json.loads((source / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = gguf.GGUFWriter(path, NEWER.get(config["model_type"], gguf.MODEL_ARCH_NAMES[architecture]))
     if config["model_type"] in gguf_kinds.CONFIGS:
         gguf_kinds.CONFIGS[config["model_type"]](writer, config)
     elif architecture in (gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GLM_DSA, gguf.MODEL_ARCH.MISTRAL4):

@@ -14,7 +14,9 @@ SPECIAL = {
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight", "self_attn.sinks": "attn_sinks.weight",
     "self_attn.attention_sink_bias": "attn_sinks.weight",
-    "moe.router_bias": "exp_probs_b.bias",
+    "moe.router_bias": "exp_probs_b.bias", "expert_bias": "exp_probs_b.bias", "router.gate.weight": "ffn_gate_inp.weight",
+    "shared_mlp.gate_proj.weight": "ffn_gate_shexp.weight", "shared_mlp.up_proj.weight": "ffn_up_shexp.weight",
+    "shared_mlp.down_proj.weight": "ffn_down_shexp.weight",
     "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
 }  # fmt: skip
 
@@ -33,7 +35,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], heads: list[int] 
     writer.add_head_count(heads or config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_sliding_window(config["sliding_window"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
 
 
 def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -108,6 +111,21 @@ def add_step35(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_swiglu_clamp_shexp(config["swiglu_limits_shared"])
 
 
+def add_hy3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config["router_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 CONFIGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2, "step3p5": add_step35,
+    "hy_v3": add_hy3,
 }  # fmt: skip
