@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7, the text of GLM-4.5V and 4.6V, Solar Open, Ling 2.0: sigmoid router with a selection bias, ungated shared
-expert, first layers dense."""
+"""GLM-4.5 to 4.7, the text of GLM-4.5V and 4.6V, Solar Open, Ling 2.0: sigmoid router with a selection bias, ungated
+shared expert, first layers dense."""
 
 from __future__ import annotations
 
