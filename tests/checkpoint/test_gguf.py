@@ -264,7 +264,7 @@ SIZES = {
     [
         (
             {"architecture": "rwkv7"},
-            "architecture 'rwkv7' is not supported; these are: deepseek2, deepseek4, dots1, ernie4_5-moe, gemma4",
+            "architecture 'rwkv7' is not supported; these are: bailingmoe2, deepseek2, deepseek4, dots1, ernie4_5-moe",
         ),
         ({}, "lacks llama.attention.head_count: convert"),
         (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),
