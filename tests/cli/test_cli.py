@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from tandem import __version__
 from tandem.cli.app import app, run
+from tandem.cli.serve import tell_at_once
 from tandem.config.engine_config import FLAGS
 
 COMMANDS = ["serve", "plan", "chat", "convert", "version", "doctor", "demo", "model", "quality", "bench"]
@@ -64,6 +65,14 @@ def test_serve_help_all_shows_every_flag() -> None:
     shown = kt("serve", "--help-all").stdout
     assert [f.spellings[0] for f in FLAGS if f.spellings[0] not in shown] == []
     assert "Not available yet" in shown
+
+
+def test_a_terminal_is_told_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tell_at_once("starting demo …")
+    assert capsys.readouterr().err == ""  # a log needs no such line
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    tell_at_once("starting demo …")
+    assert capsys.readouterr().err == "starting demo …\n"
 
 
 def test_version_is_a_flag_too() -> None:

@@ -58,6 +58,9 @@ def plan(
 
     Example: kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB
     """
+    from tandem.cli.serve import tell_at_once
+
+    tell_at_once("looking at the model and this machine …")
     from tandem.cli.plan_text import show
     from tandem.config.forecast.advice import Question
     from tandem.config.forecast.compare import compare as compared

@@ -24,7 +24,7 @@ ROUNDING_BYTES = 1 << 20  # the KV cache is whole pages
 
 def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     console = Console()
-    _say(console, f"{report.model} on {report.machine}", "dim")
+    _say(console, f"{report.model} with {report.machine}", "dim")
     _say(
         console,
         f"It fits.{_in_short(report)}" if report.fits else "It does not run there:",

@@ -44,6 +44,7 @@ def serve(context: typer.Context) -> None:
         return show_help(everything="--help-all" in argv)
     asked = {"--plan-only", "--force"} & set(argv)
     config = possible_config([word for word in argv if word not in asked])
+    tell_at_once(f"{'planning' if '--plan-only' in asked else 'starting'} {config.model} …")
     if "--plan-only" in asked:
         from tandem.engine.start.planning import plan_of
 
@@ -52,11 +53,15 @@ def serve(context: typer.Context) -> None:
         prepare_in_a_child(argv)
     for notice in config.notices():
         print(f"note: {notice}", file=sys.stderr)
-    if sys.stderr.isatty():  # until the plan is there nothing else is shown, for seconds on a busy machine
-        print(f"starting {config.model} …", file=sys.stderr)
     from tandem.server.launch import serve as run_server
 
     raise typer.Exit(run_server(config))
+
+
+def tell_at_once(text: str) -> None:
+    """On a terminal: until torch is imported nothing else is shown, for seconds on a busy machine."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def all_is_here(config: EngineConfig) -> bool:
