@@ -235,6 +235,27 @@ def test_recommended_sampling_is_read(tmp_path):
     assert read_generation(tmp_path / "m.gguf") == {"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|return|>", "a", "<|end|>", "<|call|>"], [0, 3]),  # gpt-oss: an answer is several messages
+        (["a", "<|end|>", "<|user|>"], [1, 2]),
+        (["<eos>", "<|turn>", "<turn|>", "<|tool_response>", "<|tool_call>"], [0, 2, 3]),  # Gemma 4
+        (["a", "[EOS]", "[EOT]", "<|im_end|>"], [1, 2, 3]),  # Kimi-K2
+    ],
+)  # fmt: skip
+def test_tokens_that_end_an_answer(tmp_path, tokens, ends):
+    """Those that a converter shows as text end it, too."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_token_list(tokens)
+    shown = gguf.TokenType.USER_DEFINED
+    kinds = {"a": gguf.TokenType.NORMAL, "<|tool_response>": shown, "<|tool_call>": shown}
+    writer.add_token_types([kinds.get(token, gguf.TokenType.CONTROL) for token in tokens])
+    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    finish(writer, tmp_path / "m.gguf")
+    assert read_generation(tmp_path / "m.gguf") == {"eos_token_id": ends}
+
+
 # -- what cannot be read ---
 
 

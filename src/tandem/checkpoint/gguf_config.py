@@ -20,9 +20,12 @@ SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": 
 # Tokens that end an answer whatever else does, where a vocabulary has them; a file names only one or two of them.
 END_TOKENS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>",
-    "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>", "</s>",
+    "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<turn|>", "<|tool_response>", "[EOT]",
+    "[EOS]", "<|return|>", "<|call|>", "<|role_end|>",
 )  # fmt: skip
-CONTROL = 3  # of token_type
+CONTINUES = {"<|end|>": "<|return|>"}
+"""Tokens that end a message, where an answer has several: in vocabularies with the second one (gpt-oss)."""
+CONTROL, USER_DEFINED = 3, 4  # of token_type
 
 Config = dict[str, Any]
 
@@ -157,11 +160,13 @@ def end_ids(model: GGUFModel) -> list[int]:
     named = [model.optional(f"tokenizer.ggml.{key}_token_id", -1) for key in ("eos", "eot", "eom")]
     tokens = model.array("tokenizer.ggml.tokens", str)
     kinds = model.array("tokenizer.ggml.token_type", int)
-    known = [
-        i
+    special = {
+        token: i
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == CONTROL and token in END_TOKENS
-    ]
+        if kind in (CONTROL, USER_DEFINED)
+    }
+    ends = [token for token in END_TOKENS if CONTINUES.get(token) not in special]
+    known = sorted(special[token] for token in ends if token in special)
     return list(dict.fromkeys(i for i in (*named, *known) if i >= 0))
 
 
