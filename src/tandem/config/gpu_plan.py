@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from tandem.config.attention_backend import why_unread
 from tandem.config.choices.deterministic import depends_on_others
+from tandem.config.choices.left_to_ram import asked_experts, check_ram, expert_bytes
 from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
@@ -25,11 +26,9 @@ from tandem.config.gpu_scratch import (
     ring_of,
 )
 from tandem.config.gpus import Gpu, is_new_enough, too_old
-from tandem.config.host_memory import HostShare, host_memory
 from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
 from tandem.config.memory import (
-    DEFAULT_FRACTION,
     GPU_PREFILL_TOKENS,
     LEAST_CONTEXT,
     ROPE_WORDS,
@@ -142,17 +141,6 @@ def needs_gpu(config: EngineConfig) -> str:
     return next((flag for flag, wish in wishes.items() if wish), "")
 
 
-def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tuple[bool, str]:
-    """Whether experts move while serving, and why (not)."""
-    if not config.kt_enable_dynamic_expert_update:
-        return False, "--kt-enable-dynamic-expert-update is not given"
-    if on_gpu == 0:
-        return False, "no expert is on the GPU, so there is no slot to move into"
-    if on_gpu >= model.routed_experts:
-        return False, "every expert is on the GPU already"
-    return True, "--kt-enable-dynamic-expert-update"
-
-
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
     """Why no expert can be on the GPU; "" where they can."""
     if expert_format == STORED and stored.experts.not_on_gpu:
@@ -238,10 +226,18 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
     tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
     if tokens < context:
         context, context_reason = tokens, _shortened(request, context, tokens) + way_out
-    _check_ram(request, asked, bool(drafts))
+    check_ram(request, asked, bool(drafts), lambda other: _fits(other, gpu, ring))
     weights = dense + asked * expert_bytes(request) + drafts
     memory = MemoryPlan(weights, budget, context, tokens, context_reason, kv_reason)
     return GpuMemory(asked, expert_reason, memory, draft_experts=bool(drafts))
+
+
+def _fits(request: MemoryRequest, gpu: Gpu, ring: int) -> bool:
+    try:
+        _sized(request, gpu, ring)
+    except ConfigError:
+        return False
+    return True
 
 
 def _draft_bytes(request: MemoryRequest, room: int) -> int:
@@ -306,21 +302,6 @@ def _scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> 
     return max((mixer_scratch_bytes(each, hyper, hidden, size) for each in kinds), default=0)
 
 
-def expert_bytes(request: MemoryRequest) -> int:
-    """Of one routed expert, as packed."""
-    return request.model.expert_bytes(request.expert_format, request.stored.experts)
-
-
-def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str]:
-    """How many (layer, expert) pairs the flags put on the GPU; None: they do not say."""
-    everyone = model.routed_experts
-    if config.kt_gpu_experts_ratio is not None:
-        return round(config.kt_gpu_experts_ratio * everyone), "--kt-gpu-experts-ratio"
-    if config.kt_num_gpu_experts is not None:
-        return min(everyone, config.kt_num_gpu_experts * len(model.moe_layers)), "--kt-num-gpu-experts"
-    return None, ""
-
-
 def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
     """0 where the GPU cannot have any. Raises ConfigError if it should."""
     asked, reason = asked_experts(request.config, request.model)
@@ -372,28 +353,11 @@ def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
     return f"what the KV cache holds (the model could do {context})"
 
 
-def _check_ram(request: MemoryRequest, on_gpu: int, drafts_there: bool) -> None:
-    """Of experts: what steps need beside them is not known yet, and is within what the fraction leaves."""
-    machine, fraction, model = request.machine, DEFAULT_FRACTION, request.model
-    live, _ = live_placement(request.config, on_gpu, model)
-    there = request.experts_are_there
-    drafts = 0 if drafts_there else draft_experts(model)
-    share = HostShare(on_gpu, expert_bytes(request), 0, 0, (), 0, 0, live, there, drafts=drafts)
-    host = host_memory(model, share)
-    needed = host.experts + host.spare
-    if needed > machine.available_memory * fraction:
-        raise GpuTooSmall(
-            f"the experts that stay in CPU memory take {gib(needed)}, but {gib(machine.available_memory * fraction)} "
-            f"may be used ({fraction:g} of what is free); put more of them on the GPU (--kt-gpu-experts-ratio), or "
-            "take a smaller --kt-method"
-        )
-
-
 def _too_small(gpu: Gpu, budget: int, sizes: tuple[int, int, int], experts: int, per_expert: int) -> str:
     dense, workspace, room = sizes
     most = max(0, room) // per_expert
+    asked = f", {experts} experts {gib(experts * per_expert)}; at most {most} experts fit without a KV cache"
     return (
         f"{gpu.name} is too small: {gib(budget)} may be used, dense weights take {gib(dense)}, workspace "
-        f"{gib(workspace)}, {experts} experts {gib(experts * per_expert)}; at most {most} experts fit "
-        "without a KV cache"
+        f"{gib(workspace)}{asked if experts else '; no KV cache fits beside them'}"
     )

@@ -266,13 +266,14 @@ def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
         f"the model does not fit: its weights {which} take {gib(request.weight_bytes)}, "
         f"{gib(needed)} with workspace and the smallest KV cache; {gib(request.budget_bytes)} may be used "
         f"({request.fraction:g} of the {gib(request.machine.available_memory)} that are free of "
-        f"{gib(request.machine.total_memory)}). {_way_out(request, needed)}"
+        f"{gib(request.machine.total_memory)}). {_way_out(request, least)}"
     )
 
 
-def _way_out(request: MemoryRequest, needed: int) -> str:
-    """What loses nothing comes first."""
-    ways = list(_ways_out(request, needed))
+def _way_out(request: MemoryRequest, least: int) -> str:
+    """What loses nothing comes first. least: tokens of the smallest KV cache; one that was asked for may be larger."""
+    tokens = max(least, request.config.max_total_tokens or 0, request.config.context_length or 0)
+    ways = list(_ways_out(request, request.weight_bytes + request.workspace_bytes + request.kv_bytes(tokens)))
     if ways:
         return "; ".join(ways)
     least = request.bytes_with("int4")

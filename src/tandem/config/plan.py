@@ -10,6 +10,7 @@ from tandem.config.choices.cached import cached_as, cached_notices, cached_text
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferral_notices
 from tandem.config.choices.deterministic import deterministic, tier_reason
+from tandem.config.choices.left_to_ram import expert_bytes
 from tandem.config.choices.on_gpu import on_gpu
 from tandem.config.choices.shared_experts import why_apart
 from tandem.config.choices.threads import plan_threads
@@ -24,7 +25,6 @@ from tandem.config.forecast.ledger import Ledger
 from tandem.config.gpu_plan import (
     GPU_FIELDS,
     GpuPlan,
-    expert_bytes,
     gpu_ledger,
     needs_gpu,
     stream_tokens,

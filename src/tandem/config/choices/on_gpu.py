@@ -7,9 +7,10 @@ from pathlib import Path
 from tandem.config.attention_backend import attention_backend
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferred_experts
+from tandem.config.choices.left_to_ram import live_placement
 from tandem.config.cuda_graphs import captured_sizes, graph_reason
 from tandem.config.engine_config import EngineConfig
-from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, live_placement, size_gpu
+from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, size_gpu
 from tandem.config.gpus import Gpu
 from tandem.config.memory import MemoryPlan, MemoryRequest
 from tandem.config.model_config import draft_experts

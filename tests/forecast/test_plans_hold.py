@@ -1,0 +1,105 @@
+"""Whatever machine and flags: an accepted plan fits into the machine, and what a refusal says would fit does fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from plans import GIB, MODEL, machine
+from tandem.bench.architectures import named_subject
+from tandem.config import EngineConfig, ModelConfig, Plan, StoredFormats, resolve
+from tandem.config.gpus import Gpu
+from tandem.config.machine import Machine
+from tandem.errors import ConfigError
+
+SUBJECTS: dict[str, tuple[ModelConfig, StoredFormats]] = {"small": (MODEL, StoredFormats())} | {
+    name: named_subject(name)
+    for name in ("qwen3-30b-a3b", "qwen3-next-80b", "gpt-oss-120b", "deepseek-v3", "deepseek-v4-flash", "glm-4.5-air")
+}
+HINTS = (  # of a reason: what it says would fit, as a flag of `EngineConfig` and a value
+    (r"--mem-fraction-static (0\.\d+) fits", "mem_fraction_static", float),
+    (r"--kt-method (INT\d) fits", "kt_method", str),  # on the GPU, where there is one
+    (r"Without the GPU: .*--kt-method (INT\d) fits", "kt_method", str),
+    (r"^--max-total-tokens \d+ needs .*give at most (\d+)", "max_total_tokens", int),
+    (r"^--context-length \d+ needs .*the (\d+) tokens that fit; give at most that", "context_length", int),
+    (r"^--context-length \d+ needs .*give at most (\d+)", "context_length", int),
+)
+
+
+def some(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | values
+
+
+FLAGS = st.fixed_dictionaries({
+    "max_total_tokens": some(st.integers(256, 1 << 20)), "context_length": some(st.integers(256, 8192)),
+    "mem_fraction_static": some(st.floats(0.3, 0.95)), "kt_method": some(st.sampled_from(["INT8", "INT4"])),
+    "max_running_requests": some(st.integers(1, 256)), "kt_gpu_experts_ratio": some(st.floats(0.0, 1.0)),
+    "chunked_prefill_size": some(st.sampled_from([-1, 64, 4096, 65536])),
+    "speculative_algorithm": some(st.sampled_from(["NGRAM", "NEXTN"])),
+})  # fmt: skip
+MACHINES = st.tuples(st.lists(st.integers(4, 96), max_size=2), st.integers(2, 1024), st.floats(0.3, 0.99))
+
+
+def made(sizes: tuple[list[int], int, float]) -> Machine:
+    gpus, ram, free = sizes
+    there = [Gpu("a GPU", gib * GIB, int(gib * GIB * free), "", i, "", (9, 0)) for i, gib in enumerate(gpus)]
+    return replace(machine(8), gpus=tuple(there), total_memory=ram * GIB, available_memory=int(ram * GIB * free))
+
+
+def fits(plan: Plan, model: ModelConfig) -> None:
+    for ledger in plan.ledgers:
+        assert all(entry.nbytes > 0 for entry in ledger.entries), ledger
+        assert ledger.total_bytes <= ledger.free_bytes, ledger
+    assert 1 <= plan.max_running_requests <= plan.max_step_tokens
+    assert plan.num_pages * plan.page_size >= min(plan.context_length, model.max_positions) > 0
+    assert plan.gpu is None or 0 <= plan.gpu.experts <= model.routed_experts
+
+
+def hints(reason: str) -> list[dict[str, Any]]:
+    found = ((field, read, re.search(pattern, reason)) for pattern, field, read in HINTS)
+    return [{field: read(match[1])} for field, read, match in found if match is not None]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(sorted(SUBJECTS)), MACHINES, FLAGS)
+def test_plans_fit_and_hints_hold(name: str, sizes: tuple[list[int], int, float], flags: dict[str, Any]) -> None:
+    (model, stored), host = SUBJECTS[name], made(sizes)
+    note(f"{name} {sizes} {flags}")
+    chosen = {flag: value for flag, value in flags.items() if value is not None}
+    if "context_length" in chosen and "max_total_tokens" in chosen:  # less would be refused on every machine
+        chosen["max_total_tokens"] = max(chosen["max_total_tokens"], chosen["context_length"])
+    try:
+        fits(resolve(EngineConfig.from_keywords("m", **chosen), model, host, stored), model)
+    except ConfigError as error:
+        if len(error.reasons) > 1:  # each hint is of one of them
+            return
+        for hint in hints(error.reasons[0]):
+            fits(resolve(EngineConfig.from_keywords("m", **chosen | hint), model, host, stored), model)
+
+
+def refusal(**flags: Any) -> str:
+    """Of GLM-5 beside a GPU that holds its dense layers, in 0.8 of 512 GiB."""
+    host, (model, stored) = made(([80], 512, 0.97)), named_subject("glm-5")
+    with pytest.raises(ConfigError) as error:
+        resolve(EngineConfig.from_keywords("m", **flags), model, host, stored)
+    return str(error.value)
+
+
+def test_a_method_that_fits_beside_the_gpu_alone_is_named() -> None:
+    """Without the GPU even that is too large, which the reason says of it."""
+    beside, _, alone = refusal().partition("Without the GPU")
+    assert "--kt-method INT4 fits (lossy)" in beside and "Even with --kt-method INT4" in alone
+    assert "as many as fit there" in beside and "--kt-gpu-experts-ratio" not in beside
+
+
+def test_a_share_that_keeps_experts_off_the_gpu_is_named() -> None:
+    host = made(([80], 48, 0.97))
+    model, stored = SUBJECTS["qwen3-30b-a3b"]
+    with pytest.raises(ConfigError, match="without --kt-gpu-experts-ratio there are more, and it fits"):
+        resolve(EngineConfig.from_keywords("m", kt_gpu_experts_ratio=0.1), model, host, stored)
+    assert resolve(EngineConfig.from_keywords("m"), model, host, stored).gpu
