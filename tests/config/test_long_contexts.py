@@ -10,10 +10,12 @@ import torch
 from sessions import Session
 from tandem.bench.architectures import named_config
 from tandem.config import ModelConfig
-from tandem.config.gpu_scratch import SHARED_KEY_BYTES, StepSize, shared_kv_scratch_bytes
+from tandem.config.gpu_scratch import SHARED_KEY_BYTES, StepSize, gqa_scratch_bytes, shared_kv_scratch_bytes
+from tandem.config.layers import Gqa
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import rope_bytes
+from tandem.config.rope import Rope
 from tandem.models import builder
 
 LONG = 1 << 20
@@ -78,3 +80,16 @@ def test_matrices_of_streams_are_counted_as_they_are_packed() -> None:
     )
     more = model.dense_bytes("bfloat16") - without.dense_bytes("bfloat16")
     assert more == 2 * len(model.layers) * hyper.matrix_bytes(model.hidden)
+
+
+def test_gathered_keys_of_fp8_are_there_beside_those_of_bfloat16() -> None:
+    """Of a piece of 32,768 tokens, keys or values at a time."""
+    mixer, step = Gqa(32, 4, 128, Rope(1e4, 128)), StepSize(8192, 32768, 1)
+    more = gqa_scratch_bytes(replace(mixer, cached="float8_e4m3fn"), step) - gqa_scratch_bytes(mixer, step)
+    assert more == 32768 * 4 * 128
+
+
+def test_results_of_a_long_step_are_there_twice() -> None:
+    """Pieces of its rows wait for each other and are put together."""
+    mixer, rows = Gqa(32, 4, 128, Rope(1e4, 128)), 1 << 20
+    assert gqa_scratch_bytes(mixer, StepSize(rows, rows, 1)) == 2 * rows * 32 * 128 * 2

@@ -10,6 +10,7 @@ from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.state import DTYPE_BYTES
 
 PARTIAL_BYTES = (
     256 << 20
@@ -95,13 +96,18 @@ def gqa_rows(heads: int, dim: int, value: int) -> int:
 
 def gqa_scratch_bytes(mixer: Gqa, step: StepSize) -> int:
     """Of one layer whose long chunks are computed piece by piece (`kernels/gpu/pieces/`). Two pieces' keys and values:
-    the next is gathered before the last is free."""
+    the next is gathered before the last is free. Those in pages of another dtype are gathered as they are, one kind at
+    a time, and converted. Results of all rows wait to be put together, which takes them twice."""
     if mixer.window or mixer.sinks:
         return 0
     rows = min(step.rows, gqa_rows(mixer.heads, mixer.head_dim, mixer.value_dim)) + 3 * GQA_ROUND
     tokens = max(rows, min(GQA_PIECE, step.context))
     each = mixer.heads * (2 * mixer.head_dim + (2 + 2 + 4) * mixer.value_dim)
-    return rows * each + 2 * 2 * tokens * mixer.kv_heads * (mixer.head_dim + mixer.value_dim)
+    pieces = rows * each + 2 * 2 * tokens * mixer.kv_heads * (mixer.head_dim + mixer.value_dim)
+    if mixer.cached != "act":
+        pieces += DTYPE_BYTES[mixer.cached] * tokens * mixer.kv_heads * mixer.head_dim
+    results = 2 * step.rows * mixer.heads * mixer.value_dim
+    return max(pieces + results, 2 * results)
 
 
 def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
