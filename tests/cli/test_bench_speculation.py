@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 
 from tandem.bench import speculation as bench_speculation
 from tandem.bench.architectures import CONFIGS
+from tandem.bench.told.governed import governed_text
 from tandem.cli.app import app
 from tandem.engine.speculation.nextn import NextN
 
 KEYS = {
     "bench", "config", "algorithm", "acceptance", "overlap", "steps", "governor", "batch", "gpu_share", "tok_s",
-    "plain_tok_s", "ratio", "task", "format", "machine", "commit", "command", "date",
+    "plain_tok_s", "ratio", "widths", "believed_ms", "believed_chances", "task", "format", "machine", "commit",
+    "command", "date",
 }  # fmt: skip
 
 
@@ -39,6 +41,16 @@ def test_a_row_has_both_rates_and_their_ratio(tiny_models, tmp_path: Path, short
     said = (row["bench"], row["task"], row["algorithm"], row["steps"], row["governor"], row["batch"])
     assert said == ("speculation", "copy", "NGRAM", 3, True, 2)
     assert row["tok_s"] > 0 and row["plain_tok_s"] > 0 and row["ratio"] > 0
+    assert len(row["widths"]) == len(row["believed_ms"]) == 4 and sum(row["widths"]) > 4 * 2 * 3
+    assert row["believed_ms"][0] > 0 and all(0 <= chance <= 1 for chance in row["believed_chances"])
+
+
+def test_a_line_says_what_the_governor_chose_and_believed() -> None:
+    row = {"widths": [40, 0, 0, 9], "believed_ms": [20.0, 22.0, 25.0, 28.0], "believed_chances": [0.41, 0.3]}
+    assert governed_text(row) == (
+        "widths chosen 0: 40, 3: 9; believed: a step 20.0 ms, with guesses 1.10, 1.25, 1.40 x; right 0.41, 0.30"
+    )
+    assert governed_text({"widths": [0, 5], "believed_ms": [], "believed_chances": []}) == "widths chosen 1: 5"
 
 
 def test_a_forced_acceptance_is_what_comes_out(tiny_models, tmp_path: Path, short_tasks, monkeypatch) -> None:

@@ -39,7 +39,7 @@ V4 = {
 }  # fmt: skip
 FIGURES = {
     "tok_s", "plain_tok_s", "ratio", "step_ms", "plain_step_ms", "share", "plain_share", "width", "right",
-    "cpu_experts", "plain_cpu_experts",
+    "cpu_experts", "plain_cpu_experts", "widths", "believed_ms", "believed_chances",
 }  # fmt: skip
 SAID = {
     "bench", "config", "layers", "format", "dense", "algorithm", "acceptance", "overlap", "steps", "governor", "batch",
@@ -58,6 +58,7 @@ def rows(tmp_path: Path, line: str) -> list[dict[str, Any]]:
     common = "bench decode --speculative NGRAM --threads 1 --repeats 1 --context 40 --speculative-num-steps 3"
     done = CliRunner().invoke(app, [*common.split(), *line.split(), "--out", str(out)])
     assert done.exit_code == 0, done.output
+    assert ": weights\n" in done.stderr and "first steps without guesses\n" in done.stderr
     return json.loads(out.read_text())
 
 

@@ -204,6 +204,17 @@ def test_good_guesses_gain_nearly_what_the_best_width_does(acceptance: float, sl
     assert gain >= 0.93 * best
 
 
+def test_it_says_what_it_believes() -> None:
+    """Of steps like the last, and of guesses so far."""
+    world = World(0.9, 0.2, sequences=2)
+    assert world.governor.believed(2, 4) == ([], [])
+    world.run(300)
+    seconds, chances = world.governor.believed(2, 4)
+    assert seconds == pytest.approx([1.0 + 0.2 * 2 * width for width in range(5)], rel=0.1)
+    assert chances == pytest.approx([0.9], abs=0.05)
+    assert FixedWidth().believed(2, 4) == ([], [])
+
+
 def test_dear_rows_are_not_bought() -> None:
     """Each guess reads as much as a token of its own: nothing can be gained, and little is lost to see that."""
     gain, widths = World(0.9, 0.95).run(500)

@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from tandem.config.machine import Machine
 from tandem.config.small_files import write_whole
 
 Row = dict[str, Any]
+_STARTED = perf_counter()
 STAMP = ("machine", "commit", "command", "date")
 RESULTS = ":(top,exclude)benchmarks/results"  # each run writes there, and the next one measures the same commit
 
@@ -66,6 +68,12 @@ def write(rows: Sequence[Row], out: Path) -> None:
         keep(rows, out)
     else:
         write_json_file(list(rows), out)
+
+
+def progress(what: str) -> None:
+    """Says on stderr what begins, and how long after the start: what comes before the first row takes minutes where
+    models are large."""
+    print(f"{perf_counter() - _STARTED:6.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 def shown(found: Iterable[Row], table: Callable[[list[Row]], Any], out: Path | None) -> list[Row]:

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.gaps.made_up import made_up_parts, write_folder
-from tandem.bench.rows import machine_name, stamp, write
+from tandem.bench.rows import machine_name, progress, stamp, write
+from tandem.bench.told.governed import governed, governed_text
 from tandem.config import EngineConfig, Machine
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS, SpeculationPlan
 from tandem.engine.engine import Engine
@@ -78,6 +79,9 @@ class Row:
     tok_s: float
     plain_tok_s: float
     ratio: float
+    widths: list[int]  # as `told.governed` says them, and the next two
+    believed_ms: list[float]
+    believed_chances: list[float]
     machine: str
     commit: str | None
     command: str
@@ -88,7 +92,8 @@ def run(request: Request, out: Path | None) -> None:
     console, rows = Console(), []
     for row in measure(request):
         rows.append(row)
-        console.print(f"{row.task}, {row.format}, batch {row.batch}: {row.ratio:.2f} x", highlight=False)
+        said = f"{row.ratio:.2f} x; {governed_text(asdict(row))}"
+        console.print(f"{row.task}, {row.format}, batch {row.batch}: {said}", highlight=False, soft_wrap=True)
     console.print(table(rows))
     if out is not None:
         write([asdict(row) for row in rows], out)
@@ -97,11 +102,14 @@ def run(request: Request, out: Path | None) -> None:
 
 def measure(request: Request) -> Iterator[Row]:
     for fmt in request.formats:
+        progress(f"{request.config or request.model}, {fmt}: weights")
         parts = _parts(request, fmt)
         for batch in request.batches:
             for task in TASKS:
+                progress(f"{task}, batch {batch}: the answers without guesses")
                 asked = _Turns(parts, task, batch, request)
                 for acceptance in request.acceptances or (None,):
+                    progress(f"{task}, batch {batch}: {request.repeats} turns")
                     yield _row(request, fmt, task, batch, acceptance, asked)
 
 
@@ -203,6 +211,7 @@ def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | 
         tok_s=round(statistics.median(guessing for guessing, _ in turns), 2),
         plain_tok_s=round(statistics.median(plain for _, plain in turns), 2),
         ratio=round(statistics.median(guessing / plain for guessing, plain in turns), 3),
+        **governed(said),
         **machine,
     )
 

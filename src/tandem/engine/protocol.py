@@ -175,6 +175,8 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
     right_guesses: int = 0
     widths: list[int] = []  # how often a sequence had 0, 1, … guesses in a step
     saved_seconds: float = 0.0  # of steps, beside what the same tokens would have taken without guesses
+    believed_seconds: list[float] = []  # of a step like the last, by guesses of each sequence: 0, 1, …; empty: unknown
+    believed_chances: list[float] = []  # that a guess comes if those before it do, by kind, as the governor counts them
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -19,9 +19,10 @@ from rich.table import Table
 from tandem.bench.ceilings import DramReader
 from tandem.bench.gaps.made_up import write_folder
 from tandem.bench.placement.plot import check_matplotlib
-from tandem.bench.rows import machine_name, shown, stamp
+from tandem.bench.rows import machine_name, progress, shown, stamp
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
+from tandem.bench.told.governed import governed
 from tandem.bench.told.parts import Told, told_parts
 from tandem.bench.told.plot import draw
 from tandem.bench.told.turns import Asked, Guesses, Timed, Turn, Turns
@@ -125,22 +126,27 @@ def _hbm_gbps() -> float:
 
 
 def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[dict[str, Any]]:
+    progress(f"{request.config}, {fmt}, {share:.0%} of the experts on the GPU: weights")
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
         write_folder(Path(folder), request.config, request.layers)
         told = told_parts(_config(request, folder, fmt, share), request.dense, request.overlap)
     if told.parts.plan.gpu is not None:
         check_rows(request, told.parts.plan.gpu.graph_sizes)
+    progress("how fast this memory is read")
     ceilings = Ceilings(_reader(told).mean_gbps(READ_SECONDS), hbm)
     for batch in request.batches:
+        progress(f"batch {batch}: first steps without guesses")
         turns = Turns(told, Asked(batch, request.context, request.tokens))
-        for most, governed in request.widths:
+        for most, pays in request.widths:
             for acceptance in request.acceptances:
-                guesses = Guesses(request.algorithm, acceptance, most, governed, request.draft_seconds)
+                progress(f"batch {batch}, acceptance {acceptance:g}, {'up to' if pays else 'always'} {most} guesses")
+                guesses = Guesses(request.algorithm, acceptance, most, pays, request.draft_seconds)
                 found, said = turns.measure(guesses, request.repeats)
                 bound = _bounds(request, told, batch, fmt, ceilings)
                 yield (
                     _row(request, told, fmt, share, batch, guesses)
                     | _figures(found, said, bound)
+                    | governed(said)
                     | _stamp(request)
                 )
 
@@ -149,9 +155,9 @@ def check_rows(request: Request, graph_sizes: Sequence[int]) -> None:
     """Raises ConfigError where a step has more rows than the largest graph: what its experts use is not counted."""
     largest = max(graph_sizes, default=0)
     for batch in request.batches:
-        for width, governed in request.widths:
+        for width, pays in request.widths:
             if (rows := batch * (1 + width)) > largest:
-                flag = "--speculative-num-steps" if governed else "--fixed"
+                flag = "--speculative-num-steps" if pays else "--fixed"
                 raise ConfigError(
                     f"--batch {batch} with {flag} {width} has {rows} rows in a step, and the largest CUDA graph has "
                     f"{largest}; the CPU's experts are counted in graphs only: give a smaller --batch or {flag}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
@@ -42,6 +42,14 @@ class _Counts:
         self.trials = memory * self.trials + 1.0
 
 
+class Beliefs(NamedTuple):
+    """seconds: of a step, by guesses of each sequence: 0, 1, …; empty while a step without guesses is not known.
+    chances: that a guess comes if those before it do, by kind."""
+
+    seconds: list[float]
+    chances: list[float]
+
+
 class Widths(Protocol):
     """Says which guesses get a row."""
 
@@ -55,6 +63,10 @@ class Widths(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
+        ...
+
+    def believed(self, sequences: int, most: int) -> Beliefs:
+        """Of steps of so many sequences with up to `most` guesses each; empty where nothing depends on it."""
         ...
 
 
@@ -93,6 +105,11 @@ class Governor:
 
     def forget(self, sequence: Sequence) -> None:
         self._known.pop(sequence, None)
+
+    def believed(self, sequences: int, most: int) -> Beliefs:
+        plain, cost = self.times.plain(sequences), self.times.curve(sequences)
+        seconds = [] if plain is None else [plain * cost(sequences * width) for width in range(most + 1)]
+        return Beliefs(seconds, [counts.hits / counts.trials for _, counts in sorted(self._server.items())])
 
     def chance(self, sequence: Sequence, kind: int, *, hopeful: bool = False) -> float:
         """That a guess of this kind comes: the mean less one deviation, so that little evidence promises little.
@@ -178,3 +195,6 @@ class FixedWidth:
 
     def forget(self, sequence: Sequence) -> None:
         """There is nothing to forget."""
+
+    def believed(self, sequences: int, most: int) -> Beliefs:
+        return Beliefs([], [])

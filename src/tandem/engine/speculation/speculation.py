@@ -62,7 +62,7 @@ class Speculation:
         self._rests, self._rested_until = RETRY_SECONDS, float("-inf")  # after a drawing that failed
         self._asked = _Asked([])
         self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
-        self._widths = [0] * (most + 1)
+        self._widths, self._sequences = [0] * (most + 1), 1  # of the last step
         self._saved = 0.0
         self._logged, self._logged_steps = monotonic(), 0
 
@@ -135,7 +135,7 @@ class Speculation:
         self._shadows.passed(seconds)
         if asked.usual:
             self._times.observe(len(turns), guesses, seconds)
-        self._steps += 1
+        self._steps, self._sequences = self._steps + 1, len(turns)
         if guesses:
             self._with_guesses += 1
             self._tokens += tokens
@@ -144,6 +144,7 @@ class Speculation:
         self._say()
 
     def stats(self) -> SpeculationStats:
+        believed = self._governor.believed(self._sequences, self._most)
         return SpeculationStats(
             algorithm=self._algorithm,
             governed=self._governed,
@@ -155,6 +156,8 @@ class Speculation:
             right_guesses=self._right,
             widths=list(self._widths),
             saved_seconds=self._saved,
+            believed_seconds=believed.seconds,
+            believed_chances=believed.chances,
         )
 
     def _draft(self, sequence: Sequence) -> Draft | None:
