@@ -19,7 +19,8 @@ LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this sma
 LEAST_CHANCE = 0.02  # of a guess that is looked at
 PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without that might have had some, then a trial
 LONGEST_PATIENCE = 1024  # of those steps: each trial that changes nothing doubles them
-WIDER_EVERY = 8  # steps with guesses, then one that has all that might pay: what was never tried is never known
+WIDER_EVERY = 8  # steps, then one that has all that might pay: what was never tried is never known
+_LEAST_WIDER = 0.9  # of the tokens per second that are expected without more guesses: else they are not tried
 _HOPE = 0.5  # chance from which a step without guesses might have had some
 _MEMORY = 0.97  # of a sequence's counts, from guess to guess
 _SERVER_MEMORY = 0.995
@@ -80,15 +81,21 @@ class Governor:
         self._with = self._without = 0  # steps since the last probe
         self._trying = self._tried = 0  # guesses of a trial under way, and its steps
         self._patience = PROBE_EVERY
+        self._narrow = 0  # steps since one had all guesses that might pay
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
         found = self._chances(sequences, drafts)
         if not found or self.times.plain(len(sequences)) is None:
             return [0] * len(drafts)
         best = self._best(len(sequences), [chance for chance, _ in found[:room]])
-        if best and not self._trying and self._with % WIDER_EVERY == 0:
-            found = self._chances(sequences, drafts, hopeful=True)
-            best = max(best, self._fastest(len(sequences), [chance for chance, _ in found[:room]]))
+        self._narrow += 1
+        if self._narrow >= WIDER_EVERY and not self._trying:
+            self._narrow = 0
+            hopeful = self._chances(sequences, drafts, 1.0)[:room]
+            more = self._fastest(len(sequences), [chance for chance, _ in hopeful])
+            likely = [chance for chance, _ in self._chances(sequences, drafts, 0.0)]
+            if more > best and self._loses_little(len(sequences), likely, best, more):
+                found, best = hopeful, more
         widths = [0] * len(drafts)
         for _, number in found[:best]:
             widths[number] += 1
@@ -111,16 +118,16 @@ class Governor:
         seconds = [] if plain is None else [plain * cost(sequences * width) for width in range(most + 1)]
         return Beliefs(seconds, [counts.hits / counts.trials for _, counts in sorted(self._server.items())])
 
-    def chance(self, sequence: Sequence, kind: int, *, hopeful: bool = False) -> float:
+    def chance(self, sequence: Sequence, kind: int, deviations: float = -1.0) -> float:
         """That a guess of this kind comes: the mean less one deviation, so that little evidence promises little.
-        hopeful: and one more."""
+        deviations: or so many more."""
         server = self._server_counts(kind)
         own = self._known.get(sequence, {}).get(kind) or _Counts()
         trials = own.trials + _SERVER_WEIGHT
         mean = (own.hits + _SERVER_WEIGHT * server.hits / server.trials) / trials
         evidence = own.trials + min(server.trials, _MOST_EVIDENCE)
         deviation = math.sqrt(mean * (1.0 - mean) / (evidence + 1.0))
-        return min(1.0, mean + deviation) if hopeful else max(0.0, mean - deviation)
+        return min(1.0, max(0.0, mean + deviations * deviation))
 
     def _server_counts(self, kind: int) -> _Counts:
         if kind not in self._server:
@@ -129,7 +136,7 @@ class Governor:
         return self._server[kind]
 
     def _chances(
-        self, sequences: Rows[Sequence], drafts: Rows[Draft | None], *, hopeful: bool = False
+        self, sequences: Rows[Sequence], drafts: Rows[Draft | None], deviations: float = -1.0
     ) -> list[tuple[float, int]]:
         """Of every guess that it and all before it come, with its draft's number; the likeliest first. Those of a draft
         never rise, and sorting keeps their order."""
@@ -137,7 +144,7 @@ class Governor:
         for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             chance = 1.0
             for kind in () if draft is None else draft.kinds:
-                chance *= self.chance(sequence, kind, hopeful=hopeful)
+                chance *= self.chance(sequence, kind, deviations)
                 if chance < LEAST_CHANCE:
                     break
                 found.append((chance, number))
@@ -148,7 +155,7 @@ class Governor:
         """The number of guesses that gives the most tokens per second."""
         might = chances[0] >= _HOPE
         if might and self._with >= PROBE_EVERY:  # what a step without guesses takes may have changed
-            self._with = 0
+            self._with = self._narrow = 0
             return 0
         best = self._fastest(sequences, chances)
         if best:
@@ -168,6 +175,12 @@ class Governor:
         self._trying = self._without = 0
         self._patience = min(2 * self._patience, LONGEST_PATIENCE)
         return 0
+
+    def _loses_little(self, sequences: int, likely: list[float], best: int, more: int) -> bool:
+        """Whether `more` guesses instead of `best` cost next to nothing, if those come that are likely to."""
+        cost = self.times.curve(sequences)
+        now, then = ((sequences + sum(likely[:n])) / cost(n) for n in (best, more))
+        return then >= _LEAST_WIDER * now
 
     def _fastest(self, sequences: int, chances: list[float], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)

@@ -22,11 +22,12 @@ class Shadows:
         self._without = self._followed = 0
         self._credit = self._cost = 0.0  # seconds that may be spent; that the last drawing took
         self._follows = False
+        self._compared = self._right = 0  # of the last drawing: sequences, and those whose first guess was right
 
     def due(self, possible: bool) -> bool:
         """Whether some should be drawn for this step, which has none."""
         self._without += possible
-        if not possible or (self._cast and not self._follows):
+        if not possible or self._cast:  # one that is right so far would be forgotten, and only wrong ones counted
             return False
         rested = self._without >= SHADOW_EVERY and self._credit >= self._cost
         return self._follows or rested or self._without >= LONGEST_REST
@@ -35,6 +36,7 @@ class Shadows:
         """seconds: that drawing them took."""
         self._cast |= {sequence: (sequence.total_len, draft) for sequence, draft in drafts.items()}
         self._without, self._follows, self._cost = 0, False, seconds
+        self._compared = self._right = 0
         self._credit -= seconds
 
     def passed(self, seconds: float) -> None:
@@ -49,7 +51,10 @@ class Shadows:
         came = sequence.tokens[length : length + len(draft.tokens)]
         if len(came) == len(draft.tokens) or came != list(draft.tokens[: len(came)]):
             del self._cast[sequence]
-            self._follow(came[:1] == list(draft.tokens[:1]))
+            self._compared += 1
+            self._right += came[:1] == list(draft.tokens[:1])
+            if not self._cast:
+                self._follow(2 * self._right >= self._compared)
             yield draft, came
 
     def forget(self, sequence: Sequence) -> None:
