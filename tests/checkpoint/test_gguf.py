@@ -29,7 +29,10 @@ from gguf_files import (
 )
 from sessions import Session, ours, prompts, rms, worst
 from tandem import LLM, SamplingParams, _core
+from tandem.architectures import GGUF
+from tandem.architectures.model_types import read_table
 from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
+from tandem.checkpoint.gguf_config import AS_SAFETENSORS
 from tandem.config import ModelConfig
 from tandem.config.model_config import STORED
 from tandem.engine.text.tokenizer import Tokenizer
@@ -287,6 +290,7 @@ SIZES = {
             {"architecture": "rwkv7"},
             "architecture 'rwkv7' is not supported; these are: bailingmoe2, deepseek2, deepseek4, dots1, ernie4_5-moe",
         ),
+        ({"architecture": "lfm2moe"}, "step35. Its safetensors run (kt models lfm2_moe): take those"),
         ({}, "lacks llama.attention.head_count: convert"),
         (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),
         (SIZES | {"llama__block_count": 0}, "num_hidden_layers is 0"),
@@ -297,6 +301,12 @@ SIZES = {
 def test_metadata_that_cannot_be_served_is_named(tmp_path, metadata, message):
     said = refused(tmp_path, ONE, **metadata)
     assert message in said and "m.gguf" in said
+
+
+def test_whoever_is_sent_to_safetensors_finds_them_run():
+    how = {row.model_type: row.how for row in read_table().rows}
+    assert all(how[model_type] != "refused" for model_type in AS_SAFETENSORS.values())
+    assert not set(AS_SAFETENSORS) & set(GGUF)
 
 
 def test_a_block_type_that_cannot_be_read_is_named(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem.architectures import GGUF
+from tandem.checkpoint.gguf_config import supported
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import holds_experts, layer_of
@@ -29,11 +29,7 @@ class GGUFCheckpoint:
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
-        if model.architecture not in GGUF:
-            known = ", ".join(sorted(GGUF))
-            raise CheckpointError(
-                f"{model.path}: {model.architecture!r} is not supported; these are: {known}"
-            )
+        supported(model)
         self._rows = GGUFRows(model)
         self._layers: dict[int | None, list[GGUFTensor]] = defaultdict(list)
         for tensor in model.tensors.values():

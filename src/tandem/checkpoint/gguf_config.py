@@ -25,6 +25,12 @@ END_TOKENS = (
 )  # fmt: skip
 CONTINUES = {"<|end|>": "<|return|>"}
 """Tokens that end a message, where an answer has several: in vocabularies with the second one (gpt-oss)."""
+AS_SAFETENSORS = {
+    "afmoe": "afmoe", "exaone-moe": "exaone_moe", "granitemoe": "granitemoe", "granitehybrid": "granitemoehybrid",
+    "hunyuan-moe": "hunyuan_v1_moe", "jamba": "jamba", "kimi-linear": "kimi_linear", "laguna": "laguna",
+    "lfm2moe": "lfm2_moe", "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe", "deepseek32": "deepseek_v32",
+}  # fmt: skip
+"""Architectures that are not read, by the model types of their families, which run."""
 CONTROL, USER_DEFINED = 3, 4  # of token_type
 
 Config = dict[str, Any]
@@ -127,6 +133,18 @@ class _Keys:
         return values[0]
 
 
+def supported(model: GGUFModel) -> str:
+    """Its architecture. Raises CheckpointError where that is not read, saying what runs instead."""
+    if (architecture := model.architecture) in GGUF:
+        return architecture
+    other = AS_SAFETENSORS.get(architecture)
+    way = f". Its safetensors run (kt models {other}): take those" if other else ""
+    known = ", ".join(sorted(GGUF))
+    raise CheckpointError(
+        f"{model.path}: architecture {architecture!r} is not supported; these are: {known}{way}"
+    )
+
+
 def parts_of(model: GGUFModel) -> Mapping[str, Part]:
     """Tensors that its architecture has otherwise than Hugging Face."""
     return GGUF[model.architecture].parts(_Keys(model))
@@ -134,12 +152,7 @@ def parts_of(model: GGUFModel) -> Mapping[str, Part]:
 
 def config_json(model: GGUFModel) -> Config:
     """What `config.json` would say. CheckpointError for an architecture that is not supported, or a missing key."""
-    architecture = model.architecture
-    if architecture not in GGUF:
-        known = ", ".join(sorted(GGUF))
-        raise CheckpointError(
-            f"{model.path}: architecture {architecture!r} is not supported; these are: {known}"
-        )
+    architecture = supported(model)
     keys = _Keys(model)
     own = GGUF[architecture].config(keys)
     return _shared(keys, own) | own
