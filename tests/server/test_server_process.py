@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
+from quiet_clock import PATIENCE, QuietClock
 from server_harness import ServerProcess, echo_code, running, spawn, spawn_echo
 from tandem.config import EngineConfig
 from tandem.errors import EngineError
@@ -41,7 +43,7 @@ def echo(shared: ServerProcess) -> ServerProcess:
     return shared
 
 
-def post(server: ServerProcess, path: str, body: dict, timeout: float = 60) -> httpx.Response:
+def post(server: ServerProcess, path: str, body: dict, timeout: float | httpx.Timeout = PATIENCE) -> httpx.Response:
     return httpx.post(server.url + path, json=body, timeout=timeout)
 
 
@@ -52,7 +54,7 @@ def ask(server: ServerProcess, text: str) -> str:
     return response.json()["choices"][0]["message"]["content"]
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = PATIENCE) -> None:
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, "waited in vain"
@@ -76,14 +78,14 @@ def test_engine_killed(echo: ServerProcess):
         wait_until(lambda: echo.info()["stats"]["running"] == 3)
         pid = echo.engine_pid()
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
+        killed = QuietClock()
         assert whole.result().status_code == 503
         for stream in streams:
             *_, error, done = [part for part in stream.result().text.split("\n\n") if part]
             assert done == "data: [DONE]"
             message = json.loads(error.removeprefix("data: "))["error"]["message"]
             assert "SIGKILL: perhaps memory ran out" in message
-        assert time.monotonic() - killed < 2.0
+        assert killed.seconds() < 2.0
     assert echo.get("/health").status_code == 503
     refused = post(echo, "/generate", {"text": "x"})
     assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -158,10 +160,9 @@ def test_an_engine_comes_back_though_nobody_reads_what_it_prints(tmp_path: Path)
 
 def test_sigterm_drains(tmp_path: Path):
     """Running requests finish, new ones get 503, the exit code is 0 and no engine is left."""
-    with (
-        running(spawn_echo(tmp_path / "server.log", loader="load_slow")) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    gate = tmp_path / "gate"
+    halting = spawn_echo(tmp_path / "server.log", loader="load_halting", served_model_name=str(gate))
+    with running(halting) as server, ThreadPoolExecutor(1) as pool:
         slow = {"input_ids": [97], "sampling_params": {"max_new_tokens": 15, "ignore_eos": True}}
         answer = pool.submit(post, server, "/generate", slow)
         wait_until(lambda: server.info()["stats"]["running"] == 1)
@@ -169,8 +170,9 @@ def test_sigterm_drains(tmp_path: Path):
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not server.healthy())
         assert post(server, "/generate", slow).status_code == 503
+        gate.touch()
         assert len(answer.result().json()["output_ids"]) == 15
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=PATIENCE) == 0
         wait_until(lambda: not alive(pid))
 
 
@@ -180,12 +182,12 @@ def test_long_streams_end_with_the_time_that_they_were_given(tmp_path: Path):
     with running(spawn_echo(tmp_path / "server.log", **flags)) as server, ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(post, server, "/generate", LONG | {"stream": True}) for _ in range(8)]
         wait_until(lambda: server.info()["stats"]["running"] == 8)
-        began = time.monotonic()
+        began = QuietClock()
         server.process.send_signal(signal.SIGTERM)
         for stream in streams:
             assert "the server is stopping" in stream.result().text
-        assert server.process.wait(timeout=20) == 0
-        assert time.monotonic() - began < 0.5 + 5.0
+        assert server.process.wait(timeout=PATIENCE) == 0
+        assert began.seconds() < 0.5 + 5.0
 
 
 def test_two_signals_do_not_wait(tmp_path: Path):
@@ -199,7 +201,7 @@ def test_two_signals_do_not_wait(tmp_path: Path):
         wait_until(lambda: not server.healthy())
         server.process.send_signal(signal.SIGINT)
         assert answer.result().status_code == 503
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=PATIENCE) == 0
 
 
 def test_the_engine_dies_with_its_parent_and_leaves_no_files(tmp_path: Path, monkeypatch):
@@ -231,14 +233,14 @@ def test_an_idle_engine_sleeps(echo: ServerProcess):
 
 def test_a_model_that_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     server = spawn_echo(tmp_path / "server.log", loader="echo_tokenizer:load_broken")
-    assert server.process.wait(timeout=60) == 1
+    assert server.process.wait(timeout=PATIENCE) == 1
     assert server.log.read_text().strip() == "error: this model is broken on purpose; give another"
 
 
 def test_what_cannot_be_met_ends_as_the_plan_does(tmp_path: Path):
     """`kt serve --plan-only` ends with 2, and with the same lines."""
     server = spawn_echo(tmp_path / "server.log", loader="echo_tokenizer:load_refused")
-    assert server.process.wait(timeout=60) == 2
+    assert server.process.wait(timeout=PATIENCE) == 2
     reasons = "  * the echo does not fit\n  * --tp 3 is not for it\n"
     assert server.log.read_text() == f"error: 2 things stand in the way:\n{reasons}"
 
@@ -246,21 +248,21 @@ def test_what_cannot_be_met_ends_as_the_plan_does(tmp_path: Path):
 def test_a_tokenizer_that_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     """It is read in the API process, once the engine has said where the model is."""
     server = spawn_echo(tmp_path / "server.log", load_tokenizer="load_no_tokenizer")
-    assert server.process.wait(timeout=60) == 1
+    assert server.process.wait(timeout=PATIENCE) == 1
     assert "error: no tokenizer here; give one" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()
 
 
 def test_a_bug_while_loading_is_shown(tmp_path: Path):
     server = spawn_echo(tmp_path / "server.log", loader="echo_tokenizer:load_crashing")
-    assert server.process.wait(timeout=60) == 1
+    assert server.process.wait(timeout=PATIENCE) == 1
     assert "error: ZeroDivisionError: a bug while loading" in server.log.read_text()
 
 
 def test_no_such_model_directory(tmp_path: Path):
     log = tmp_path / "log"
     process = spawn(["-m", "tandem.launch_server", "--model", str(tmp_path / "none"), "--port", "0"], log)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=PATIENCE) != 0
     text = log.read_text()
     assert "none" in text and "Traceback" not in text
 
@@ -271,7 +273,7 @@ def test_a_taken_port_is_named(tmp_path: Path):
         taken.listen()
         port = taken.getsockname()[1]
         log = tmp_path / "log"
-        assert spawn(["-c", echo_code("load", port=port)], log).wait(timeout=60) == 2
+        assert spawn(["-c", echo_code("load", port=port)], log).wait(timeout=PATIENCE) == 2
         assert f"127.0.0.1:{port}" in log.read_text() and "Traceback" not in log.read_text()
 
 
@@ -279,10 +281,10 @@ def test_a_client_that_leaves_frees_its_pages(echo: ServerProcess):
     """Streaming or not."""
     with httpx.stream("POST", echo.url + "/generate", json=LONG | {"stream": True}) as response:
         next(response.iter_bytes())
-    wait_until(lambda: pages_are_back(echo), 5)
+    wait_until(lambda: pages_are_back(echo))
     with pytest.raises(httpx.ReadTimeout):
-        post(echo, "/generate", LONG, timeout=0.5)
-    wait_until(lambda: pages_are_back(echo), 5)
+        post(echo, "/generate", LONG, timeout=httpx.Timeout(PATIENCE, read=0.5))
+    wait_until(lambda: pages_are_back(echo))
 
 
 def pages_are_back(server: ServerProcess) -> bool:
@@ -305,7 +307,7 @@ def test_two_hundred_clients_leave_a_thousand_times(echo: ServerProcess):
 
     async def crowd() -> set[int]:
         limits, places = httpx.Limits(max_connections=200), asyncio.Semaphore(200)
-        async with httpx.AsyncClient(base_url=echo.url, limits=limits, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=echo.url, limits=limits, timeout=None) as client:
             return set(await asyncio.gather(*[leave(client, places, i % 7) for i in range(1000)]))
 
     assert asyncio.run(crowd()) == {200}
@@ -313,22 +315,26 @@ def test_two_hundred_clients_leave_a_thousand_times(echo: ServerProcess):
     port = int(echo.url.rpartition(":")[2])
     with contextlib.ExitStack() as stack:
         for _ in range(500):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
         assert ask(echo, "still here") == "still here"
 
 
 def test_health_is_answered_at_once_while_ten_megabytes_are_refused(echo: ServerProcess):
-    """The best of three: what a busy host does to one of them is not ours."""
+    """The best of three, and what the server's process takes alone: what a busy host does is not ours."""
     content = json.dumps({"text": "0123456789" * 1_000_000}).encode()
-    longest = []
+    longest, process = [], psutil.Process(echo.process.pid)
+
+    def used() -> float:
+        return sum(process.cpu_times()[:2])
+
     with httpx.Client(base_url=echo.url) as client, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             client.get("/health")
             refusing, waits = pool.submit(httpx.post, echo.url + "/generate", content=content), [0.0]
             while not refusing.done():
-                asked = time.monotonic()
+                asked, before = time.monotonic(), used()
                 assert client.get("/health").status_code == 200
-                waits.append(time.monotonic() - asked)
+                waits.append(min(time.monotonic() - asked, used() - before))
                 time.sleep(0.002)
             assert refusing.result().json()["error"]["code"] == "context_length_exceeded"
             longest.append(max(waits))
@@ -339,7 +345,7 @@ def test_others_go_on_during_abuse(echo: ServerProcess):
     """A stream in progress is complete and in order while others send rubbish, 100 MB, and leave."""
     text = "0123456789" * 100
     body = {"messages": [{"role": "user", "content": text}], "stream": True}
-    with httpx.stream("POST", echo.url + "/v1/chat/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", echo.url + "/v1/chat/completions", json=body, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         first = next(lines)
         abuse(echo)
@@ -349,7 +355,7 @@ def test_others_go_on_during_abuse(echo: ServerProcess):
 
 
 def abuse(echo: ServerProcess) -> None:
-    assert httpx.post(echo.url + "/generate", content=b" " * (100 << 20), timeout=30).status_code == 413
+    assert httpx.post(echo.url + "/generate", content=b" " * (100 << 20), timeout=PATIENCE).status_code == 413
     for body in (b"\xff" * 1000, b"[" * 100_000, b'{"text": "' + b"x" * 1_000_000 + b'"}'):
         assert httpx.post(echo.url + "/generate", content=body).status_code == 400
     send_garbage(echo)
@@ -363,7 +369,7 @@ def send_garbage(server: ServerProcess) -> None:
         b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
         b"POST /generate HT",
     ):
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as sock:
             sock.sendall(data)
 
 
@@ -404,19 +410,19 @@ def test_a_free_port_is_chosen_and_printed(tmp_path: Path):
     log = tmp_path / "log"
     process = spawn(["-c", echo_code("load", port=0)], log)
     try:
-        wait_until(lambda: "kt chat --host 127.0.0.1 --port" in log.read_text(), 60)
+        wait_until(lambda: "kt chat --host 127.0.0.1 --port" in log.read_text())
         port = int(log.read_text().rpartition("--port ")[2].split()[0])
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
     finally:
         process.terminate()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=PATIENCE) == 0
 
 
 def test_requests_before_the_engine_is_ready_get_503(tmp_path: Path):
     gate = tmp_path / "gate"
     server = spawn_echo(tmp_path / "server.log", loader="load_when_told", served_model_name=str(gate))
     try:
-        wait_until(lambda: responds(server), 60)
+        wait_until(lambda: responds(server))
         statuses = {server.get(path).status_code for path in ("/health", "/v1/models", "/get_server_info")}
         assert statuses == {503}
         gate.touch()

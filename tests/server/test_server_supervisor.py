@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from quiet_clock import PATIENCE
 from tandem.config import EngineConfig
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import ConfigError, EngineError, RequestError
@@ -46,10 +47,10 @@ async def supervised(
     finally:
         await boss.stop()
         with contextlib.suppress(EngineError, ConfigError):
-            await asyncio.wait_for(running, 30)
+            await asyncio.wait_for(running, PATIENCE)
 
 
-async def until(condition, seconds: float = 60.0) -> None:
+async def until(condition, seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -58,7 +59,7 @@ async def until(condition, seconds: float = 60.0) -> None:
 async def answer(client: EngineClient, one: GenerateRequest) -> str:
     stream = client.submit([one])
     try:
-        return "".join([output.text for output in await asyncio.wait_for(stream.next(), 30)])
+        return "".join([output.text for output in await asyncio.wait_for(stream.next(), PATIENCE)])
     finally:
         client.release(stream)
 
@@ -124,7 +125,7 @@ def test_pending_flush_ends_with_the_engine():
             await asyncio.sleep(0.05)
             os.kill(boss.engine_pid, signal.SIGKILL)
             with pytest.raises(EngineError, match="SIGKILL"):
-                await asyncio.wait_for(flushing, 2)
+                await asyncio.wait_for(flushing, 60)
 
     asyncio.run(scenario())
 

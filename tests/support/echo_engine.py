@@ -56,6 +56,18 @@ class EchoModel:
         return echo_logits(tokens)
 
 
+class HaltingEcho(EchoModel):
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self._gate, self._steps = gate, 0
+
+    def forward(self, batch, kv) -> torch.Tensor:
+        self._steps += 1
+        while self._steps >= 5 and not self._gate.exists():
+            time.sleep(0.01)
+        return super().forward(batch, kv)
+
+
 def echo_logits(tokens: list[int]) -> np.ndarray:
     _obey(bytes(t for t in tokens[:6] if t < 256))
     logits = np.zeros(VOCAB, dtype=np.float32)
@@ -119,6 +131,13 @@ def load_short(config: EngineConfig) -> LoadedEngine:
 
 def load_slow(config: EngineConfig) -> LoadedEngine:
     return build(seconds_per_step=0.1)
+
+
+def load_halting(config: EngineConfig) -> LoadedEngine:
+    """Whose fifth and later steps wait for the file `served_model_name`."""
+    loaded = build()
+    loaded.engine._runner._model = HaltingEcho(Path(str(config.served_model_name)))
+    return loaded
 
 
 def load_and_say(config: EngineConfig) -> LoadedEngine:

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 import echo_engine
 import echo_tokenizer
 import tandem
+from quiet_clock import PATIENCE
 from tandem.config import EngineConfig
 from tandem.server import engine_client, launch
 from tandem.server.app import create_app
@@ -105,7 +106,7 @@ async def listening_server(loaded: LoadedEngine | None = None, **flags: Any) -> 
         await asyncio.sleep(0.005)
     try:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
             yield LocalServer(state, http.config.app, client)
     finally:
         http.should_exit = True
@@ -125,7 +126,7 @@ class ServerProcess:
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=self.headers, timeout=30)
+        return httpx.get(self.url + path, headers=self.headers, timeout=PATIENCE)
 
     def healthy(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
@@ -158,7 +159,7 @@ class ServerProcess:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=PATIENCE)
 
 
 def free_port() -> int:

@@ -33,7 +33,7 @@ class FakePieces:
 
 
 def until(condition) -> None:
-    ends = monotonic() + 10
+    ends = monotonic() + 60
     while not condition():
         assert monotonic() < ends
         sleep(0.001)
@@ -109,7 +109,7 @@ def test_a_thread_ends_with_its_feeder() -> None:
     feeder.finish()
     del feeder
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

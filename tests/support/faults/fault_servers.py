@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 import tandem
+from quiet_clock import PATIENCE
 from server_harness import ServerProcess, free_port
 
 HERE = Path(__file__).parent
@@ -85,7 +86,7 @@ def body(tokens: int, first: int = 97, stream: bool = False, ids: list[int] | No
 LONG = 3000  # tokens: seconds
 
 
-def ask(server: ServerProcess, tokens: int = 4, timeout: float = 60, **more: Any) -> httpx.Response:
+def ask(server: ServerProcess, tokens: int = 4, timeout: float = PATIENCE, **more: Any) -> httpx.Response:
     return httpx.post(server.url + "/generate", json=body(tokens, **more), timeout=timeout)
 
 
@@ -96,7 +97,7 @@ def answer(server: ServerProcess, tokens: int = 4) -> list[int]:
     return list(response.json()["output_ids"])
 
 
-def good_answer(server: ServerProcess, seconds: float = 120.0) -> list[int]:
+def good_answer(server: ServerProcess, seconds: float = PATIENCE) -> list[int]:
     """Asked for again and again, as a client with retries does. Only refusals that say so are retried."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
@@ -127,7 +128,7 @@ def long_answers(server: ServerProcess, count: int) -> Iterator[list[Future[http
         yield asked
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     ends = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends, "waited in vain"
