@@ -8,6 +8,7 @@ _WEIGHT_OF_NEWEST = 0.1
 _SURE_AFTER = 3  # measurements: the first one of a size pays for more than its rows
 _FAR = 0.8  # of a figure, or it of a measurement: nearer ones are noise
 _FALLS_AFTER, _RISES_AFTER = 3, 6  # measurements in a row that are far below, or above: then the figure is wrong
+_STALE = 0.9  # of a figure without guesses: more rows take no less, so it is the machine that has become faster
 _FIRST_SLOPE = 0.4  # of a step without guesses, per guess of every sequence: until something is known
 
 
@@ -64,7 +65,9 @@ class StepTimes:
         if guesses == 0:
             _add(self._plain, size, seconds)
         elif plain is not None:
-            _add(self._ratios.setdefault(size, {}), rounded(guesses), seconds / plain.value)
+            if seconds < _STALE * plain.value:
+                plain.add(seconds)
+            _add(self._ratios.setdefault(size, {}), rounded(guesses), max(1.0, seconds / plain.value))
 
     def plain(self, sequences: int) -> float | None:
         """Seconds of a step of so many sequences without guesses, once that is known."""
