@@ -192,6 +192,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0].type",
     ),
+    "no schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
     "their tools": ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
     "an unknown tool": ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     "an item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),

@@ -114,6 +114,8 @@ def test_a_name_that_is_nothing_is_an_error_with_near_ones() -> None:
         ("zai-org/GLM-5.3-Flash", "glm5_next"),
         ("mixtral-8x7b", "mixtral"),
         ("Qwen/Qwen3.5-27B", None),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", None),
+        ("zai-org/GLM-4.6V-Flash", None),
     ],
 )
 def test_a_published_name_says_its_type(name: str, model_type: str | None) -> None:

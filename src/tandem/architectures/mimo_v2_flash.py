@@ -122,7 +122,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
         "attention_bias": keys.has_bias,
         "v_head_dim": keys.need("attention.value_length"),
         "attention_value_scale": keys.number("attention.value_scale", 0.707),
-        "sliding_window": keys.need("attention.sliding_window"),
+        "sliding_window_size": keys.need("attention.sliding_window"),  # the hub's: so many before the token itself
         "rope_parameters": {
             kind: _gguf_rope(keys, base, keys.optional("rope.dimension_count", head) / head)
             for kind, base in ((FULL, "rope.freq_base"), (WINDOW, "rope.freq_base_swa"))

@@ -97,12 +97,16 @@ def read_table() -> Table:
     return Table(found["transformers"], tuple(Runs(**row) for row in found["types"]))
 
 
+_OTHERS = ("DeepSeek-R1-Distill", "DeepSeek-R1-0528-Qwen3", "GLM-4.6V-Flash")
+"""Published names that begin as another model's does: dense ones."""
+
+
 def type_of_name(name: str) -> str | None:
     """The model type of "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", by the longest known name in it. None: not known."""
     said = _words(name)
     found = {
         len(words): model_type
-        for model_type, names in PUBLISHED.items()
+        for model_type, names in (PUBLISHED | {None: _OTHERS}).items()
         for words in map(_words, names)
         if any(said[at : at + len(words)] == words for at in range(len(said)))
     }

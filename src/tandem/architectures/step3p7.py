@@ -40,12 +40,12 @@ DESCRIBED = {
     "norm_expert_weight": True, "moe_router_activation": "sigmoid", "use_moe_router_bias": True, "use_moe": True,
     "use_qk_norm": True, "use_head_wise_attn_gate": True, "zero_centered": True, "moe_layer_offset": 0,
     "moe_every_n_layer": 1, "use_mfa": False, "mlp_bias": False, "use_bidirectional_attention": False,
-    "attention_bias": False, "hidden_act": "silu", "att_impl_type": "GQA",
+    "attention_bias": False, "hidden_act": "silu", "att_impl_type": "GQA", "sink": False,
 }  # fmt: skip
 """What the keys of the hub's file say of every model of the family."""
 
 UNUSED = ("need_fp32_gate", "fp32_gate", "max_seq_len", "yarn_only_types", "mtp_layer_types", "mtp_mlp_layer_types",
-          "sink", "rope_scaling", "query_pre_attn_scalar", "use_rope_layers", "per_layer_config")  # fmt: skip
+          "rope_scaling", "query_pre_attn_scalar", "per_layer_config")  # fmt: skip
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -74,6 +74,8 @@ def _as_transformers(keys: JsonKeys) -> JsonKeys:
         keys.only(key, value, "as in every Step model")
     for key in UNUSED:
         keys.get(key)
+    if not all(keys.get("use_rope_layers") or ()):
+        raise ConfigError(f"{keys.where}: use_rope_layers: layers that do not turn are not supported")
     said: dict[str, Any] = {"rms_norm_eps": keys.optional("rms_norm_eps", 1e-5)}
     said |= {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
     other = keys.mapping("attention_other_setting")

@@ -48,7 +48,7 @@ _LING = {
 """Pieces of names on the hub, and in Transformers."""
 _LINGS_OTHER = (".attention.g_", ".kv_a_proj_with_mqa.")
 """Of relatives that Transformers' own code runs, which knows their names."""
-_NESTED = ("language_model.model.", "model.language_model.", "language_model.", "thinker.")
+_NESTED = ("language_model.model.", "model.language_model.", "language_model.", "thinker.", "language.")
 
 
 def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:

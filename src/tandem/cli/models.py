@@ -69,11 +69,11 @@ def _of_path(path: Path) -> Runs:
     from tandem.architectures.model_types import Runs
     from tandem.checkpoint import load_model_config
     from tandem.config.model_config import why_alone
-    from tandem.errors import ConfigError
+    from tandem.errors import CheckpointError, ConfigError
 
     try:
         config = load_model_config(path)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         return Runs(path.name, "refused", str(error))
     if config.foreign is None:
         return Runs(config.model_type, "native")

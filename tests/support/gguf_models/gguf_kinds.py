@@ -70,7 +70,8 @@ def add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_mimo2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    add_sizes(writer, config)
+    """The window as the hub's files say it: the tokens before the token itself."""
+    add_sizes(writer, config | {"sliding_window": config["sliding_window"] - 1})
     windowed = [int(kind == WINDOW) for kind in config["layer_types"]]
     rope, heads = config["rope_parameters"], config["num_key_value_heads"]
     writer.add_head_count_kv([heads * (1 + window) for window in windowed])  # twice as many, where none are named

@@ -32,6 +32,9 @@ def config(keys: GgufKeys) -> dict[str, Any]:
     if len(groups) > 1:
         raise keys.refuse("attention.head_count_kv", "differs between layers, which is not supported")
     full = keys.rope() | {"partial_rotary_factor": 0.5}
+    divisors = full.get("divisors", [])
+    if len(divisors) == keys.need("attention.key_length") // 2:  # as if all channels turned: every second is for ours
+        full["divisors"] = divisors[::2]
     near = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 1e4)}
     return {
         "model_type": "step3p5",

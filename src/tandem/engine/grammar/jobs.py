@@ -25,7 +25,7 @@ USUAL, PATIENT = b"u", b"p"
 # With what else a refusal takes, it is there within 2 s. A busy machine does not decide what is refused: what takes too
 # long there only because of that may be asked for again. Usual schemas take 0.1 s, with 150,000 tokens.
 COMPILE_SECONDS = 1.45
-LARGE_SECONDS, BUSY_SECONDS = 0.12, 1.5  # of its own time; since it began: then the machine is too busy for a large one
+LARGE_SECONDS, BUSY_SECONDS = 0.2, 1.5  # of its own time; since it began: then the machine is too busy for a large one
 WALL_SECONDS = 30.0  # then for any, and for a patient one
 
 _TICK_SECONDS = 0.02

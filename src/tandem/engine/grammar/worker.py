@@ -28,8 +28,8 @@ from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import RequestError
 
-# On two busy cores: with 10, a compiling grammar doubles other streams' longest gaps; with 19, a refusal takes 4 s.
-NICENESS = 14
+# On two busy cores: with 0, a compiling grammar doubles other streams' gaps; with 19, it gets a twentieth of a core.
+NICENESS = 10
 MOST_THREADS = 8  # of a job
 MEMORY_BYTES = 1 << 30  # of a job, beyond what the process has when it is forked
 MOST_RESULT_BYTES = 64 << 20

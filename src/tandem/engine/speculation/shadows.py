@@ -58,7 +58,8 @@ class Shadows:
             yield draft, came
 
     def forget(self, sequence: Sequence) -> None:
-        self._cast.pop(sequence, None)
+        if self._cast.pop(sequence, None) is not None and not self._cast and self._compared:
+            self._follow(2 * self._right >= self._compared)
 
     def _follow(self, right: bool) -> None:
         self._followed = self._followed + 1 if right else 0

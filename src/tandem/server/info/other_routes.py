@@ -27,8 +27,10 @@ def hint(path: str, is_route: Callable[[str], bool]) -> str:
     """path: that is no route. is_route: whether another is."""
     path = path.rstrip("/")
     without = path.removeprefix("/v1")
+    found = _OTHERS.get(without)
+    if found == _ONLY_TEXT:  # also where there is a route that says so
+        return f"no such route: {found}"
     for other in (f"/v1{path}", without):
         if other != path and is_route(other):
             return f"no such route; {other} is here"
-    found = _OTHERS.get(without)
     return f"no such route: {found}" if found else "no such route; /docs lists them"

@@ -68,7 +68,9 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
             messages = (*earlier, *input_messages(body), items.said())
             store.put(response_id, Stored(messages, msgspec.json.encode(response)))
 
-    offer, sampling = offer_of(body), _sampling(state, body)
+    offer = offer_of(body)
+    with named(_NAMES):
+        sampling = _sampling(state, body)
     start = begun(body, response_id, state.model_name, sampling)
     formatted = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     try:
