@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tandem import _core
 from tandem.architectures.foreign.registry import model_class
 from tandem.checkpoint import load_model_config
 from tandem.config import ModelConfig
+from tandem.config.layers import Gqa
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tiny import file_tensors, save_tokenizer
@@ -96,6 +98,30 @@ def test_a_gguf_file_is_the_same_model(text, logits, tmp_path) -> None:
     file = write_gguf(text, tmp_path / "m.gguf")
     assert load_model_config(file).unread_keys == ()
     assert worst(ours(Session(file)), logits) < 1e-4
+
+
+def test_a_gguf_file_turns_as_llama_3s_rule_says(text, tmp_path) -> None:
+    """Divisors are of a whole head's frequencies there, of which half the channels turn by every second."""
+    shutil.copytree(text, tmp_path / "llama3")
+    config = keys_of_text(text)
+    rule = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config["rope_parameters"]["full_attention"] |= rule | {"original_max_position_embeddings": 64}
+    (tmp_path / "llama3/config.json").write_text(json.dumps(config))
+    found = turns(load_model_config(write_gguf(tmp_path / "llama3", tmp_path / "m.gguf")))
+    assert found == pytest.approx(turns(ModelConfig.from_dict(config)), rel=1e-6)
+    assert found != pytest.approx(turns(ModelConfig.from_dict(keys_of_text(text))), rel=0.1)
+
+
+def keys_of_text(text: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((text / "config.json").read_text())
+    return found
+
+
+def turns(config: ModelConfig) -> list[float]:
+    """Frequencies of the first layer, which sees everything."""
+    attention = config.layers[0].blocks[0].body
+    assert isinstance(attention, Gqa) and attention.rope is not None and not attention.window
+    return list(attention.rope.frequencies())
 
 
 def test_the_hubs_keys_say_what_transformers_do(whole) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tandem.config.rope import Llama3
+
 WINDOW = "sliding_attention"
 SPECIAL = {
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
@@ -111,6 +113,12 @@ def add_step35(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
     writer.add_swiglu_clamp_exp(config["swiglu_limits"])
     writer.add_swiglu_clamp_shexp(config["swiglu_limits_shared"])
+    full = config["rope_parameters"]["full_attention"]
+    if full["rope_type"] == "llama3":  # as if all of a head turned
+        plain = [full["rope_theta"] ** (-2 * i / config["head_dim"]) for i in range(config["head_dim"] // 2)]
+        scaled = Llama3(full["factor"], full["original_max_position_embeddings"]).frequencies(plain, full["rope_theta"])
+        divisors = [before / after for before, after in zip(plain, scaled, strict=True)]
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 
 def add_hy3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
