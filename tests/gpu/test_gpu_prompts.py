@@ -124,7 +124,7 @@ def many(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     if request.param == "PyTorch's" and not products.has_pytorchs(DEVICE):
         pytest.skip("PyTorch's asks this GPU back")
     monkeypatch.setattr(products, "has_pytorchs", lambda device: request.param != "ours")
-    monkeypatch.setattr(products, "codes_pairs", lambda capability: 192 if request.param == "from codes" else 0)
+    monkeypatch.setattr(which, "CODES_PAIRS", 192 if request.param == "from codes" else -1)
     monkeypatch.setattr(which, "MANY_TOKENS", 17)
     monkeypatch.setattr(which, "MANY_PAIRS", 0)
     monkeypatch.setattr(products, "ALIGNED_TOKENS", 8)
@@ -233,7 +233,7 @@ def test_products_from_codes(ops: GpuOps, fmt: str, shape: tuple[int, int], mean
     """Against float64. Numbers of codes are exact, sums float32, and each result is rounded once."""
     made = Layer(ops, fmt, *shape)
     layer = made.there
-    assert layer.prompts is not None and layer.prompts.code_pairs
+    assert layer.prompts is not None and layer.prompts.codes
     counts = torch.tensor([0, 1, 130, 17, 65])
     rows, ends = int(counts.sum()), counts.cumsum(0).int().to(DEVICE)
     x = torch.randn(rows + 9, shape[0]).bfloat16()

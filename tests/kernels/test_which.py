@@ -10,8 +10,8 @@ from tandem.bench.formats import FORMATS
 from tandem.bench.kernels.experts import parse_shape
 from tandem.bench.kernels.explain import GPU, chosen
 from tandem.cli.app import app
-from tandem.config.gpu_scratch import codes_pairs
 from tandem.kernels.which import (
+    CODES_PAIRS,
     FEW_TOKENS,
     MANY_PAIRS,
     MANY_TOKENS,
@@ -48,18 +48,13 @@ def test_a_gpu_goes_from_pairs_to_tiles_to_unpacked_weights() -> None:
 
 def test_codes_of_many_rows_are_decoded_in_registers_where_they_can_be() -> None:
     """In graphs, too; up to so many rows an expert that unpacking them once is faster."""
-    most = 192 * 128
+    most = CODES_PAIRS * 128
     for unpacks in (True, False):
-        reads = Reads(True, unpacks, code_pairs=192)
+        reads = Reads(True, unpacks, codes=True)
         assert gpu_way(FEW_TOKENS, FEW_TOKENS * 8, 128, reads) is Way.MMA
         assert gpu_way(FEW_TOKENS + 1, FEW_TOKENS * 8 + 8, 128, reads) is Way.CODES
         assert gpu_way(most // 8, most, 128, reads) is Way.CODES
         assert gpu_way(most // 8 + 1, most + 8, 128, reads) is (Way.PROMPTS if unpacks else Way.TILES)
-
-
-def test_only_what_was_measured_goes_far_without_unpacking() -> None:
-    found = [codes_pairs(capability) for capability in ((9, 0), (8, 0), (8, 9), (10, 0), (12, 0), None)]
-    assert found == [192, 64, 64, 64, 64, 64]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tandem.architectures.family import Family, Gguf, GgufKeys
-from tandem.architectures.glm4_moe import SIGMOID, STEMS
+from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
+from tandem.architectures.glm4_moe import STEMS
 from tandem.architectures.names import Names
-from tandem.architectures.shared import layer_count, model, moe, sigmoid_router, with_drafts
+from tandem.architectures.shared import layer_count, model, moe, sigmoid_router, text_part, with_drafts
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Router
 from tandem.config.mechanisms.latent import Latent
@@ -52,7 +52,7 @@ def kimi_k25(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     kind = keys.mapping("text_config").get("model_type", "deepseek_v3")
     if kind not in ("deepseek_v3", "kimi_k2"):
         raise ConfigError(f"{keys.where}: text_config.model_type {kind!r} is not supported; kimi_k2 is")
-    return deepseek_v3(keys.inside("text_config"), generation)
+    return deepseek_v3(text_part(keys), generation)
 
 
 def _model(

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from tandem.architectures.deepseek import GGUF_STEMS, NAMES, latent
 from tandem.architectures.deepseek import gguf_config as deepseek_gguf
-from tandem.architectures.family import Family, Gguf, GgufKeys
-from tandem.architectures.glm4_moe import SIGMOID
+from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.shared import (
     layer_count,
     layers_after_dense,

@@ -10,6 +10,8 @@ from tandem.architectures.names import PLAIN_DRAFT_NAMES, DraftNames, Names
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
+SIGMOID = 2  # of GGUF's expert_gating_func; 1 is softmax
+
 
 class GgufKeys(Protocol):
     """`{architecture}.{key}` of a GGUF file's metadata, and what its tensors say."""
@@ -38,6 +40,10 @@ class GgufKeys(Protocol):
     def has_tensor(self, name: str) -> bool: ...
     def rows(self, ending: str) -> int:
         """Output rows of the first matrix whose name ends so."""
+        ...
+
+    def only(self, key: str, value: int, means: str) -> None:
+        """Raises an error where the file says something else."""
         ...
 
     def refuse(self, key: str, why: str) -> Exception: ...

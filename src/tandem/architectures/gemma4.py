@@ -19,6 +19,7 @@ from tandem.architectures.shared import (
     layer_kinds,
     moe,
     softmax_router,
+    text_part,
 )
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Beside, Block, Dense, Gqa, Layer, Moe, Values
@@ -41,7 +42,7 @@ UNUSED = ("vocab_size_per_layer_input", "use_double_wide_mlp")  # of parts that 
 
 def nested(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """The text of a model that reads images and sound, too."""
-    return config(keys.inside("text_config"), generation)
+    return config(text_part(keys), generation)
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

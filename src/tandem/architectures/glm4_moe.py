@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.architectures.family import Family, Gguf, GgufKeys
+from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router, text_part, with_drafts
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
 NAMES = Names(shared="mlp.shared_experts")
-SIGMOID = 2  # of GGUF's expert_gating_func; 1 is softmax
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -75,8 +74,7 @@ def gguf_ling(keys: GgufKeys) -> dict[str, Any]:
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
-    if keys.optional("expert_gating_func", SIGMOID) != SIGMOID:
-        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    keys.only("expert_gating_func", SIGMOID, "sigmoid")
     head = keys.need("attention.key_length")
     return {
         "model_type": "glm4_moe",

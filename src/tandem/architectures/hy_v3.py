@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.architectures.family import Family, Gguf, GgufKeys
-from tandem.architectures.glm4_moe import SIGMOID
+from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layers_after_dense, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
@@ -29,8 +28,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
-    if keys.optional("expert_gating_func", SIGMOID) != SIGMOID:
-        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    keys.only("expert_gating_func", SIGMOID, "sigmoid")
     layers = range(keys.need("block_count") - keys.optional("nextn_predict_layers", 0))
     sparse = [keys.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in layers]
     return {

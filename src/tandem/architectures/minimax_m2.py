@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tandem.architectures.family import Family, Gguf, GgufKeys
-from tandem.architectures.glm4_moe import SIGMOID
+from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.mixtral import NAMES as MIXTRAL
 from tandem.architectures.mixtral import STEMS as MIXTRAL_STEMS
 from tandem.architectures.names import Names
@@ -37,8 +36,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
-    if keys.optional("expert_gating_func", SIGMOID) != SIGMOID:
-        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    keys.only("expert_gating_func", SIGMOID, "sigmoid")
     return {
         "model_type": "minimax_m2",
         "num_local_experts": keys.need("expert_count"),

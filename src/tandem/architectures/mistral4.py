@@ -8,7 +8,7 @@ from typing import Any
 from tandem.architectures import deepseek
 from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family, Gguf, GgufKeys
-from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router
+from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router, text_part
 from tandem.config.json_keys import JsonKeys
 from tandem.config.mechanisms.latent import Latent, QueryScale
 from tandem.config.model_config import ModelConfig
@@ -39,7 +39,7 @@ def mistral3(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     kind = keys.mapping("text_config").get("model_type")
     if kind != "mistral4":
         raise ConfigError(f"{keys.where}: text_config.model_type {kind!r} is not supported; mistral4 is")
-    return mistral4(keys.inside("text_config"), generation)
+    return mistral4(text_part(keys), generation)
 
 
 def _attention(keys: JsonKeys) -> Latent:

@@ -17,6 +17,7 @@ from tandem.architectures.shared import (
     moe,
     softmax_router,
     sparse_step_layers,
+    text_part,
     with_drafts,
 )
 from tandem.config.json_keys import JsonKeys
@@ -40,7 +41,7 @@ def qwen3_next(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """The keys of a checkpoint with a vision tower lie in `text_config`."""
-    text = keys.inside("text_config")
+    text = text_part(keys)
     text.only("mtp_use_dedicated_embeddings", False, "draft layers share the model's")
     text.only("attn_output_gate", True, "attention is gated")
     text.only("mlp_only_layers", [], "every layer has experts")

@@ -96,6 +96,11 @@ class _Keys:
                 return tensor.shape[-2]
         raise CheckpointError(f"{self.model.path} has no matrix {ending}")
 
+    def only(self, key: str, value: int, means: str) -> None:
+        """Raises CheckpointError where the file says something else."""
+        if self.optional(key, value) != value:
+            raise self.refuse(key, f"is not {value} ({means})")
+
     def refuse(self, key: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self.model.path}: {self.prefix}{key} {why}")
 

@@ -75,7 +75,6 @@ class GpuPlan:
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
-    capability: tuple[int, int] | None = None  # compute capability; None: unknown
 
 
 @dataclass(frozen=True, slots=True)

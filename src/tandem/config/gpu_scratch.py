@@ -120,16 +120,7 @@ def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
 LEAST_EXPERT_BYTES, MOST_EXPERT_BYTES = 128 << 20, 1280 << 20  # unpacked at a time: a layer of Qwen3-30B-A3B at most
 EXPERT_SHARE = 64  # ... of the GPU's memory
 ROW_BYTES = 512 << 20  # rows before, between and after the products, of which two kinds are there at a time
-CODES_PAIRS, OTHER_CODES_PAIRS = {9: 192}, 64
-"""(token, expert) pairs of an expert, on average, up to which its codes are not unpacked, by a GPU's major compute
-capability: 9 as measured on an H100 (docs/lab/products-from-codes.md). Others' are not measured. 64 is a third of it,
-for those whose unpacked products are nearer to their products from codes."""
-
-
-def codes_pairs(capability: tuple[int, int] | None) -> int:
-    """Of such a GPU; None: not known."""
-    return OTHER_CODES_PAIRS if capability is None else CODES_PAIRS.get(capability[0], OTHER_CODES_PAIRS)
-
+CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which its codes are not unpacked
 
 MOST_SHARED_SECONDS = 0.4
 """Of a step in which all experts travel, for which those that decode wait: it moves a whole chunk of a prompt. Where it

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tandem import _core
+from tandem.config.gpu_scratch import CODES_PAIRS
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 MANY_TOKENS, MANY_PAIRS = (
@@ -27,19 +28,24 @@ class Way(Enum):
 class Reads(NamedTuple):
     """What kernels can read of a layer's experts. mma: codes that become operands of tensor cores; prompts: matrices
     that may be unpacked, outside of graphs; each_row: only kernels that compute a row as if it were alone are taken;
-    code_pairs: up to so many of an expert, tiles of rows are multiplied without unpacking; 0: none can be."""
+    codes: as mma, for tiles of rows."""
 
     mma: bool
     prompts: bool
     each_row: bool = False
-    code_pairs: int = 0
+    codes: bool = False
+
+
+def from_codes(pairs: int, experts: int) -> bool:
+    """Whether so many (token, expert) pairs of a layer are multiplied without unpacking, where a kernel can."""
+    return pairs <= CODES_PAIRS * experts
 
 
 def gpu_way(tokens: int, pairs: int, experts: int, reads: Reads) -> Way:
     """pairs: (token, expert) pairs of the step; experts: of the layer."""
     if tokens <= FEW_TOKENS or reads.each_row:
         return Way.MMA if reads.mma else Way.ROWS
-    if pairs <= reads.code_pairs * experts:
+    if reads.codes and from_codes(pairs, experts):
         return Way.CODES
     many = tokens >= MANY_TOKENS and pairs >= MANY_PAIRS * experts
     return Way.PROMPTS if reads.prompts and many else Way.TILES
@@ -64,7 +70,7 @@ _WHY = {
     Way.MMA: f"at most {FEW_TOKENS} tokens: each pair streams its codes through tensor cores",
     Way.ROWS: f"at most {FEW_TOKENS} tokens: each pair streams its weights",
     Way.TILES: "tiles of rows share the weights of their expert",
-    Way.CODES: "few pairs an expert: tiles of rows share the codes of their expert",
+    Way.CODES: f"at most {CODES_PAIRS} pairs an expert: tiles of rows share the codes of their expert",
     Way.PROMPTS: f"{MANY_TOKENS} tokens and {MANY_PAIRS} pairs an expert: weights are unpacked once",
 }
 

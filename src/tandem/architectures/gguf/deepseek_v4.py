@@ -39,8 +39,7 @@ STEMS = GGUF_DECODER | {
 
 
 def config(keys: GgufKeys) -> dict[str, Any]:
-    if keys.optional("expert_gating_func", SQRT_SOFTPLUS) != SQRT_SOFTPLUS:
-        raise keys.refuse("expert_gating_func", f"is not {SQRT_SOFTPLUS} (sqrtsoftplus)")
+    keys.only("expert_gating_func", SQRT_SOFTPLUS, "sqrtsoftplus")
     return _attention(keys) | {
         "model_type": "deepseek_v4",
         "num_hidden_layers": _layers(keys),

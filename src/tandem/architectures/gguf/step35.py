@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.architectures.family import Gguf, GgufKeys, Part
+from tandem.architectures.family import SIGMOID, Gguf, GgufKeys, Part
 from tandem.architectures.names import GGUF_DECODER
 
 STEMS = GGUF_DECODER | {
@@ -18,13 +18,11 @@ NORMS = (
     "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight",
     "model.norm.weight",
 )  # fmt: skip
-SIGMOID = 2  # of expert_gating_func
 
 
 def config(keys: GgufKeys) -> dict[str, Any]:
     """Where a layer sees everything, half of a head's channels turn: no key says so."""
-    if keys.optional("expert_gating_func", SIGMOID) != SIGMOID:
-        raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
+    keys.only("expert_gating_func", SIGMOID, "sigmoid")
     count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
     windowed = keys.layers("attention.sliding_window_pattern", count)
     heads = dict(zip(windowed, keys.layers("attention.head_count", count), strict=True))

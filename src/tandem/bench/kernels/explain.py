@@ -11,13 +11,11 @@ from rich.table import Table
 from tandem import _core
 from tandem.bench.formats import empty_layer
 from tandem.bench.kernels.experts import Shape
-from tandem.config.gpu_scratch import codes_pairs
 from tandem.formats.gpu_reading import PACKED_KINDS, refusal, takes_tensor_cores
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.which import Kernel, Reads, cpu_kernel, gpu_kernel
 
 GPU = "GPU"
-CAPABILITY = (9, 0)  # of the GPU that is explained
 COLUMNS = "format", "where", "tokens", "rows of an expert", "kernel", "because"
 NUMBERS = "tokens", "rows of an expert"
 
@@ -33,7 +31,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(shape: Shape, fmt: str, tiers: Iterable[str], tokens: Iterable[int]) -> Iterator[Chosen]:
-    """On CPU tiers, and on an NVIDIA GPU of compute capability 9.0. Raises ConfigError for sizes that the
+    """On CPU tiers, and on an NVIDIA GPU of compute capability 8.0 or more. Raises ConfigError for sizes that the
     format does not have."""
     layer = empty_layer(shape.hidden, shape.width, fmt)
     code = PACKED_KINDS[fmt][0] if fmt in PACKED_KINDS else layer.layout()[0][0]
@@ -53,8 +51,9 @@ def _on_gpu(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
             return Kernel("none", why)
         reads.append(scales > 0 and takes_tensor_cores(codes, scale, group, depth, padded))
     aligned = shape.hidden % 8 == shape.width % 8 == 0
-    code_pairs = codes_pairs(CAPABILITY) if all(reads) and aligned else 0
-    return gpu_kernel(tokens, shape.top_k, shape.experts, Reads(all(reads), aligned, code_pairs=code_pairs))
+    return gpu_kernel(
+        tokens, shape.top_k, shape.experts, Reads(all(reads), aligned, codes=all(reads) and aligned)
+    )
 
 
 def table(shape: Shape, rows: Iterable[Chosen]) -> Table:

@@ -57,7 +57,6 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (), m.draft_experts,
-        gpu.capability,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.gpu_scratch import codes_pairs
+from tandem.config.gpu_scratch import CODES_PAIRS
 from tandem.config.layers import DeltaRule, Layer
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -298,8 +298,7 @@ def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
     between = rows * model.moe.router.top_k * share * len(model.moe_layers)
     between *= 4.0 * model.hidden + 6.0 * model.moe.experts.width
     pairs = rows * model.moe.router.top_k / model.moe.router.num_experts
-    most = 0 if case.plan.gpu is None else codes_pairs(case.plan.gpu.capability)
-    if pairs <= most and case.expert_bytes <= CODE_BYTES * model.expert_params:
+    if pairs <= CODES_PAIRS and case.expert_bytes <= CODE_BYTES * model.expert_params:
         read = (used * case.expert_bytes + between / BETWEEN_SHARE) / 1e9
         return read / speeds.gpu_gbps + flops / speeds.gpu_flops * CODES_PRODUCTS
     unpacked = (used * case.expert_bytes + there + there / GROUPED_READ_SHARE + between / BETWEEN_SHARE) / 1e9

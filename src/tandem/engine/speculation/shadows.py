@@ -53,15 +53,18 @@ class Shadows:
             del self._cast[sequence]
             self._compared += 1
             self._right += came[:1] == list(draft.tokens[:1])
-            if not self._cast:
-                self._follow(2 * self._right >= self._compared)
+            self._follow()
             yield draft, came
 
     def forget(self, sequence: Sequence) -> None:
-        if self._cast.pop(sequence, None) is not None and not self._cast and self._compared:
-            self._follow(2 * self._right >= self._compared)
+        if self._cast.pop(sequence, None) is not None:
+            self._follow()
 
-    def _follow(self, right: bool) -> None:
+    def _follow(self) -> None:
+        """Once the last of a drawing has gone: whether the next one comes at once."""
+        if self._cast or not self._compared:
+            return
+        right = 2 * self._right >= self._compared
         self._followed = self._followed + 1 if right else 0
         self._follows = right and self._followed < MOST_FOLLOWED
         if self._followed >= MOST_FOLLOWED:

@@ -166,8 +166,8 @@ class GpuExperts:
         added to the sums, so they may be rounded."""
         slots = expert_rows.slots_of(routing)
         unpacks = self.prompts is not None and not self.step.captured
-        code_pairs = 0 if self.prompts is None else self.prompts.code_pairs
-        reads = Reads(self._mma, unpacks, self.step.each_row, code_pairs)
+        codes = self.prompts is not None and self.prompts.codes
+        reads = Reads(self._mma, unpacks, self.step.each_row, codes)
         way = gpu_way(len(x), slots.numel(), len(self.slot_of), reads)
         if way is Way.MMA:
             return PartialSums(self._multiplied(x.contiguous(), routing, alone), None)

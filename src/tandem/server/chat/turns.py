@@ -6,7 +6,7 @@ that, and some show only the first or the last system message. So each template 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,8 +68,8 @@ def as_taken(messages: Iterable[Message], turns: Turns) -> tuple[Message, ...]:
     if not turns.more_system:
         messages = _one_system(list(messages), turns.system)
     if not turns.repeated:
-        messages = _joined(messages)
-    return tuple(messages if turns.user_after_results else _behind_results(messages))
+        messages = _paired(messages, _of_one_role)
+    return tuple(messages if turns.user_after_results else _paired(messages, _in_result))
 
 
 def _one_system(messages: Sequence[Message], system: bool) -> Iterator[Message]:
@@ -84,21 +84,22 @@ def _one_system(messages: Sequence[Message], system: bool) -> Iterator[Message]:
         yield Message("user", message.content) if message.role == "system" else message
 
 
-def _joined(messages: Iterable[Message]) -> Iterator[Message]:
-    """Neighbours of one role as one message. Behind an assistant's calls their results come."""
+def _paired(messages: Iterable[Message], both: Callable[[Message, Message], Message | None]) -> Iterator[Message]:
+    """both: a message and the one behind it as one; None: they stay two."""
     last: Message | None = None
     for message in messages:
-        if last is not None and last.role == message.role and last.role != "tool" and not last.tool_calls:
-            last = _both(last, message)
-            continue
-        if last is not None:
+        pair = None if last is None else both(last, message)
+        if last is not None and pair is None:
             yield last
-        last = message
+        last = pair or message
     if last is not None:
         yield last
 
 
-def _both(first: Message, second: Message) -> Message:
+def _of_one_role(first: Message, second: Message) -> Message | None:
+    """Behind an assistant's calls their results come."""
+    if first.role != second.role or first.role == "tool" or first.tool_calls:
+        return None
     return replace(
         second,
         content=_text(first.content, second.content),
@@ -107,18 +108,11 @@ def _both(first: Message, second: Message) -> Message:
     )
 
 
-def _behind_results(messages: Iterable[Message]) -> Iterator[Message]:
+def _in_result(first: Message, second: Message) -> Message | None:
     """What the user adds to a tool's result stands in the result."""
-    last: Message | None = None
-    for message in messages:
-        if last is not None and last.role == "tool" and message.role == "user":
-            last = replace(last, content=_text(last.content, message.content))
-            continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
+    if first.role != "tool" or second.role != "user":
+        return None
+    return replace(first, content=_text(first.content, second.content))
 
 
 def _text(*texts: str | None) -> str:

@@ -18,19 +18,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import (
-    ROW_BYTES,
-    codes_pairs,
-    expert_scratch_bytes,
-    experts_at_once,
-    pair_bytes,
-)
+from tandem.config.gpu_scratch import ROW_BYTES, expert_scratch_bytes, experts_at_once, pair_bytes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product, grouped, rows
 from tandem.kernels.gpu.prompts.order import Order, order
 from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 from tandem.kernels.ops import Routing
+from tandem.kernels.which import from_codes
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64
@@ -94,8 +89,7 @@ def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part
 
 
 class PromptExperts:
-    """Of one shape and format; whose they are is said at each call. code_pairs: up to so many of an expert, none is
-    unpacked; 0: all are."""
+    """Of one shape and format; whose they are is said at each call. codes: whether few rows need no unpacking."""
 
     def __init__(
         self, gate_up: Panels, down: Panels, between: Between, device: torch.device, experts: int
@@ -103,8 +97,7 @@ class PromptExperts:
         """experts: of the layer, here or elsewhere, among which rows are divided."""
         self._gate_up, self._down, self.between = gate_up, down, between
         self._experts = experts
-        from_codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
-        self.code_pairs = codes_pairs(torch.cuda.get_device_capability(device)) if from_codes else 0
+        self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
         self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
         self._made: Tensor | None = None
@@ -123,7 +116,7 @@ class PromptExperts:
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
-        first, unpacked = 0, keys.numel() > self.code_pairs * self._experts
+        first, unpacked = 0, not (self.codes and from_codes(keys.numel(), self._experts))
         for part in parts:
             numbered = range(first, first + part.count)
             part.arrive()
