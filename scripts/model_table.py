@@ -23,10 +23,14 @@ sys.path[:0] = [
     str(ROOT / "tests" / "support" / "foreign"),
 ]
 
-from tandem.architectures.model_types import CPU_ONLY, PUBLISHED, TABLE_FILE, Runs, read_table  # noqa: E402
+from tandem.architectures.model_types import PUBLISHED, TABLE_FILE, Runs, read_table  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 CLOSE = 1e-4  # of the largest logit, float32
+HEADS = (
+    "head_dim", "global_head_dim", "index_head_dim", "partial_rotary_factor", "linear_key_head_dim",
+    "linear_value_head_dim",
+)  # fmt: skip
 MOST_PARAMETERS = 160e6
 HOW = {
     "native": "Tandem's own code: the fastest, with everything that these pages tell of",
@@ -49,7 +53,17 @@ def tried(model_type: str) -> Runs:
             return Runs(model_type, "refused", _reason(refused, path))
     if error >= CLOSE:
         return Runs(model_type, "refused", f"its results are not those of Transformers (by {error:.1g})")
-    return Runs(model_type, how, why)
+    return Runs(model_type, how, why, _why_no_gpu(model_type) if how == "native" else "")
+
+
+def _why_no_gpu(model_type: str) -> str:
+    """Of a model whose heads are as wide as the class has them."""
+    from every_type import TEXT_OF, tiny_config
+    from tandem.config import ModelConfig
+    from tandem.config.gpu_plan import without_kernels
+
+    config = tiny_config(TEXT_OF.get(model_type, model_type), keep=HEADS)
+    return without_kernels(ModelConfig.from_dict(json.loads(config.to_json_string(use_diff=False))))
 
 
 def _run(model_type: str, path: Path) -> tuple[str, str, float]:
@@ -217,7 +231,7 @@ def _named(rows: Sequence[Runs]) -> list[str]:
 
 
 def _where(row: Runs) -> str:
-    return "no" if row.model_type in CPU_ONLY else WHERE[row.how]
+    return "no" if row.gpu else WHERE[row.how]
 
 
 def _unnamed(rows: Sequence[Runs]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from tandem.architectures.names import PLAIN_DRAFT_NAMES, DraftNames, Names
+from tandem.architectures.names import PLAIN_DRAFT_NAMES, DraftNames, Names, Renames
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
@@ -93,10 +93,12 @@ class Gguf:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """model_types: as `config.json` names them. names: tried in turn, the first whose tensors are there is used."""
+    """model_types: as `config.json` names them. names: tried in turn, the first whose tensors are there is used.
+    renames: done before, whatever a configuration says."""
 
     model_types: tuple[str, ...]
     config: Callable[[JsonKeys, JsonKeys], ModelConfig]
     names: tuple[Names, ...] = (Names(),)
     gguf: Gguf | None = None
     drafts: DraftNames = PLAIN_DRAFT_NAMES
+    renames: Renames | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
-from tandem.architectures.names import GGUF_DECODER, Names
+from tandem.architectures.names import GGUF_DECODER, Names, Renames
 from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router, text_part, with_drafts
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
@@ -48,6 +48,17 @@ LING = {
     "use_bias": False, "use_rmsnorm": True, "moe_router_enable_expert_bias": True, "score_function": "sigmoid",
     "norm_head": False, "norm_softmax": False,
 }  # fmt: skip
+
+
+LING_RENAMES = Renames(
+    {
+        "model.word_embeddings.": "model.embed_tokens.", ".attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".attention.dense.": ".self_attn.o_proj.", ".attention.query_layernorm.": ".self_attn.q_norm.",
+        ".attention.key_layernorm.": ".self_attn.k_norm.", ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+    },
+    sign=".attention.query_key_value.",
+    relatives=(".attention.g_", ".kv_a_proj_with_mqa."),  # Transformers' own code runs those, and knows their names
+)  # fmt: skip
 
 
 def _model(
@@ -112,5 +123,5 @@ FAMILIES = (
     Family(("glm4_moe",), config, (NAMES,), Gguf("glm4moe", gguf_config, STEMS)),
     Family(("glm4v_moe",), vision, (NAMES,)),
     Family(("solar_open",), solar, (NAMES,)),
-    Family(("bailing_moe_v2",), ling, (NAMES,), Gguf("bailingmoe2", gguf_ling, LING_STEMS)),
+    Family(("bailing_moe_v2",), ling, (NAMES,), Gguf("bailingmoe2", gguf_ling, LING_STEMS), renames=LING_RENAMES),
 )

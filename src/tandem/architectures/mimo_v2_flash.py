@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.architectures.family import Family, Gguf, GgufKeys
-from tandem.architectures.names import GGUF_DECODER
+from tandem.architectures.names import GGUF_DECODER, Renames
 from tandem.architectures.shared import (
     FULL,
     WINDOW,
@@ -27,6 +27,8 @@ from tandem.errors import ConfigError
 SHARE = 0.334  # of a head's channels turn
 THETAS = {FULL: 5_000_000.0, WINDOW: 10_000.0}
 """Where config.json says nothing."""
+
+RENAMES = Renames({".self_attn.attention_sink_bias": ".self_attn.sinks"}, sign=".self_attn.attention_sink_bias")
 
 DESCRIBED = ("attention_chunk_size", "hybrid_block_size", "attention_projection_layout")
 """Keys of the hub's file that say again what others say."""
@@ -146,4 +148,4 @@ STEMS = GGUF_DECODER | {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
 
-FAMILY = Family(("mimo_v2_flash",), config, gguf=Gguf("mimo2", gguf_config, STEMS))
+FAMILY = Family(("mimo_v2_flash",), config, gguf=Gguf("mimo2", gguf_config, STEMS), renames=RENAMES)

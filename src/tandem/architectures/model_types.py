@@ -64,18 +64,16 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 }
 """By model type, names under which such models are published."""
 
-CPU_ONLY = frozenset({"gemma4", "gemma4_text"})
-"""Of the native types, those whose published heads are wider than the GPU kernels read."""
-
 
 @dataclass(frozen=True, slots=True)
 class Runs:
     """how: "native", by code of ours; by Transformers' modules "paged", or "alone", one sequence at a time; or
-    "refused". why: of the last two."""
+    "refused". why: of the last two. gpu: why a native one does not run beside a GPU."""
 
     model_type: str
     how: How
     why: str = ""
+    gpu: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value}

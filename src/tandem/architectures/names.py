@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 
@@ -52,6 +53,21 @@ class Names:
     def at(self, index: int) -> str:
         """What is in front of the modules of layer `index`."""
         return self.layer.format(layer=index)
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """Pieces of names as a family's checkpoints of the hub have them → as its own file has them. Where a name has
+    `sign`, all names are such; unless one has a piece that only relatives have."""
+
+    pieces: Mapping[str, str]
+    sign: str
+    relatives: tuple[str, ...] = ()
+
+    def fits(self, names: Sequence[str]) -> bool:
+        return any(self.sign in name for name in names) and not any(
+            other in name for name in names for other in self.relatives
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.architectures.family import Family
 from tandem.architectures.gguf.step35 import STEP35
-from tandem.architectures.names import Names
+from tandem.architectures.names import Names, Renames
 from tandem.architectures.shared import (
     FULL,
     WINDOW,
@@ -28,6 +28,15 @@ from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 NAMES = Names(shared="mlp.shared_experts")
+
+RENAMES = Renames(
+    {
+        ".moe.gate.": ".mlp.gate.", ".moe.router_bias": ".mlp.gate.e_score_correction_bias",
+        ".share_expert.": ".mlp.shared_experts.", ".moe.gate_proj.": ".mlp.experts.gate_proj.",
+        ".moe.up_proj.": ".mlp.experts.up_proj.", ".moe.down_proj.": ".mlp.experts.down_proj.",
+    },
+    sign=".share_expert.",
+)  # fmt: skip
 
 SAME = {
     "num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts",
@@ -151,4 +160,4 @@ def _rope(keys: JsonKeys, kind: str, layer: int) -> dict[str, Any]:
     return {"rope_type": "default"} | scaling | {"rope_theta": every[layer], "partial_rotary_factor": share}
 
 
-FAMILY = Family(("step3p5", "step3p7"), config, (NAMES,), STEP35)
+FAMILY = Family(("step3p5", "step3p7"), config, (NAMES,), STEP35, renames=RENAMES)

@@ -3,12 +3,15 @@
 Two spellings are known beside Hugging Face's own: DeepSeek's inference names (`layers.3.ffn.experts.7.w1.weight`; the
 renaming of DeepSeek-V3's inference/convert.py, backwards) and language models inside multimodal ones. Where all heads
 share one key (`attn.wkv`), DeepSeek's names have other meanings; Transformers saves such models with some of them.
+What else a family calls otherwise is in its own file (`Family.renames`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+
+from tandem.architectures import FAMILIES
 
 DRAFT = "mtp."
 """Of layers that only guess: their numbers are their own."""
@@ -34,20 +37,7 @@ _SHARED_KEYS = {
 }  # fmt: skip
 _INDEX = {"indexer.compressor": "compressor.indexer", "indexer": "compressor.indexer"}
 _STREAMS = re.compile(r"hc_(attn|ffn)_(fn|base|scale)")
-_SINKS = {".self_attn.attention_sink_bias": ".self_attn.sinks"}
-_STEP = {
-    ".moe.gate.": ".mlp.gate.", ".moe.router_bias": ".mlp.gate.e_score_correction_bias",
-    ".share_expert.": ".mlp.shared_experts.", ".moe.gate_proj.": ".mlp.experts.gate_proj.",
-    ".moe.up_proj.": ".mlp.experts.up_proj.", ".moe.down_proj.": ".mlp.experts.down_proj.",
-}  # fmt: skip
-_LING = {
-    "model.word_embeddings.": "model.embed_tokens.", ".attention.query_key_value.": ".self_attn.qkv_proj.",
-    ".attention.dense.": ".self_attn.o_proj.", ".attention.query_layernorm.": ".self_attn.q_norm.",
-    ".attention.key_layernorm.": ".self_attn.k_norm.", ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
-}  # fmt: skip
-"""Pieces of names on the hub, and in Transformers."""
-_LINGS_OTHER = (".attention.g_", ".kv_a_proj_with_mqa.")
-"""Of relatives that Transformers' own code runs, which knows their names."""
+_RENAMES = tuple({id(f.renames): f.renames for f in FAMILIES.values() if f.renames is not None}.values())
 _NESTED = ("language_model.model.", "model.language_model.", "language_model.", "thinker.", "language.")
 
 
@@ -76,13 +66,9 @@ def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def _pieces(names: tuple[str, ...]) -> dict[str, str]:
-    """What is called otherwise in these names."""
-    if any(".share_expert." in name for name in names):
-        return _SINKS | _STEP
-    fused = any(".attention.query_key_value." in name for name in names)
-    if fused and not any(other in name for name in names for other in _LINGS_OTHER):
-        return _SINKS | _LING
-    return _SINKS
+    """What families call otherwise in these names."""
+    fitting = (renames for renames in _RENAMES if renames.fits(names))
+    return {theirs: ours for renames in fitting for theirs, ours in renames.pieces.items()}
 
 
 def _with_pieces(name: str, pieces: dict[str, str]) -> str:

@@ -42,7 +42,7 @@ def models(
     if as_json:
         typer.echo(json.dumps(_entry(found)))
     else:
-        why = f": {found.why}" if found.why else ""
+        why = f": {found.why or found.gpu}" if found.why or found.gpu else ""
         typer.echo(f"{found.model_type}: {found.how}, {_means(found)}{why}")
     raise typer.Exit(1 if found.how == "refused" else 0)
 
@@ -68,6 +68,7 @@ def _of_path(path: Path) -> Runs:
     """As a start would find it."""
     from tandem.architectures.model_types import Runs
     from tandem.checkpoint import load_model_config
+    from tandem.config.gpu_plan import without_kernels
     from tandem.config.model_config import why_alone
     from tandem.errors import CheckpointError, ConfigError
 
@@ -76,16 +77,14 @@ def _of_path(path: Path) -> Runs:
     except (ConfigError, CheckpointError) as error:
         return Runs(path.name, "refused", str(error))
     if config.foreign is None:
-        return Runs(config.model_type, "native")
+        return Runs(config.model_type, "native", gpu=without_kernels(config))
     why = why_alone(config)
     return Runs(config.model_type, "alone" if why else "paged", why)
 
 
 def _means(row: Runs) -> str:
-    from tandem.architectures.model_types import CPU_ONLY
-
     means = HOW[row.how]
-    return means.replace("on the CPU or beside a GPU", "on the CPU") if row.model_type in CPU_ONLY else means
+    return means.replace("on the CPU or beside a GPU", "on the CPU") if row.gpu else means
 
 
 def _entry(row: Runs) -> dict[str, Any]:

@@ -117,6 +117,11 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return "the GPU kernels compute in bfloat16, not float32"
     if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
         return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
+    return without_kernels(model)
+
+
+def without_kernels(model: ModelConfig) -> str:
+    """Why there are no GPU kernels for it, whatever the machine; "": there are."""
     return next(filter(None, map(_without_kernels, model.mixers)), "") or why_unread(model, MAX_HEAD)
 
 

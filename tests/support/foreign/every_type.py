@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,9 @@ def every_type() -> list[str]:
     return sorted({*registered_types(), *OWN_EXPERTS, *TEXT_OF})
 
 
-def tiny_config(model_type: str) -> Any:
-    """Of a type that the installed Transformers has."""
-    cls, more = CONFIG_MAPPING[model_type], CHANGES.get(model_type, {})
+def tiny_config(model_type: str, keep: Sequence[str] = ()) -> Any:
+    """Of a type that the installed Transformers has. keep: keys that stay what the class has for them."""
+    cls, more = CONFIG_MAPPING[model_type], CHANGES.get(model_type, {}) | dict.fromkeys(keep)
     whole = cls()
     text = whole.get_text_config()
     if text is whole:
