@@ -18,9 +18,9 @@ import pytest
 
 from fake_model import run, text, token_ids
 from random_engine import EOS, MARKER, VOCAB, beside, engine, request
-from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.grammar import allowance, compiler, jobs, process, sources
 from tandem.engine.grammar.allowance import Allowance, GrammarTooSlow
+from tandem.engine.grammar.answers import receive_answer, send_answer
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.compiler import GrammarCompiler
 from tandem.engine.grammar.matcher import GrammarMatcher
@@ -238,12 +238,12 @@ def answer_of(to: socket.socket, mark: bytes = jobs.USUAL) -> bytes:
         ours.settimeout(60)
         with theirs:
             socket.send_fds(to, [mark], [theirs.fileno()])
-        return receive_frame(ours)
+        return receive_answer(ours)
 
 
 def end_with(code: int, answer: socket.socket, said: bytes = b"") -> NoReturn:
     if said:
-        send_frame(answer, said)
+        send_answer(answer, said)
     os._exit(code)
 
 
@@ -311,6 +311,31 @@ def test_one_that_the_clock_has_ended_gets_its_own_time_next(monkeypatch) -> Non
         assert made.compiled(Grammar("regex", "c"), Cancellation()) == b"done"
         with pytest.raises(EngineError, match="in 0.2 s"):
             made.compiled(Grammar("regex", "a"), Cancellation())
+
+
+def test_an_answer_is_whole_though_the_clock_ends_its_job_before_anybody_reads_it(monkeypatch) -> None:
+    """Larger than what a socket holds. Else the words of the clock would be taken for its rest."""
+    monkeypatch.setattr(jobs, "BUSY_SECONDS", 2.0)
+    monkeypatch.setattr(jobs, "LARGE_SECONDS", 0.1)
+    large = b"+" + bytes(4 << 20)
+
+    def work(answer: socket.socket) -> NoReturn:
+        while time.process_time() < 0.2:
+            pass
+        send_answer(answer, large)
+        spin()
+
+    with jobs_running(work) as to:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(to, [jobs.USUAL], [theirs.fileno()])
+            theirs.close()
+            ours.settimeout(60)
+            time.sleep(3.0)  # of a stream a part would have been sent by now, and no more
+            assert receive_answer(ours) == large
+            assert receive_answer(ours).startswith(b"?the machine is too busy")  # what the clock said later
+            with pytest.raises(EOFError):
+                receive_answer(ours)
 
 
 def test_patience_has_an_end_and_so_has_own_time(monkeypatch) -> None:

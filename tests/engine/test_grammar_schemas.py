@@ -41,6 +41,7 @@ WANTED = 200
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # six minutes on two quiet cores
 def test_answers_of_the_demo_model(demo_dir) -> None:
     """Valid, every one that is not refused by name, until there are 200. A small model may write a text for ever: such
     an answer is asked for again from one that likes to close what it has opened."""

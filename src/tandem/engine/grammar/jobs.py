@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
-from tandem.engine.frames import send_frame
+from tandem.engine.grammar.answers import send_answer
 
 # What an answer begins with; then the compiled grammar, or why there is none.
 DONE, REFUSED, BUSY = b"+", b"-", b"?"
@@ -119,7 +119,7 @@ class Jobs:
             if said is not None:
                 answer.setblocking(False)
                 with contextlib.suppress(OSError):
-                    send_frame(answer, said)
+                    send_answer(answer, said)
 
 
 def _seconds(pid: int, threads: int) -> float:

@@ -12,6 +12,7 @@ import threading
 import msgspec
 
 from tandem.engine.frames import receive_frame, send_frame
+from tandem.engine.grammar.answers import receive_answer
 from tandem.engine.grammar.jobs import BUSY, DONE, PATIENT, USUAL, WALL_SECONDS
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
@@ -110,7 +111,7 @@ class CompilerProcess:
         theirs.close()
         try:
             send_frame(ours, msgspec.msgpack.encode(grammar))
-            return receive_frame(ours)
+            return receive_answer(ours)
         except (OSError, EOFError) as error:
             raise EngineError("the process that compiles grammars has ended; try again") from error
 

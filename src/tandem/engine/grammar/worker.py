@@ -20,6 +20,7 @@ import msgspec
 
 from tandem.config.cgroup import read_cgroup_limits
 from tandem.engine.frames import receive_frame, send_frame
+from tandem.engine.grammar.answers import send_answer
 from tandem.engine.grammar.backend import compiled_by, complaint, grammar_compiler, warned
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.jobs import DONE, REFUSED, Jobs
@@ -54,7 +55,7 @@ def serve(ours: socket.socket) -> None:
             ours.close()  # or it would seem open to the engine when this process is gone
             _bound_memory()
             grammar = msgspec.msgpack.decode(receive_frame(answer), type=Grammar)
-            send_frame(answer, _result(compiler, vocabulary, grammar))
+            send_answer(answer, _result(compiler, vocabulary, grammar))
             code = 0
         finally:
             os._exit(code)
