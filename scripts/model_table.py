@@ -98,7 +98,11 @@ def _saved(model_type: str, path: Path) -> Any:
     with torch.device("meta"):
         count = sum(p.numel() for p in cls._from_config(part).parameters())
     assert count < MOST_PARAMETERS, f"{model_type}: {count / 1e6:.0f} million parameters are not tiny"
-    cls._from_config(part).float().save_pretrained(path)
+    made = cls._from_config(part).float()
+    for parameter in made.parameters():
+        if parameter.ndim > 1 and not parameter.any():  # a router that begins with zeros prefers no expert
+            torch.nn.init.normal_(parameter, std=0.15)
+    made.save_pretrained(path)
     text = json.loads((path / "config.json").read_text())
 
     def logits(pieces_of: Callable[[list[int]], list[list[int]]]) -> list[torch.Tensor]:
@@ -208,8 +212,8 @@ def _head(by_how: dict[str, list[Runs]]) -> list[str]:
         "native one is native. Any size and any fine-tuned version runs as its type does. Which quantisations and",
         "GGUF files can be read is in [formats.md](formats.md).",
         "",
-        "Step, Ling 2.0 and the texts of Qwen3-VL, Qwen3-Omni, GLM-4.5V and Kimi-VL were tested on CPUs only so far.",
-        "Beside a GPU they use kernels that other families use there.",
+        "Step, Ling 2.0, Trinity, K-EXAONE, Hunyuan-A13B and the texts of Qwen3-VL, Qwen3-Omni, GLM-4.5V and Kimi-VL",
+        "were tested on CPUs only so far. Beside a GPU they use kernels that other families use there.",
         "",
     ]
 

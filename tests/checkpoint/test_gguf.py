@@ -288,7 +288,7 @@ SIZES = {
     [
         (
             {"architecture": "rwkv7"},
-            "architecture 'rwkv7' is not supported; these are: bailingmoe2, deepseek2, deepseek4, dots1, ernie4_5-moe",
+            "architecture 'rwkv7' is not supported; these are: afmoe, bailingmoe2, deepseek2, deepseek32, deepseek4",
         ),
         ({"architecture": "lfm2moe"}, "step35. Its safetensors run (kt models lfm2_moe): take those"),
         ({}, "lacks llama.attention.head_count: convert"),

@@ -65,7 +65,7 @@ def planned(model_type: str, **changes: object):
 
 
 def test_paged_families_run_beside_a_gpu_without_graphs():
-    plan, reasons = planned("afmoe")
+    plan, reasons = planned("mellum")
     assert plan.gpu is not None and plan.gpu.graph_sizes == () and plan.gpu.attention == "triton"
     assert "may wait for the GPU" in reasons["CUDA graphs"] and "windows of their own" in reasons["attention"]
 

@@ -63,7 +63,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [each.token_ids for each in llm.generate(prompts, sampling, progress=False)]
 
 
-@pytest.mark.parametrize("model_type", ["afmoe", "granitemoe"])
+@pytest.mark.parametrize("model_type", ["mellum", "phimoe"])
 def test_the_engine_as_users_start_it(models: ForeignModels, model_type: str) -> None:
     """Planned, packed, and with the prefix cache: a turn that is known is not computed, and says the same."""
     flags = {"max_total_tokens": 1024, "page_size": 16, "kt_cpuinfer": 2, "max_running_requests": 4}

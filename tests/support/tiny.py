@@ -191,6 +191,14 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
         num_attention_heads_per_layer=[4, 6, 6],
     )),
+    "laguna-element": ("laguna", settings(
+        num_attention_heads=6, num_key_value_heads=3, head_dim=16, num_experts=10, moe_intermediate_size=20,
+        shared_expert_intermediate_size=40, intermediate_size=44, sliding_window=9, gating="per-element",
+        num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"], rope_parameters=settings(
+            full_attention=settings(rope_type="yarn", rope_theta=5000.0, factor=4.0, partial_rotary_factor=0.5,
+                                    original_max_position_embeddings=32, beta_fast=16.0, attention_factor=1.1),
+            sliding_attention=settings(rope_type="default", rope_theta=3000.0, partial_rotary_factor=1.0)),
+    )),
     "laguna-yarn": ("laguna", settings(
         num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=7, moe_intermediate_size=28,
         shared_expert_intermediate_size=20, intermediate_size=44, sliding_window=16, attention_bias=True,
@@ -231,6 +239,35 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4_text-dense": ("gemma4_text", settings(
         num_attention_heads=6, num_key_value_heads=3, head_dim=16, global_head_dim=16, intermediate_size=44,
         hidden_size_per_layer_input=0, sliding_window=7, attention_k_eq_v=True, num_global_key_value_heads=2,
+    )),
+    "afmoe": ("afmoe", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_experts=10, num_shared_experts=2,
+        moe_intermediate_size=28, intermediate_size=60, num_dense_layers=1, sliding_window=9, route_scale=1.7,
+        mup_enabled=True, num_hidden_layers=4,
+    )),
+    "afmoe-plain": ("afmoe", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=7, num_shared_experts=1,
+        moe_intermediate_size=20, intermediate_size=44, num_dense_layers=0, sliding_window=16, attention_bias=True,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    )),
+    "exaone_moe": ("exaone_moe", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_experts=12, num_shared_experts=2,
+        moe_intermediate_size=28, intermediate_size=60, n_group=4, topk_group=2, sliding_window=9,
+        routed_scaling_factor=1.7, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )),
+    "exaone_moe-plain": ("exaone_moe", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=7, num_shared_experts=1,
+        moe_intermediate_size=20, intermediate_size=44, sliding_window=16, norm_topk_prob=False, num_hidden_layers=4,
+        sliding_window_pattern=2, mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+    )),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, num_experts=10, intermediate_size=28,
+        rope_parameters=settings(rope_type="dynamic", rope_theta=5000.0, alpha=20.0, factor=1.0),
+    )),
+    "hunyuan_v1_moe-plain": ("hunyuan_v1_moe", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=7,
+        num_experts_per_tok=7, intermediate_size=20,
+        attention_bias=True, tie_word_embeddings=True,  # all experts, so that no rounding changes who is chosen
     )),
     "mixtral": ("mixtral", settings(
         num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,

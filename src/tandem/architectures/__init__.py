@@ -12,27 +12,27 @@ from tandem.architectures import (
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    hunyuan_v1_moe,
     hy_v3,
-    laguna,
-    mimo_v2_flash,
     minimax_m2,
     mistral4,
     mixtral,
     olmoe,
     qwen2_moe,
     qwen3_moe,
-    qwen3_next,
-    step3p7,
 )
 from tandem.architectures.family import Family, Gguf
+from tandem.architectures.recurrent import qwen3_next
 from tandem.architectures.shared import text_part
+from tandem.architectures.windows import afmoe, exaone_moe, laguna, mimo_v2_flash, step3p7
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 _ALL = (
-    *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY,
-    *gemma4.FAMILIES, *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, hy_v3.FAMILY, laguna.FAMILY,
+    afmoe.FAMILY, *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY,
+    exaone_moe.FAMILY, *gemma4.FAMILIES, *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY,
+    hunyuan_v1_moe.FAMILY, hy_v3.FAMILY, laguna.FAMILY,
     mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, *mixtral.FAMILIES, olmoe.FAMILY,
     qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES, step3p7.FAMILY,
 )  # fmt: skip

@@ -114,12 +114,19 @@ def _kinds(keys: JsonKeys) -> list[str]:
     return ["shared" if max(i - offset + 1, 0) % max(every, 1) else "full" for i in layers]
 
 
+def gguf_glm(keys: GgufKeys) -> dict[str, Any]:
+    return gguf_config(keys) | _gguf_choosers(keys) | {"model_type": "glm_moe_dsa"}
+
+
+def gguf_deepseek(keys: GgufKeys) -> dict[str, Any]:
+    return gguf_config(keys) | {"model_type": "deepseek_v32"}
+
+
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """As DeepSeek-V3's, and the indexer."""
     if keys.optional("expert_gating_func", 0) != SIGMOID:
         raise keys.refuse("expert_gating_func", f"is not {SIGMOID} (sigmoid)")
-    return deepseek_gguf(keys) | _gguf_choosers(keys) | {
-        "model_type": "glm_moe_dsa",
+    return deepseek_gguf(keys) | {
         "index_n_heads": keys.need("attention.indexer.head_count"),
         "index_head_dim": keys.need("attention.indexer.key_length"),
         "index_topk": keys.need("attention.indexer.top_k"),
@@ -142,7 +149,7 @@ def _gguf_layers(keys: GgufKeys) -> int:
     return keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
 
 
-GLM_STEMS = GGUF_STEMS | {
+STEMS = GGUF_STEMS | {
     "indexer.attn_q_b": "self_attn.indexer.wq_b",
     "indexer.attn_k": "self_attn.indexer.wk",
     "indexer.k_norm": "self_attn.indexer.k_norm",
@@ -150,6 +157,6 @@ GLM_STEMS = GGUF_STEMS | {
 }
 
 FAMILIES = (
-    Family(("deepseek_v32",), deepseek_v32, (NAMES,)),
-    Family(("glm_moe_dsa",), glm_moe_dsa, (NAMES,), Gguf("glm-dsa", gguf_config, GLM_STEMS)),
+    Family(("deepseek_v32",), deepseek_v32, (NAMES,), Gguf("deepseek32", gguf_deepseek, STEMS)),
+    Family(("glm_moe_dsa",), glm_moe_dsa, (NAMES,), Gguf("glm-dsa", gguf_glm, STEMS)),
 )

@@ -56,7 +56,7 @@ LING_RENAMES = Renames(
         ".attention.dense.": ".self_attn.o_proj.", ".attention.query_layernorm.": ".self_attn.q_norm.",
         ".attention.key_layernorm.": ".self_attn.k_norm.", ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
     },
-    sign=".attention.query_key_value.",
+    signs=(".attention.query_key_value.",),
     relatives=(".attention.g_", ".kv_a_proj_with_mqa."),  # Transformers' own code runs those, and knows their names
 )  # fmt: skip
 

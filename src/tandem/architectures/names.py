@@ -34,6 +34,7 @@ class Names:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     streams: tuple[str, ...] = ("attn_hc", "ffn_hc")
     attention: str = "self_attn"
+    own_gate: str = "self_attn.g_proj"
     recurrent: str = "linear_attn"
     dense: str = "mlp"
     router: str = "mlp.gate"
@@ -57,15 +58,15 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """Pieces of names as a family's checkpoints of the hub have them → as its own file has them. Where a name has
-    `sign`, all names are such; unless one has a piece that only relatives have."""
+    """Pieces of names as a family's checkpoints of the hub have them → as its own file has them. Where a name has one
+    of `signs`, all names are such; unless one has a piece that only relatives have."""
 
     pieces: Mapping[str, str]
-    sign: str
+    signs: tuple[str, ...]
     relatives: tuple[str, ...] = ()
 
     def fits(self, names: Sequence[str]) -> bool:
-        return any(self.sign in name for name in names) and not any(
+        return any(sign in name for name in names for sign in self.signs) and not any(
             other in name for name in names for other in self.relatives
         )
 

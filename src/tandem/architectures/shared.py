@@ -27,7 +27,7 @@ from tandem.config.layers import (
 )
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
-from tandem.config.rope import Rope, positions_of, read_rope, rope_keys
+from tandem.config.rope import Rope, positions_of, read_rope, rope_keys, still
 from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 
@@ -267,3 +267,14 @@ def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[
     if WINDOW in kinds and not size:
         raise ConfigError(f"{keys.where}: layer_types has {WINDOW}, but there is no sliding_window; try 4096")
     return [replace(attention, window=size if kind == WINDOW else 0) for kind in kinds]
+
+
+def turning_in_windows(keys: JsonKeys, attention: Gqa, kinds: list[str]) -> list[Gqa]:
+    """Of each layer: with a window it turns; without, it does not, unless no layer has one."""
+    if unknown := sorted(set(kinds) - {WINDOW, FULL}):
+        raise ConfigError(f"{keys.where}: layer type {unknown[0]!r} is not supported; {WINDOW} and {FULL} are")
+    size = keys.optional("sliding_window", 0)
+    if not size:
+        return [attention] * len(kinds)
+    near, far = replace(attention, window=size), replace(attention, rope=still(attention.head_dim))
+    return [near if kind == WINDOW else far for kind in kinds]

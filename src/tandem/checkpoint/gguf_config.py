@@ -26,9 +26,8 @@ END_TOKENS = (
 CONTINUES = {"<|end|>": "<|return|>"}
 """Tokens that end a message, where an answer has several: in vocabularies with the second one (gpt-oss)."""
 AS_SAFETENSORS = {
-    "afmoe": "afmoe", "exaone-moe": "exaone_moe", "granitemoe": "granitemoe", "granitehybrid": "granitemoehybrid",
-    "hunyuan-moe": "hunyuan_v1_moe", "jamba": "jamba", "kimi-linear": "kimi_linear", "laguna": "laguna",
-    "lfm2moe": "lfm2_moe", "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe", "deepseek32": "deepseek_v32",
+    "granitemoe": "granitemoe", "granitehybrid": "granitemoehybrid", "jamba": "jamba", "kimi-linear": "kimi_linear",
+    "lfm2moe": "lfm2_moe", "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe",
 }  # fmt: skip
 """Architectures that are not read, by the model types of their families, which run."""
 CONTROL, USER_DEFINED = 3, 4  # of token_type

@@ -19,8 +19,8 @@ from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
 
 DELTA_CHUNK = 64  # rows of a prompt that a GPU takes together
-QkNorm = Literal["none", "head", "width"]
-HeadGate = Literal["none", "softplus", "sigmoid"]
+QkNorm = Literal["none", "head", "width", "turned"]
+OwnGate = Literal["none", "softplus", "sigmoid"]
 
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oai", "silu_clamp", "relu2"]
@@ -80,7 +80,7 @@ class Gqa:
     head_dim: int
     rope: Rope
     window: int = 0
-    qk_norm: QkNorm = "none"  # of q and k, before they turn: per head, or over all heads at once
+    qk_norm: QkNorm = "none"  # of q and k, before they turn: per head, or over all heads at once; "turned": behind
     norm: Norm = field(default=Norm(1e-6))
     qkv_bias: bool = False
     out_bias: bool = False
@@ -89,7 +89,8 @@ class Gqa:
     gate: bool = (
         False  # the result times the sigmoid of a gate, which q's projection makes beside each query head
     )
-    head_gate: HeadGate = "none"  # each head's result times that of a number, which a projection of its own makes
+    own_gate: OwnGate = "none"  # the result times that of numbers, which a projection of its own makes ...
+    gates_each: Literal["head", "channel"] = "head"  # ... one for each of these
     values: Values = field(default=Values())
     factor: float = 0.0  # of the softmax; 0: head_dim ** -0.5
     cached: str = "act"  # dtype of keys and values in pages
@@ -115,8 +116,14 @@ class Gqa:
         """Of a head."""
         return self.values.dim or self.head_dim
 
+    @property
+    def gate_rows(self) -> int:
+        """Of the projection that makes the gate; 0: there is none."""
+        wide = self.heads * self.value_dim if self.gates_each == "channel" else self.heads
+        return 0 if self.own_gate == "none" else wide
+
     def params(self, hidden: int) -> int:
-        q = self.heads * (2 if self.gate else 1) * self.head_dim + (self.heads if self.head_gate != "none" else 0)
+        q = self.heads * (2 if self.gate else 1) * self.head_dim + self.gate_rows
         v = 0 if self.values.from_keys else self.kv_heads * self.value_dim
         return hidden * (q + self.kv_heads * self.head_dim + v + self.heads * self.value_dim)
 

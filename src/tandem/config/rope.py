@@ -110,6 +110,11 @@ class Rope:
         return plain if self.scaling is None else self.scaling.frequencies(plain, self.theta)
 
 
+def still(dims: int) -> Rope:
+    """No channel turns: attention without positions."""
+    return Rope(10000.0, dims, Proportional(0.0))
+
+
 def rope_keys(keys: JsonKeys) -> JsonKeys:
     """`keys` with those of `rope_parameters` (Transformers 5) or `rope_scaling` in front."""
     return keys.overlaid(keys.mapping("rope_parameters") or keys.mapping("rope_scaling"))

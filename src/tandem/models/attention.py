@@ -16,8 +16,8 @@ from tandem.models.passing import Pass, States
 class Attention:
     """Grouped-query attention: one matrix for q, k and v; norm, rotation and cache write in one operation."""
 
-    def __init__(self, b: Builder, shape: Gqa, name: str) -> None:
-        """name: of the module that holds the projections."""
+    def __init__(self, b: Builder, shape: Gqa, name: str, gate: str) -> None:
+        """name: of the module that holds the projections; gate: of the one that makes a gate of its own."""
         self.shape, self.ops, self.rope = shape, b.ops, b.rope(shape.rope)
         q, kv, values = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.values
         rows = {"q": 2 * q if shape.gate else q, "k": kv, "v": shape.kv_heads * shape.value_dim}
@@ -27,9 +27,7 @@ class Attention:
         if b.checkpoint.has_matrix(f"{name}.qkv_proj"):
             modules, sizes = [f"{name}.qkv_proj"], [sum(sizes)]
         self.qkv = b.linear(modules, sizes, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
-        self.head_gate = (
-            b.linear([f"{name}.g_proj"], [shape.heads], b.config.hidden) if shape.head_gate != "none" else None
-        )
+        self.own_gate = b.linear([gate], [shape.gate_rows], b.config.hidden) if shape.gate_rows else None
         self.out = b.linear(
             [f"{name}.o_proj"], [b.config.hidden], shape.heads * shape.value_dim, bias=shape.out_bias
         )
@@ -37,13 +35,21 @@ class Attention:
         self.ones = b.ops.resident(torch.ones(shape.value_dim)) if values.norm else None
         self.q_norm = self.k_norm = None
         if shape.qk_norm != "none":
-            per_head = shape.qk_norm == "head"
-            normed = (shape.head_dim, shape.head_dim) if per_head else (q, kv)
+            normed = (q, kv) if shape.qk_norm == "width" else (shape.head_dim, shape.head_dim)
             self.q_norm = b.norm(f"{name}.q_norm.weight", shape.norm, normed[0])
             self.k_norm = b.norm(f"{name}.k_norm.weight", shape.norm, normed[1])
+        self.turned = self._norm_turned(b) if shape.qk_norm == "turned" else None
+
+    def _norm_turned(self, b: Builder) -> Tensor:
+        """What turns keeps its length, so that norms without weights may come before. In a score, the weights of q's
+        and k's norms are one factor of each channel, which q takes."""
+        assert self.q_norm is not None and self.k_norm is not None
+        both = (self.q_norm.float() * self.k_norm.float()).to(b.dtype)
+        self.q_norm = self.k_norm = b.ops.resident(torch.ones(self.shape.head_dim, dtype=self.q_norm.dtype))
+        return both
 
     def reads(self) -> list[SureRead]:
-        return sure_reads(self.qkv, *([] if self.head_gate is None else [self.head_gate]), self.out)
+        return sure_reads(self.qkv, *([] if self.own_gate is None else [self.own_gate]), self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         s, qkv, norms, ((k_pages, v_pages),) = (
@@ -58,15 +64,22 @@ class Attention:
         if not s.values.plain:
             qkv = self._with_values(qkv)
         q = self.ops.rope_store(qkv, self.rope, batch, k_pages, v_pages, s.heads, norms)
+        if self.turned is not None:
+            q = q * self.turned
         seen = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
-        if self.head_gate is not None:
-            seen = self._head_gated(seen, self.head_gate(x))
+        if self.own_gate is not None:
+            seen = self._own_gated(seen, self.own_gate(x))
         return self.out(self.ops.gated(seen, self._gates(qkv)) if s.gate else seen)
 
-    def _head_gated(self, seen: Tensor, gates: Tensor) -> Tensor:
-        """seen [T, H * D] times softplus or sigmoid of gates [T, H]."""
-        of = softplus if self.shape.head_gate == "softplus" else sigmoid
+    def _own_gated(self, seen: Tensor, gates: Tensor) -> Tensor:
+        """seen [T, H * D] times softplus or sigmoid of gates [T, H] or [T, H * D]."""
+        channels = self.shape.gates_each == "channel"
+        if channels and self.shape.own_gate == "sigmoid":
+            return self.ops.gated(seen, gates)
+        of = softplus if self.shape.own_gate == "softplus" else sigmoid
         each = of(gates.float()).to(seen.dtype)
+        if channels:
+            return seen * each
         gated: Tensor = seen.unflatten(1, (self.shape.heads, -1)) * each[..., None]
         return gated.flatten(1)
 

@@ -117,7 +117,7 @@ def _post(b: Builder, name: str, norm: Norm | None) -> Callable[[Tensor], Tensor
 def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
     layer, body = names.at(index), block.body
     if isinstance(body, Gqa):
-        return Attention(b, body, layer + names.attention)
+        return Attention(b, body, layer + names.attention, layer + names.own_gate)
     if isinstance(body, Latent):
         return LatentAttention(b, body, layer + names.attention, index)
     if isinstance(body, SharedKv):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.architectures import family_of
 from tandem.architectures.names import Names
+from tandem.config import ModelConfig
 from tandem.kernels.ops import Linear, Ops, Recorded, SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
@@ -119,7 +120,7 @@ class Model:
         return self._logits(self.end(p), p, states)
 
     def _logits(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        return capped(self.head(self._kept(x, p, states), torch.float32), self.config.logit_cap)
+        return finished(self.head(self._kept(x, p, states), torch.float32), self.config)
 
     def _layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""
@@ -198,6 +199,7 @@ def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:
     return lambda ids: find(ids).to(dtype) * scale
 
 
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """Logits within `cap`, in place; 0: as they are."""
-    return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
+def finished(logits: Tensor, config: ModelConfig) -> Tensor:
+    """What a model has for its head's products, in place."""
+    cap, scaled = config.logit_cap, logits if config.logit_scale == 1.0 else logits.mul_(config.logit_scale)
+    return scaled if not cap else scaled.div_(cap).tanh_().mul_(cap)

@@ -90,5 +90,9 @@ def ungated(up: Weight, down: Weight) -> ExpertMatrices:
 
 def mlp_matrices(checkpoint: Checkpoint, prefix: str, hidden: int, width: int) -> ExpertMatrices:
     """A dense MLP's gate, up and down."""
-    gate, up = (checkpoint.weight(f"{prefix}.{m}_proj", (width, hidden)) for m in ("gate", "up"))
+    if checkpoint.has_matrix(f"{prefix}.gate_up_proj"):
+        both = checkpoint.weight(f"{prefix}.gate_up_proj", (2 * width, hidden))
+        gate, up = rows_of(both, slice(0, width)), rows_of(both, slice(width, None))
+    else:
+        gate, up = (checkpoint.weight(f"{prefix}.{m}_proj", (width, hidden)) for m in ("gate", "up"))
     return gate, up, checkpoint.weight(f"{prefix}.down_proj", (hidden, width))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.config import ModelConfig
 from tandem.errors import ConfigError
-from tandem.models.model import capped
+from tandem.models.model import finished
 from tandem.quality.measures import (
     Divergence,
     KeptRows,
@@ -72,14 +72,14 @@ class Head:
     """Final norm and output matrix of a stream."""
 
     def __init__(self, stream: LayerStream) -> None:
-        self.eps, self._device, self._cap = stream.config.norm.eps, stream.device, stream.config.logit_cap
+        self.eps, self._device, self._config = stream.config.norm.eps, stream.device, stream.config
         (self.end, self.norm), self.matrix = stream.final_norm(), stream.head()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden], or of several streams → float32 [n, vocab], both in CPU memory."""
         with torch.inference_mode():
             normed = self.end.peek(hidden.to(self._device), self.norm, self.eps)
-            return capped(self.matrix(normed, torch.float32).cpu(), self._cap)
+            return finished(self.matrix(normed, torch.float32).cpu(), self._config)
 
 
 @dataclass(slots=True)

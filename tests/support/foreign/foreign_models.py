@@ -17,18 +17,12 @@ COMMON = settings(
 
 # model type: what differs from COMMON
 PAGED: dict[str, dict[str, object]] = {
-    "afmoe": settings(num_experts=6, num_shared_experts=1, num_dense_layers=1, sliding_window=7,
-                      layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-    "hunyuan_v1_moe": settings(num_experts=6, moe_topk=2, num_shared_expert=1),
     "flex_olmo": settings(num_experts=6),
     "granitemoe": settings(num_local_experts=6, logits_scaling=2.0, residual_multiplier=0.7, embedding_multiplier=3.0,
                            attention_multiplier=0.2),
     "granitemoeshared": settings(num_local_experts=6, shared_intermediate_size=28),
     "granitemoe_swa": settings(num_local_experts=6, sliding_window=7),
     "phimoe": settings(num_local_experts=6, num_experts_per_tok=2),
-    "exaone_moe": settings(num_experts=6, num_shared_experts=1, n_group=1, topk_group=1, sliding_window=7,
-                           layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-                           mlp_layer_types=["dense", "sparse", "sparse"]),
     "mellum": settings(num_experts=6, sliding_window=7),
     "kolibri1": settings(num_experts=6),
     "aria_text": settings(moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),

@@ -29,10 +29,12 @@ ARCHITECTURES = {
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4, "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2, "mistral4": gguf.MODEL_ARCH.MISTRAL4,
-    "step3p5": gguf.MODEL_ARCH.STEP35, "hy_v3": gguf.MODEL_ARCH.DOTS1,
+    "step3p5": gguf.MODEL_ARCH.STEP35, "hy_v3": gguf.MODEL_ARCH.DOTS1, "afmoe": gguf.MODEL_ARCH.AFMOE,
+    "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "laguna": gguf.MODEL_ARCH.STEP35, "deepseek_v32": gguf.MODEL_ARCH.GLM_DSA,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
-NEWER = {"hy_v3": "hy_v3"}
+NEWER = {"hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32"}
 """Architectures that the installed package does not have, whose tensors are called as another's."""
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
@@ -249,7 +251,7 @@ def add_deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> Non
     if config.get("n_group"):
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if config["model_type"] in ("deepseek_v3", "glm_moe_dsa"):
+    if config["model_type"] in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("norm_topk_prob"):
         writer.add_expert_weights_norm(True)

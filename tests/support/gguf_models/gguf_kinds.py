@@ -135,7 +135,82 @@ def add_hy3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def add_routed(writer: gguf.GGUFWriter, config: dict[str, Any], scale: float | None = None) -> None:
+    """Sizes of heads and experts, as the converter's base class writes them."""
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if scale is not None:
+        writer.add_expert_weights_scale(scale)
+
+
+def add_afmoe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config)
+    add_routed(writer, config, config["route_scale"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_weights_norm(True)
+
+
+def add_exaone(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config)
+    add_routed(writer, config, config["routed_scaling_factor"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_sliding_window_pattern([kind == WINDOW for kind in config["layer_types"]])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
+def add_hunyuan(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What scales the rotation becomes its base."""
+    add_sizes(writer, config)
+    add_routed(writer, config | {"num_experts_per_tok": config["moe_topk"]})
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_shared_count(1)
+    rope, head = config["rope_parameters"], config["head_dim"]
+    scaled = rope.get("alpha", 1.0) ** (head / (head - 2))
+    writer.add_rope_freq_base(rope["rope_theta"] * scaled)
+
+
+def add_laguna(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config, config["num_attention_heads_per_layer"])
+    add_routed(writer, config, config["moe_routed_scaling_factor"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    full, near = (config["rope_parameters"][kind] for kind in ("full_attention", WINDOW))
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_freq_base_swa(near["rope_theta"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * full["partial_rotary_factor"]))
+    writer.add_rope_dimension_count_swa(int(config["head_dim"] * near["partial_rotary_factor"]))
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
+        writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
+
+
 CONFIGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2, "step3p5": add_step35,
-    "hy_v3": add_hy3,
+    "hy_v3": add_hy3, "afmoe": add_afmoe, "exaone_moe": add_exaone, "hunyuan_v1_moe": add_hunyuan, "laguna": add_laguna,
 }  # fmt: skip

@@ -28,7 +28,7 @@ SHARE = 0.334  # of a head's channels turn
 THETAS = {FULL: 5_000_000.0, WINDOW: 10_000.0}
 """Where config.json says nothing."""
 
-RENAMES = Renames({".self_attn.attention_sink_bias": ".self_attn.sinks"}, sign=".self_attn.attention_sink_bias")
+RENAMES = Renames({".self_attn.attention_sink_bias": ".self_attn.sinks"}, signs=(".self_attn.attention_sink_bias",))
 
 DESCRIBED = ("attention_chunk_size", "hybrid_block_size", "attention_projection_layout")
 """Keys of the hub's file that say again what others say."""
@@ -144,6 +144,7 @@ def _gguf_rope(keys: GgufKeys, base: str, share: float) -> dict[str, Any]:
 
 
 STEMS = GGUF_DECODER | {
+    "attn_qkv": "self_attn.qkv_proj",  # of MiMo-V2.5
     "attn_sinks": "self_attn.sinks",
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
 }

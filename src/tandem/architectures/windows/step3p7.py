@@ -35,7 +35,7 @@ RENAMES = Renames(
         ".share_expert.": ".mlp.shared_experts.", ".moe.gate_proj.": ".mlp.experts.gate_proj.",
         ".moe.up_proj.": ".mlp.experts.up_proj.", ".moe.down_proj.": ".mlp.experts.down_proj.",
     },
-    sign=".share_expert.",
+    signs=(".share_expert.",),
 )  # fmt: skip
 
 SAME = {
@@ -144,7 +144,7 @@ def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:
     own = keys.overlaid({"num_attention_heads": heads, "rope_parameters": _rope(keys, kind, layer)})
     attention = gqa(own, qk_norm="head", rotary_share=1.0, plus_one=True)
     return replace(
-        attention, window=keys.size("sliding_window", 512) if windowed else 0, head_gate="sigmoid"
+        attention, window=keys.size("sliding_window", 512) if windowed else 0, own_gate="sigmoid"
     )
 
 

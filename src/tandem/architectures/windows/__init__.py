@@ -1,0 +1,1 @@
+"""Families whose layers differ: some see all tokens, others a window of them."""
