@@ -48,14 +48,17 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
             raise ConfigError(f"{keys.where}: {key} must be {value} in every layer")
     bias = keys.optional("attention_bias", False)
     attention = gqa(keys, qkv_bias=bias, out_bias=bias, qk_norm="turned")
-    chosen = {"num_experts": _same(keys, "num_experts", 64), "num_experts_per_tok": _same(keys, "moe_topk", 8)}
+    chosen = {
+        "num_experts": _same(keys, 64, "num_experts", "num_local_experts"),
+        "num_experts_per_tok": _same(keys, 8, "moe_topk", "num_experts_per_tok"),
+    }
     router = replace(softmax_router(keys.overlaid(chosen), "num_experts", True), float32_logits=True)
     return model(keys, generation, lambda _: attention, moe(router, width, width), range(layer_count(keys)))
 
 
-def _same(keys: JsonKeys, key: str, example: int) -> int:
+def _same(keys: JsonKeys, example: int, key: str, alias: str) -> int:
     """A number, or a list of the same for every layer."""
-    found = set(keys.integers(key)) or {keys.size(key, example)}
+    found = set(keys.integers(key)) or {keys.size(key, example, alias)}
     if len(found) > 1:
         raise ConfigError(f"{keys.where}: {key} differs between layers, which is not supported; try {example}")
     return found.pop()
