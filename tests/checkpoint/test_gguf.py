@@ -290,7 +290,7 @@ SIZES = {
             {"architecture": "rwkv7"},
             "architecture 'rwkv7' is not supported; these are: afmoe, bailingmoe2, deepseek2, deepseek32, deepseek4",
         ),
-        ({"architecture": "lfm2moe"}, "step35. Its safetensors run (kt models lfm2_moe): take those"),
+        ({"architecture": "phimoe"}, "step35. Its safetensors run (kt models phimoe): take those"),
         ({}, "lacks llama.attention.head_count: convert"),
         (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),
         (SIZES | {"llama__block_count": 0}, "num_hidden_layers is 0"),

@@ -63,6 +63,8 @@ def test_parameters_are_counted_as_transformers_counts_them(variant):
         "a_layernorm",
         "query_layernorm",
         "key_layernorm",
+        "q_layernorm",
+        "k_layernorm",
         "A_log",
         "linear_attn.norm",
         "sinks",

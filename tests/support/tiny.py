@@ -269,6 +269,16 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         num_experts_per_tok=7, intermediate_size=20,
         attention_bias=True, tie_word_embeddings=True,  # all experts, so that no rounding changes who is chosen
     )),
+    "lfm2_moe": ("lfm2_moe", settings(
+        num_attention_heads=6, num_key_value_heads=2, num_experts=10, moe_intermediate_size=28, intermediate_size=60,
+        num_dense_layers=1, conv_L_cache=3, num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+    )),
+    "lfm2_moe-bias": ("lfm2_moe", settings(
+        num_attention_heads=4, num_key_value_heads=4, num_experts=7, moe_intermediate_size=20, intermediate_size=44,
+        num_dense_layers=0, conv_L_cache=4, conv_bias=True, use_expert_bias=False, num_experts_per_tok=7,
+        tie_word_embeddings=False, layer_types=["full_attention", "conv", "conv"],
+    )),
     "mixtral": ("mixtral", settings(
         num_attention_heads=6, num_key_value_heads=2, num_local_experts=5, intermediate_size=44,
     )),

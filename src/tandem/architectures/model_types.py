@@ -40,7 +40,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "kimi_k25": ("Kimi-K2.5", "Kimi-K2.6"),
     "kimi_linear": ("Kimi-Linear-48B-A3B",),
     "laguna": ("Laguna-S-2.1",),
-    "lfm2_moe": ("LFM2-8B-A1B",),
+    "lfm2_moe": ("LFM2-8B-A1B", "LFM2-24B-A2B"),
     "llama4": ("Llama-4-Scout", "Llama-4-Maverick"),
     "longcat_flash": ("LongCat-Flash",),
     "mimo_v2_flash": ("MiMo-V2-Flash",),

@@ -27,7 +27,7 @@ CONTINUES = {"<|end|>": "<|return|>"}
 """Tokens that end a message, where an answer has several: in vocabularies with the second one (gpt-oss)."""
 AS_SAFETENSORS = {
     "granitemoe": "granitemoe", "granitehybrid": "granitemoehybrid", "jamba": "jamba", "kimi-linear": "kimi_linear",
-    "lfm2moe": "lfm2_moe", "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe",
+    "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe",
 }  # fmt: skip
 """Architectures that are not read, by the model types of their families, which run."""
 CONTROL, USER_DEFINED = 3, 4  # of token_type

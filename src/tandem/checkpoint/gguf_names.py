@@ -13,7 +13,10 @@ from tandem.architectures import GGUF
 from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_file import GGUFTensor
 
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTER = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "token_embd_norm": "model.norm",
+    "output": "lm_head",
+}  # fmt: skip
 OUTER_STREAMS = {f"output_hc_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 # Ends of Hugging Face names without `.weight` or `.bias`.
 PLAIN = (

@@ -14,6 +14,7 @@ from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.scores import SCORES
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.mechanisms.short_conv import ShortConv
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
@@ -317,7 +318,7 @@ class Foreign:
 
 
 Attention = Gqa | Latent | SharedKv
-Mixer = Attention | DeltaRule
+Mixer = Attention | DeltaRule | ShortConv
 Body = Mixer | Dense | Moe | Foreign
 
 

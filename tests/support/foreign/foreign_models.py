@@ -33,8 +33,6 @@ ALONE: dict[str, dict[str, object]] = {
     "jamba": settings(num_experts=6, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1,
                       expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8, mamba_dt_rank=6,
                       use_mamba_kernels=False, num_hidden_layers=4),
-    "lfm2_moe": settings(num_experts=6, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"],
-                         conv_L_cache=3),
     "granitemoehybrid": settings(num_local_experts=6, shared_intermediate_size=28, mamba_n_heads=6, mamba_d_head=16,
                                  mamba_d_state=8, mamba_expand=2, mamba_n_groups=1,
                                  layer_types=["mamba", "attention", "mamba"]),

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "step3p5": gguf.MODEL_ARCH.STEP35, "hy_v3": gguf.MODEL_ARCH.DOTS1, "afmoe": gguf.MODEL_ARCH.AFMOE,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "laguna": gguf.MODEL_ARCH.STEP35, "deepseek_v32": gguf.MODEL_ARCH.GLM_DSA,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NEWER = {"hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32"}
@@ -161,7 +162,7 @@ def gguf_tensors(
         assert renamed is not None, name
         yield renamed, array[0] if "shared_expert_gate" in name else array
     for name, each in experts.items():
-        renamed = names.get_name(name)
+        renamed = names.get_name(name) or names.get_name(name.removeprefix("model."))
         assert renamed is not None, name
         yield renamed + ".weight", np.stack([each[i] for i in range(len(each))])
 

@@ -17,6 +17,7 @@ SPECIAL = {
     "layer_scalar": "layer_output_scale.weight", "self_attn.sinks": "attn_sinks.weight",
     "self_attn.attention_sink_bias": "attn_sinks.weight",
     "moe.router_bias": "exp_probs_b.bias", "expert_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
     "router.gate.weight": "ffn_gate_inp.weight",
     "shared_mlp.gate_proj.weight": "ffn_gate_shexp.weight", "shared_mlp.up_proj.weight": "ffn_up_shexp.weight",
     "shared_mlp.down_proj.weight": "ffn_down_shexp.weight",
@@ -188,6 +189,19 @@ def add_hunyuan(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(rope["rope_theta"] * scaled)
 
 
+def add_lfm2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config | {"rms_norm_eps": config["norm_eps"]})
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    full = [kind == "full_attention" for kind in config["layer_types"]]
+    writer.add_head_count_kv([config["num_key_value_heads"] * each for each in full])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+
+
 def add_laguna(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     add_sizes(writer, config, config["num_attention_heads_per_layer"])
     add_routed(writer, config, config["moe_routed_scaling_factor"])
@@ -213,4 +227,5 @@ def add_laguna(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 CONFIGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2, "step3p5": add_step35,
     "hy_v3": add_hy3, "afmoe": add_afmoe, "exaone_moe": add_exaone, "hunyuan_v1_moe": add_hunyuan, "laguna": add_laguna,
+    "lfm2_moe": add_lfm2,
 }  # fmt: skip
