@@ -11,6 +11,7 @@ from sessions import generated
 VARIANTS_OF_FAMILIES = [
     "gpt_oss", "glm4_moe_lite", "dots1-window", "minimax_m2", "hy_v3", "deepseek_v3", "mistral4",
     "ernie4_5_moe", "laguna", "mimo_v2_flash", "gemma4_text", "solar_open", "afmoe", "exaone_moe", "hunyuan_v1_moe",
+    "granitemoeshared",
 ]  # fmt: skip
 
 

@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from sessions import generated
 
-VARIANTS_OF_FAMILIES = ["lfm2_moe", "lfm2_moe-bias"]
+VARIANTS_OF_FAMILIES = [
+    "lfm2_moe", "lfm2_moe-bias", "granitemoehybrid", "granitemoehybrid-dense", "nemotron_h", "nemotron_h-mlp",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS_OF_FAMILIES)

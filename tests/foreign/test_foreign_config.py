@@ -71,7 +71,7 @@ def test_paged_families_run_beside_a_gpu_without_graphs():
 
 
 def test_others_stay_on_the_cpu():
-    plan, reasons = planned("granitemoehybrid")
+    plan, reasons = planned("jamba")
     assert plan.gpu is None and "modules and cache run on the CPU" in reasons["device"]
     plan, reasons = planned("flex_olmo", head_dim=512, hidden_size=2048)
     assert plan.gpu is None and "heads of at most 256 channels, not 512" in reasons["device"]
@@ -130,7 +130,6 @@ def test_experts_without_a_gate_are_known_by_their_numbers():
     ("model_type", "changes", "why"),
     [
         ("gpt2", {}, "not in Transformers' registry of experts"),
-        ("nemotron_h", ALONE["nemotron_h"] | {"moe_intermediate_size": 20}, "without a gate have a width of whole 32s"),
         ("flex_olmo", {"hidden_act": "relu"}, "its activation is none of those that are known"),
         ("no_such_model", {}, "has no 'no_such_model' either"),
     ],

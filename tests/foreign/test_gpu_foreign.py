@@ -81,7 +81,7 @@ def test_the_engine_as_users_start_it(models: ForeignModels, model_type: str) ->
 
 
 def test_a_model_with_states_of_its_own_stays_on_the_cpu(tmp_path: Path) -> None:
-    path = ForeignModels(tmp_path)["granitemoehybrid"]
+    path = ForeignModels(tmp_path)["jamba"]
     llm = LLM(str(path), max_total_tokens=256, kt_cpuinfer=2)
     why = next(each.reason for each in llm.engine.plan.decisions if each.name == "device")
     assert llm.engine.plan.gpu is None and "and cache run on the CPU" in why

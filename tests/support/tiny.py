@@ -29,6 +29,9 @@ COMMON = settings(
     bos_token_id=BOS, eos_token_id=EOS, pad_token_id=EOS, initializer_range=0.15,
 )  # fmt: skip
 
+STEPS = settings(time_step_min=1e-9, time_step_floor=1e-3)
+"""Of state spaces: Transformers does not let those of prompts be smaller, which decoding rows' may."""
+
 # name of the variant: (model_type, what differs from COMMON)
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2_moe": ("qwen2_moe", settings(
@@ -268,6 +271,38 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         num_attention_heads=4, num_key_value_heads=4, head_dim=22, num_experts=7,
         num_experts_per_tok=7, intermediate_size=20,
         attention_bias=True, tie_word_embeddings=True,  # all experts, so that no rounding changes who is chosen
+    )),
+    "granitemoe": ("granitemoe", settings(
+        num_attention_heads=6, num_key_value_heads=2, num_local_experts=10, intermediate_size=28, logits_scaling=2.0,
+        residual_multiplier=0.3, embedding_multiplier=3.0, attention_multiplier=0.2,
+    )),
+    "granitemoeshared": ("granitemoeshared", settings(
+        num_attention_heads=6, num_key_value_heads=3, num_local_experts=7, intermediate_size=28, attention_bias=True,
+        shared_intermediate_size=44, tie_word_embeddings=True, attention_multiplier=0.3,
+    )),
+    "granitemoehybrid": ("granitemoehybrid", settings(  # all experts, so that no rounding changes who is chosen
+        num_attention_heads=6, num_key_value_heads=2, num_local_experts=10, num_experts_per_tok=10,
+        intermediate_size=28, shared_intermediate_size=44, logits_scaling=2.0, residual_multiplier=0.3,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2, mamba_n_heads=9, mamba_d_head=16, mamba_d_state=20, mamba_n_groups=3,
+        num_hidden_layers=4, layer_types=["mamba", "attention", "mamba", "mamba"],
+    )),
+    "granitemoehybrid-dense": ("granitemoehybrid", settings(
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=0, shared_intermediate_size=44,
+        attention_multiplier=0.2, mamba_n_heads=6, mamba_d_state=16, mamba_proj_bias=True, mamba_conv_bias=False,
+        mamba_d_conv=3, position_embedding_type="rope", layer_types=["attention", "mamba", "attention"],
+    )),
+    "nemotron_h": ("nemotron_h", settings(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, n_routed_experts=12, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=64, n_group=4, topk_group=2, routed_scaling_factor=1.7, ssm_state_size=20,
+        mamba_num_heads=6, mamba_head_dim=12, n_groups=3, chunk_size=8, num_hidden_layers=6, **STEPS,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"],
+    )),
+    "nemotron_h-mlp": ("nemotron_h", settings(
+        num_attention_heads=4, num_key_value_heads=4, head_dim=22, n_routed_experts=7, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=96, intermediate_size=64, ssm_state_size=16, mamba_num_heads=4,
+        mamba_head_dim=20, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True, num_hidden_layers=5, **STEPS,
+        layers_block_type=["full_attention", "mlp", "linear_attention", "moe", "linear_attention"],
     )),
     "lfm2_moe": ("lfm2_moe", settings(
         num_attention_heads=6, num_key_value_heads=2, num_experts=10, moe_intermediate_size=28, intermediate_size=60,

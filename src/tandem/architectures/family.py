@@ -83,12 +83,14 @@ def no_parts(_: GgufKeys) -> dict[str, Part]:
 class Gguf:
     """A family in GGUF files. config: what `config.json` would say beside sizes that all files name alike;
     stems: tensor names without `blk.{layer}.` → Hugging Face's below `model.layers.{L}.`; parts: names below
-    `model.layers.{L}.`, or whole names of what lies outside, that are not as the file has them."""
+    `model.layers.{L}.`, or whole names of what lies outside, that are not as the file has them. pairs: rows of q and k
+    are those of rotary halves in turns."""
 
     architecture: str
     config: Callable[[GgufKeys], dict[str, Any]]
     stems: Mapping[str, str]
     parts: Callable[[GgufKeys], Mapping[str, Part]] = no_parts
+    pairs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

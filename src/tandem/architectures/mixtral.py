@@ -51,5 +51,5 @@ IN_MEMORY = Names()  # as Transformers 5 holds it
 
 FAMILIES = (
     Family(("llama",), llama),
-    Family(("mixtral",), config, (NAMES, IN_MEMORY), Gguf("llama", gguf_config, STEMS)),
+    Family(("mixtral",), config, (NAMES, IN_MEMORY), Gguf("llama", gguf_config, STEMS, pairs=True)),
 )

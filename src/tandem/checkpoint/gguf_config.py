@@ -26,8 +26,7 @@ END_TOKENS = (
 CONTINUES = {"<|end|>": "<|return|>"}
 """Tokens that end a message, where an answer has several: in vocabularies with the second one (gpt-oss)."""
 AS_SAFETENSORS = {
-    "granitemoe": "granitemoe", "granitehybrid": "granitemoehybrid", "jamba": "jamba", "kimi-linear": "kimi_linear",
-    "nemotron_h_moe": "nemotron_h", "phimoe": "phimoe",
+    "jamba": "jamba", "kimi-linear": "kimi_linear", "phimoe": "phimoe",
 }  # fmt: skip
 """Architectures that are not read, by the model types of their families, which run."""
 CONTROL, USER_DEFINED = 3, 4  # of token_type
@@ -198,7 +197,8 @@ def _shared(keys: _Keys, own: Config) -> Config:
         "num_attention_heads": heads,
         "num_key_value_heads": own.get("num_key_value_heads") or keys.optional("attention.head_count_kv", heads),
         "head_dim": keys.optional("attention.key_length", hidden // max(heads, 1)),
-        "intermediate_size": keys.optional("feed_forward_length", 0)
+        "intermediate_size": own.get("intermediate_size")
+        or keys.optional("feed_forward_length", 0)
         or keys.optional("expert_feed_forward_length", 0),
         "max_position_embeddings": keys.need("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-5),

@@ -20,8 +20,8 @@ OUTER = {
 OUTER_STREAMS = {f"output_hc_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 # Ends of Hugging Face names without `.weight` or `.bias`.
 PLAIN = (
-    ".e_score_correction_bias", ".expert_bias", ".sinks", ".A_log", ".dt_bias", ".position_bias", ".tid2eid", "_hc.fn",
-    "_hc.base", "_hc.scale", "router.scale", ".per_expert_scale", "layer_scalar",
+    ".e_score_correction_bias", ".expert_bias", ".sinks", ".A_log", ".D", ".dt_bias", ".position_bias", ".tid2eid",
+    "_hc.fn", "_hc.base", "_hc.scale", "router.scale", ".per_expert_scale", "layer_scalar",
 )  # fmt: skip
 LAYER = "model.layers."
 

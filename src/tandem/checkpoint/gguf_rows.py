@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tandem.architectures import GGUF
 from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_config import parts_of
 from tandem.checkpoint.gguf_file import GGUFTensor
@@ -51,7 +52,9 @@ class GGUFRows:
         return (math.prod(outer), columns) if len(outer) > 1 else place.tensor.shape
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        if _squeezed(stored := self.shape(name)) != _squeezed(shape):
+        stored = self.shape(name)
+        as_rows = len(shape) == 1 and math.prod(stored) == shape[0]  # a vector's groups may be rows
+        if not as_rows and _squeezed(stored) != _squeezed(shape):
             where = self.model.where(self.place(name).tensor)
             raise CheckpointError(f"{where} has shape {stored}, but the metadata implies {shape}")
 
@@ -103,11 +106,12 @@ def _made(x: Tensor, part: Part) -> Tensor:
 
 
 def _turned_heads(model: GGUFModel) -> dict[str, int]:
-    """Heads of the projections whose rows llama.cpp's converter reorders: those of `llama`, and of no other."""
-    if model.architecture != "llama":
+    """Heads of the projections whose rows llama.cpp's converter reorders. Layers without attention have none."""
+    if not GGUF[model.architecture].pairs:
         return {}
-    heads = model.need("llama.attention.head_count", int)
-    return {"q_proj": heads, "k_proj": model.optional("llama.attention.head_count_kv", heads)}
+    heads = model.need(f"{model.architecture}.attention.head_count", int)
+    kv_heads = model.metadata.get(f"{model.architecture}.attention.head_count_kv", heads)
+    return {"q_proj": heads, "k_proj": max(kv_heads) if isinstance(kv_heads, list) else kv_heads}
 
 
 def _split_halves(rows: Tensor, heads: int, tensor: GGUFTensor) -> Tensor:

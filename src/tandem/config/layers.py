@@ -15,6 +15,7 @@ from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.scores import SCORES
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.mechanisms.short_conv import ShortConv
+from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
@@ -318,7 +319,7 @@ class Foreign:
 
 
 Attention = Gqa | Latent | SharedKv
-Mixer = Attention | DeltaRule | ShortConv
+Mixer = Attention | DeltaRule | ShortConv | StateSpace
 Body = Mixer | Dense | Moe | Foreign
 
 

@@ -75,7 +75,7 @@ class Attention:
         """seen [T, H * D] times softplus or sigmoid of gates [T, H] or [T, H * D]."""
         channels = self.shape.gates_each == "channel"
         if channels and self.shape.own_gate == "sigmoid":
-            return self.ops.gated(seen, gates)
+            return self.ops.gated(seen, gates.unflatten(1, (self.shape.heads, -1)))
         of = softplus if self.shape.own_gate == "softplus" else sigmoid
         each = of(gates.float()).to(seen.dtype)
         if channels:

@@ -14,6 +14,7 @@ from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.mechanisms.short_conv import ShortConv
+from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.model_config import layer_of
 from tandem.config.state import State
 from tandem.kernels.ops import MLP, SureRead
@@ -26,6 +27,7 @@ from tandem.models.passing import Pass, States
 from tandem.models.residual import Residual, residual_of, scale_of
 from tandem.models.shared_kv import SharedKvAttention
 from tandem.models.short_conv import ShortConvolution
+from tandem.models.state_space import StateSpaceBlock
 
 
 class Operator(Protocol):
@@ -128,6 +130,8 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
         return DeltaNet(b, body, layer + names.recurrent)
     if isinstance(body, ShortConv):
         return ShortConvolution(b, body, layer + names.recurrent)
+    if isinstance(body, StateSpace):
+        return StateSpaceBlock(b, body, layer + names.recurrent)
     if isinstance(body, Dense):
         return DenseBlock(dense_mlp(b, layer + names.dense, body))
     assert isinstance(body, Moe), "this layer is not ours"

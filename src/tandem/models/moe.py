@@ -22,8 +22,13 @@ from tandem.models.passing import Pass, States
 
 def dense_mlp(b: Builder, prefix: str, shape: Dense) -> MLP:
     """A feed-forward for every token."""
-    hidden, width = b.config.hidden, shape.width
-    return b.mlp(prefix, shape, lambda: mlp_matrices(b.checkpoint, prefix, hidden, width))
+    hidden, width, gated = b.config.hidden, shape.width, shape.activation.gated
+
+    def matrices() -> ExpertMatrices:
+        found = mlp_matrices(b.checkpoint, prefix, hidden, width, gated)
+        return found if gated else ungated(*found[1:])
+
+    return b.mlp(prefix, shape, matrices)
 
 
 class MoEBlock:
@@ -168,9 +173,10 @@ def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Ex
                 sizes = routed, hidden, width
                 found = expert_matrices(names.experts, b.checkpoint, layer, expert, sizes, gated)
                 return found if gated else ungated(*found[1:])
-            gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, shared)
+            gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, shared, gated)
             cut = slice((expert - routed) * width, (expert - routed + 1) * width)
-            return rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
+            own = rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)
+            return own if gated else ungated(*own[1:])
 
         return matrices
 

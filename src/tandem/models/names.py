@@ -30,8 +30,9 @@ def expert_matrices(
         gate, up = (rows_of(both, rows) for rows in _gate_and_up(names, width))
         return gate, up, _of_all(names, checkpoint, layer + names.down, expert, (count, hidden, width))
     gate_name, up_name, down_name = (layer + names.stacked.format(matrix=m) for m in names.matrices)
-    if gated and checkpoint.has_matrix(gate_name):
-        gate, up = (checkpoint.expert_weight(m, expert, (count, width, hidden)) for m in (gate_name, up_name))
+    if checkpoint.has_matrix(gate_name if gated else up_name):
+        up = checkpoint.expert_weight(up_name, expert, (count, width, hidden))
+        gate = checkpoint.expert_weight(gate_name, expert, (count, width, hidden)) if gated else up
         return gate, up, checkpoint.expert_weight(down_name, expert, (count, hidden, width))
     gate_name, up_name, down_name = (
         layer + names.each.format(expert=expert, matrix=m) for m in names.matrices
@@ -88,8 +89,11 @@ def ungated(up: Weight, down: Weight) -> ExpertMatrices:
     return rows_of(up, slice(0, half)), rows_of(up, slice(half, None)), down
 
 
-def mlp_matrices(checkpoint: Checkpoint, prefix: str, hidden: int, width: int) -> ExpertMatrices:
-    """A dense MLP's gate, up and down."""
+def mlp_matrices(checkpoint: Checkpoint, prefix: str, hidden: int, width: int, gated: bool = True) -> ExpertMatrices:
+    """A dense MLP's gate, up and down; without a gate, up stands for it."""
+    if not gated:
+        up = checkpoint.weight(f"{prefix}.up_proj", (width, hidden))
+        return up, up, checkpoint.weight(f"{prefix}.down_proj", (hidden, width))
     if checkpoint.has_matrix(f"{prefix}.gate_up_proj"):
         both = checkpoint.weight(f"{prefix}.gate_up_proj", (2 * width, hidden))
         gate, up = rows_of(both, slice(0, width)), rows_of(both, slice(width, None))

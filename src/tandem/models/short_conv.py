@@ -1,12 +1,12 @@
-"""Gated convolutions over a few tokens (LFM2): projections around `kernels/convolution.py`."""
+"""Gated convolutions over a few tokens (LFM2): projections around `kernels/recurrent/convolution.py`."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.kernels.convolution import convolved
 from tandem.kernels.ops import SureRead
+from tandem.kernels.recurrent.convolution import convolved
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from tiny import BOS, EOS, VARIANTS, VOCAB, settings
+from tiny import BOS, EOS, STEPS, VARIANTS, VOCAB, settings
 
 OWN_EXPERTS = (
     "dbrx", "doge", "jetmoe", "llama4", "llama4_text", "longcat_flash", "nllb-moe", "step3p7", "switch_transformers",
@@ -105,7 +105,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         moe_router_scaling_factor=1.7, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         swiglu_limits=[0.0, 0.0, 0.1, 0.05], swiglu_limits_shared=[0.05, 0.0, 0.0, 0.1],
         rope_theta=[5000.0, 300.0] * 2, partial_rotary_factors=[0.5, 1.0] * 2),
-    "nemotron_h": settings(moe_intermediate_size=32),
+    "nemotron_h": STEPS | settings(
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=32, intermediate_size=64,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"]),
     "muse_spark": settings(moe_hidden_size=24),
     "zaya": settings(num_experts_per_tok=1),
 }  # fmt: skip

@@ -18,13 +18,15 @@ COMMON = settings(
 # model type: what differs from COMMON
 PAGED: dict[str, dict[str, object]] = {
     "flex_olmo": settings(num_experts=6),
-    "granitemoe": settings(num_local_experts=6, logits_scaling=2.0, residual_multiplier=0.7, embedding_multiplier=3.0,
-                           attention_multiplier=0.2),
-    "granitemoeshared": settings(num_local_experts=6, shared_intermediate_size=28),
     "granitemoe_swa": settings(num_local_experts=6, sliding_window=7),
     "phimoe": settings(num_local_experts=6, num_experts_per_tok=2),
     "mellum": settings(num_experts=6, sliding_window=7),
     "kolibri1": settings(num_experts=6),
+    "cohere2_moe": settings(num_experts=6, num_shared_experts=1, sliding_window=7),
+    "flint": settings(num_experts=6),
+    "axk1": settings(n_routed_experts=6, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
+                     kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
+                     num_key_value_heads=4, head_dim=8),
     "aria_text": settings(moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),
 }  # fmt: skip
 
@@ -33,13 +35,8 @@ ALONE: dict[str, dict[str, object]] = {
     "jamba": settings(num_experts=6, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1,
                       expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8, mamba_dt_rank=6,
                       use_mamba_kernels=False, num_hidden_layers=4),
-    "granitemoehybrid": settings(num_local_experts=6, shared_intermediate_size=28, mamba_n_heads=6, mamba_d_head=16,
-                                 mamba_d_state=8, mamba_expand=2, mamba_n_groups=1,
-                                 layer_types=["mamba", "attention", "mamba"]),
-    "nemotron_h": settings(n_routed_experts=6, moe_intermediate_size=32, num_experts_per_tok=2, num_hidden_layers=4,
-                           moe_shared_expert_intermediate_size=28, ssm_state_size=8, mamba_num_heads=6, n_groups=1,
-                           mamba_head_dim=16, chunk_size=8,
-                           layers_block_type=["linear_attention", "moe", "full_attention", "moe"]),
+    "zaya": settings(num_experts=6, num_experts_per_tok=1),
+    "hy_v4": settings(num_experts=6),
     "minimax": settings(num_local_experts=6, block_size=8,
                         layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }  # fmt: skip

@@ -32,7 +32,9 @@ ARCHITECTURES = {
     "step3p5": gguf.MODEL_ARCH.STEP35, "hy_v3": gguf.MODEL_ARCH.DOTS1, "afmoe": gguf.MODEL_ARCH.AFMOE,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "laguna": gguf.MODEL_ARCH.STEP35, "deepseek_v32": gguf.MODEL_ARCH.GLM_DSA,
-    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE, "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NEWER = {"hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32"}
@@ -58,6 +60,7 @@ def write_gguf(
     """The model directory `source` as one GGUF file. whole: as llama.cpp's converter wrote DeepSeek's models before it
     divided kv_b, and Qwen3-Next before it divided what delta nets project."""
     config = json.loads((source / "config.json").read_text())
+    config = {"num_hidden_layers": len(config.get("layers_block_type", ())), **config}
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, NEWER.get(config["model_type"], gguf.MODEL_ARCH_NAMES[architecture]))
     if config["model_type"] in gguf_kinds.CONFIGS:
@@ -141,6 +144,12 @@ def gguf_tensors(
         if config["model_type"] == "gpt_oss" and ("experts" in name or "sinks" in name):
             yield from of_gpt_oss(name, array)
             continue
+        if (space := gguf_kinds.of_space(name, array, config)) is not None:
+            yield space
+            continue
+        if apart := gguf_kinds.of_granite(name, array, config):
+            yield from apart
+            continue
         if (renamed := gguf_kinds.special(name)) is not None:
             yield renamed, array
             continue
@@ -156,13 +165,14 @@ def gguf_tensors(
             continue
         if config["model_type"] in (*KINDS, "step3p5") and name.endswith("norm.weight"):
             array = array + 1
-        if config["model_type"] in ("llama", "mixtral"):
+        if config["model_type"] in ("llama", "mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid"):
             array = reordered(name, array, config)
         renamed = names.get_name(name, (".weight", ".bias")) or dense.get_name(name, (".weight",))
         assert renamed is not None, name
         yield renamed, array[0] if "shared_expert_gate" in name else array
     for name, each in experts.items():
         renamed = names.get_name(name) or names.get_name(name.removeprefix("model."))
+        renamed = renamed or names.get_name(name.replace("backbone", "model").replace("mixer", "mlp"))
         assert renamed is not None, name
         yield renamed + ".weight", np.stack([each[i] for i in range(len(each))])
 

@@ -18,7 +18,7 @@ SPECIAL = {
     "self_attn.attention_sink_bias": "attn_sinks.weight",
     "moe.router_bias": "exp_probs_b.bias", "expert_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
-    "router.gate.weight": "ffn_gate_inp.weight",
+    "router.gate.weight": "ffn_gate_inp.weight", "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
     "shared_mlp.gate_proj.weight": "ffn_gate_shexp.weight", "shared_mlp.up_proj.weight": "ffn_up_shexp.weight",
     "shared_mlp.down_proj.weight": "ffn_down_shexp.weight",
     "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
@@ -202,6 +202,92 @@ def add_lfm2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_shortconv_l_cache(config["conv_L_cache"])
 
 
+def add_granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Bases of rotation and numbers of experts as Llama's converter writes them."""
+    add_sizes(writer, config)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if (config.get("rope_parameters") or {}).get("rope_theta"):
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if config["num_local_experts"]:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    if config.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def add_granite_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    full = [kind in ("attention", "full_attention") for kind in config["layer_types"]]
+    add_granite(writer, config | {"num_key_value_heads": [config["num_key_value_heads"] * each for each in full]})
+    heads, inner = config["mamba_n_heads"], config["mamba_n_heads"] * config["mamba_d_head"]
+    add_space(writer, heads, inner, (config["mamba_d_conv"], config["mamba_d_state"], config["mamba_n_groups"]))
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+
+
+def add_space(writer: gguf.GGUFWriter, heads: int, inner: int, sizes: tuple[int, int, int]) -> None:
+    """Of Mamba 2. sizes: of the convolution, of a state, and the number of groups."""
+    writer.add_ssm_conv_kernel(sizes[0])
+    writer.add_ssm_state_size(sizes[1])
+    writer.add_ssm_group_count(sizes[2])
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_time_step_rank(heads)
+
+
+def add_nemotron(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kinds = config["layers_block_type"]
+    add_sizes(writer, config | {
+        "num_hidden_layers": len(kinds), "rms_norm_eps": config["layer_norm_epsilon"],
+        "intermediate_size": [config["moe_intermediate_size"] * (kind == "moe") for kind in kinds],
+    })  # fmt: skip
+    add_routed(writer, config | {"num_experts": config["n_routed_experts"]}, config["routed_scaling_factor"])
+    writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
+    heads, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
+    add_space(writer, heads, inner, (config["conv_kernel"], config["ssm_state_size"], config["n_groups"]))
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
+SPACE = {
+    "in_proj.weight": "ssm_in.weight", "conv1d.weight": "ssm_conv1d.weight", "conv1d.bias": "ssm_conv1d.bias",
+    "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d", "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}  # fmt: skip
+
+
+def of_space(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray] | None:
+    """A state space's tensor as the converter for Mamba 2 writes it; None for what belongs to none."""
+    found = re.fullmatch(r".*layers\.(\d+)\.(?:mamba|mixer)\.(.*)", name)
+    if found is None or found[2] not in SPACE:
+        return None
+    if found[2] == "A_log":
+        array = -np.exp(array)
+    if found[2] in ("A_log", "D"):
+        array = array[:, None]
+    if found[2] == "norm.weight":
+        array = array.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+    return f"blk.{found[1]}.{SPACE[found[2]]}", array.squeeze(1) if found[2] == "conv1d.weight" else array
+
+
+def of_granite(name: str, array: np.ndarray, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """Gates and ups apart, whether of all experts or of the shared one, which alone is a dense layer's."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(block_sparse_moe|shared_mlp)\.(\w+)_linear\.weight", name)
+    if found is None:
+        return []
+    alone = "_shexp" if config["num_local_experts"] else ""
+    block, ending = f"blk.{found[1]}.ffn_", "_exps" if found[2] == "block_sparse_moe" else alone
+    if found[3] == "output":
+        return [(f"{block}down{ending}.weight", array)]
+    gate, up = np.split(array, 2, axis=-2)
+    return [(f"{block}gate{ending}.weight", gate.copy()), (f"{block}up{ending}.weight", up.copy())]
+
+
 def add_laguna(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     add_sizes(writer, config, config["num_attention_heads_per_layer"])
     add_routed(writer, config, config["moe_routed_scaling_factor"])
@@ -227,5 +313,7 @@ def add_laguna(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 CONFIGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2, "step3p5": add_step35,
     "hy_v3": add_hy3, "afmoe": add_afmoe, "exaone_moe": add_exaone, "hunyuan_v1_moe": add_hunyuan, "laguna": add_laguna,
+    "granitemoe": add_granite, "granitemoeshared": add_granite, "granitemoehybrid": add_granite_hybrid,
+    "nemotron_h": add_nemotron,
     "lfm2_moe": add_lfm2,
 }  # fmt: skip

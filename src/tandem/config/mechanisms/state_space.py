@@ -1,0 +1,44 @@
+"""A state space whose decay depends on the token (Mamba 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.mechanisms.norm import Norm
+from tandem.config.state import Array, Fold, Ring, State
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """Mamba 2 (arXiv 2405.21060): each head keeps a memory [head_dim, state] instead of keys and values of all tokens.
+
+    A projection makes a gate, the heads' inputs, what is written and what is asked (of each group of heads), and a time
+    step of each head. All but gate and steps pass a causal convolution over the last `taps` tokens. The result times
+    the gate's silu passes a norm over each group's channels.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    taps: int
+    norm: Norm
+    bias: bool = False  # of both projections
+    conv_bias: bool = True
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def params(self, hidden: int) -> int:
+        return hidden * (2 * self.inner + self.channels + self.heads) + self.channels * self.taps
+
+    def states(self) -> tuple[State, ...]:
+        memory = Array("memory", (self.heads, self.head_dim, self.state), "float32")
+        return (Ring(Array("inputs", (self.channels,)), self.taps), Fold((memory,)))

@@ -1,0 +1,1 @@
+"""What layers compute whose memory of a sequence has a constant size, on every machine."""
