@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import select
 import socket
 import threading
 import time
@@ -313,29 +314,29 @@ def test_one_that_the_clock_has_ended_gets_its_own_time_next(monkeypatch) -> Non
             made.compiled(Grammar("regex", "a"), Cancellation())
 
 
-def test_an_answer_is_whole_though_the_clock_ends_its_job_before_anybody_reads_it(monkeypatch) -> None:
-    """Larger than what a socket holds. Else the words of the clock would be taken for its rest."""
-    monkeypatch.setattr(jobs, "BUSY_SECONDS", 2.0)
-    monkeypatch.setattr(jobs, "LARGE_SECONDS", 0.1)
-    large = b"+" + bytes(4 << 20)
+def test_an_answer_is_whole_though_its_job_is_ended_before_anybody_reads_it(monkeypatch) -> None:
+    """Of a stream the reader would have what a socket holds, and would take the next words for the rest."""
+    large, (answered, tell) = b"+" + bytes(4 << 20), os.pipe()
+    monkeypatch.setattr(jobs, "_seconds", lambda *of: 99.0 if select.select([answered], [], [], 0)[0] else 0.0)
 
     def work(answer: socket.socket) -> NoReturn:
-        while time.process_time() < 0.2:
-            pass
         send_answer(answer, large)
+        os.write(tell, b".")
         spin()
 
     with jobs_running(work) as to:
         ours, theirs = socket.socketpair()
-        with ours, theirs:
+        with ours:
             socket.send_fds(to, [jobs.USUAL], [theirs.fileno()])
             theirs.close()
             ours.settimeout(60)
-            time.sleep(3.0)  # of a stream a part would have been sent by now, and no more
+            assert select.select([answered], [], [], 60)[0], "it waits for its reader"
             assert receive_answer(ours) == large
-            assert receive_answer(ours).startswith(b"?the machine is too busy")  # what the clock said later
+            assert receive_answer(ours).startswith(b"-compiling it takes more than")  # said later
             with pytest.raises(EOFError):
                 receive_answer(ours)
+    os.close(answered)
+    os.close(tell)
 
 
 def test_patience_has_an_end_and_so_has_own_time(monkeypatch) -> None:
