@@ -53,6 +53,14 @@ struct DeltaToken {
   float decay, beta;
 };
 
+// One token of one head of a memory [k_dim][v_dim], in f32. decay_step 0: one number for all of k_dim.
+struct FoldToken {
+  const float *asked, *written, *values, *decay;
+  float* out;
+  float beta;
+  int64_t decay_step;
+};
+
 struct DenseKernels {
   Tier tier;
 
@@ -93,6 +101,10 @@ struct DenseKernels {
                     DType type);
   // state [k_dim][v_dim]: decays, learns v at k as far as beta says, and answers q.
   void (*delta_step)(float* state, const DeltaToken* token, int64_t k_dim, int64_t v_dim);
+  // state [k_dim][v_dim]: decays, takes in values at what is written, and answers what is asked. corrected: as
+  // delta_step.
+  void (*fold_added)(float* state, const FoldToken* token, int64_t k_dim, int64_t v_dim);
+  void (*fold_corrected)(float* state, const FoldToken* token, int64_t k_dim, int64_t v_dim);
   // out = norm of x, rounded to `type`, times weight, times silu(gate).
   void (*gated_norm)(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps, DType type);
 

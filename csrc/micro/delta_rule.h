@@ -87,6 +87,60 @@ struct DeltaRule : Rows<Isa> {
   }
 };
 
+// One head's recurrence over any memory of constant size: what decays, what is written, what is asked.
+template <class Isa>
+struct Fold : Rows<Isa> {
+  using R = Rows<Isa>;
+  using Vec = typename Isa::Vec;
+
+  // kRuns runs of columns of the state, whose sums stay in registers while its rows pass. `written` is added at the
+  // written key; what the memory answers there now is taken away first where kCorrects.
+  template <int kRuns, bool kCorrects>
+  TANDEM_INLINE static void columns(float* state, const FoldToken& t, int64_t k_dim, int64_t v_dim, int64_t first,
+                                    int64_t last_run) {
+    const auto run = [&](int r) { return r + 1 < kRuns ? int64_t{kRowLanes} : last_run; };
+    Vec added[kRuns], seen[kRuns];
+    for (int r = 0; r < kRuns; ++r) {
+      added[r] = R::template load_n<DType::f32>(t.values + first, r * kRowLanes, run(r));
+      seen[r] = Isa::zero();
+    }
+    if constexpr (kCorrects) {
+      Vec known[kRuns];
+      for (int r = 0; r < kRuns; ++r) known[r] = Isa::zero();
+      for (int64_t i = 0; i < k_dim; ++i) {
+        const float* row = state + i * v_dim + first;
+        const Vec k = Isa::set1(t.written[i] * t.decay[i * t.decay_step]);
+        for (int r = 0; r < kRuns; ++r)
+          known[r] = Isa::fma(R::template load_n<DType::f32>(row, r * kRowLanes, run(r)), k, known[r]);
+      }
+      for (int r = 0; r < kRuns; ++r) added[r] = Isa::mul(Isa::sub(added[r], known[r]), Isa::set1(t.beta));
+    }
+    for (int64_t i = 0; i < k_dim; ++i) {
+      float* row = state + i * v_dim + first;
+      const Vec decay = Isa::set1(t.decay[i * t.decay_step]), k = Isa::set1(t.written[i]), q = Isa::set1(t.asked[i]);
+      for (int r = 0; r < kRuns; ++r) {
+        const Vec kept = Isa::mul(R::template load_n<DType::f32>(row, r * kRowLanes, run(r)), decay);
+        const Vec s = Isa::fma(k, added[r], kept);
+        R::template store_n<DType::f32>(row, r * kRowLanes, run(r), s);
+        seen[r] = Isa::fma(s, q, seen[r]);
+      }
+    }
+    for (int r = 0; r < kRuns; ++r) R::template store_n<DType::f32>(t.out + first, r * kRowLanes, run(r), seen[r]);
+  }
+
+  template <bool kCorrects>
+  static void step(float* state, const FoldToken* token, int64_t k_dim, int64_t v_dim) {
+    constexpr int kRuns = 4;
+    int64_t first = 0;
+    for (; first + kRuns * kRowLanes <= v_dim; first += kRuns * kRowLanes)
+      columns<kRuns, kCorrects>(state, *token, k_dim, v_dim, first, kRowLanes);
+    for (; first < v_dim; first += kRowLanes) {
+      const int64_t left = v_dim - first;
+      columns<1, kCorrects>(state, *token, k_dim, v_dim, first, left < kRowLanes ? left : kRowLanes);
+    }
+  }
+};
+
 template <class Isa>
 void conv_silu(const void* const* rows, const float* weights, int64_t stride, int64_t width, float* out, int64_t n,
                DType type) {

@@ -24,6 +24,8 @@
       xxh3_blocks<Isa>,                     \
       conv_silu<Isa>,                       \
       DeltaRule<Isa>::step,                 \
+      Fold<Isa>::template step<false>,      \
+      Fold<Isa>::template step<true>,       \
       gated_norm<Isa>,                      \
       TokenScores<Isa>::scores,             \
       Ceilings<Isa>::read_memory,           \

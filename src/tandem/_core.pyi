@@ -237,6 +237,21 @@ class DenseOps:
         out: object,
         eps: float,
     ) -> None: ...
+    def fold(
+        self,
+        batch: BatchView,
+        corrects: bool,
+        asked: object,
+        written: object,
+        values: object,
+        decay: object,
+        beta: object | None,
+        memory: object,
+        out: object,
+    ) -> None: ...
+    def convolve(
+        self, batch: BatchView, rows: object, weights: object, bias: bool, ring: object, out: object
+    ) -> None: ...
     def fill_memory(self, data: object, value: float) -> None:
         """What read_memory is to read."""
 
@@ -718,7 +733,9 @@ def pick_exchanges(
     least_hot: float,
     room: int,
 ) -> list[tuple[int, int, int, int]]:
-    """(layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h."""
+    """
+    (layer, slot, leaving, coming) of each, see csrc/experts/live/use_counts.h.
+    """
 
 def note_exchanges(
     made: Sequence[tuple[int, int, int, int]], slot_of: object, better: object, may: object

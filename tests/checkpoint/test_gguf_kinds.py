@@ -109,3 +109,11 @@ def test_q_k_and_v_may_be_one_matrix(tiny_models, tmp_path, monkeypatch) -> None
 
     monkeypatch.setattr(gguf_files, "gguf_tensors", joined)
     same(write_gguf(tiny_models["mimo_v2_flash"], tmp_path / "m.gguf"), tiny_models["mimo_v2_flash"])
+
+
+def test_kimi_linear(tmp_path, monkeypatch) -> None:
+    """Heads' matrices are divided in a file, so they are multiplied in another order. Files have no groups."""
+    family, sizes = tiny.VARIANTS["kimi_linear"]
+    monkeypatch.setitem(tiny.VARIANTS, "kimi", (family, sizes | {"num_expert_group": 1, "topk_group": 1}))
+    tiny.save_tiny("kimi", tmp_path / "source")
+    same(write_gguf(tmp_path / "source", tmp_path / "m.gguf"), tmp_path / "source", 1e-5)

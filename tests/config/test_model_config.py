@@ -71,6 +71,7 @@ def test_parameters_are_counted_as_transformers_counts_them(variant):
         "mamba.D",
         "mixer.norm",
         "mixer.D",
+        "o_norm",
         "sinks",
         "q_a_norm",
         "kv_norm",

@@ -1,4 +1,4 @@
-"""State spaces (Mamba 2): the recurrence against float64, token by token; and what is refused."""
+"""Memories of constant size: recurrence and convolution against float64, at every cut; and what is refused."""
 
 from __future__ import annotations
 
@@ -10,81 +10,115 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig
 
+from tandem import _core
 from tandem.config import ModelConfig
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.state_space import StateSpace
 from tandem.errors import ConfigError
-from tandem.kernels.recurrent.state_space import StateSpaceWeights, TorchStateSpace
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.recurrent.folds import Folds, Step, Taps, Tokens, TorchFolds
 from tandem.kernels.shared_kv.rows import step_rows
 from tandem.models import ForwardBatch
 from tiny import COMMON, VARIANTS
 
-SHAPE = StateSpace(heads=6, head_dim=10, groups=2, state=12, taps=4, norm=Norm(1e-5))
-WIDTH = SHAPE.inner + SHAPE.channels + SHAPE.heads
+TIERS = ("torch", *_core.supported_tiers())
+HEADS, GROUPS, KEYS, VALUES, TAPS = 6, 2, 12, 21, 4
 LENGTH = 150  # more than two chunks
 
 
-def weights(g: torch.Generator) -> StateSpaceWeights:
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g)
-
-    return StateSpaceWeights(
-        random(SHAPE.taps, SHAPE.channels), random(SHAPE.channels), -random(SHAPE.heads).exp(), random(SHAPE.heads),
-        random(SHAPE.heads), random(SHAPE.inner),
-    )  # fmt: skip
+def folds_of(tier: str) -> Folds:
+    return TorchFolds() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier).folds
 
 
-def exact(projected: Tensor, w: StateSpaceWeights) -> Tensor:
+def tokens_of(g: torch.Generator, corrects: bool) -> Tokens:
+    """Keys of unit length where the memory is corrected, which else would grow."""
+    asked, written = (torch.randn(LENGTH, GROUPS, KEYS, generator=g) for _ in range(2))
+    decay = -torch.rand(LENGTH, HEADS, KEYS if corrects else 1, generator=g)
+    beta = torch.rand(LENGTH, HEADS, generator=g) if corrects else None
+    written = F.normalize(written, dim=-1) if corrects else written
+    return Tokens(asked, written, torch.randn(LENGTH, HEADS, VALUES, generator=g), decay, beta)
+
+
+def exact(tokens: Tokens) -> Tensor:
     """One sequence from nothing, float64."""
-    s, w = SHAPE, StateSpaceWeights(*(part.double() for part in w if part is not None))
-    gate, new, steps = projected.double().split([s.inner, s.channels, s.heads], dim=1)
-    padded = torch.cat([new.new_zeros(s.taps - 1, s.channels), new])
-    mixed = F.silu(sum(padded[i : i + len(new)] * w.conv[i] for i in range(s.taps)) + w.conv_bias)
-    x, written, asked = mixed.split([s.inner, s.groups * s.state, s.groups * s.state], dim=1)
-    x, steps = x.unflatten(1, (s.heads, s.head_dim)), F.softplus(steps + w.step_bias)
-    written, asked = (
-        part.unflatten(1, (s.groups, s.state)).repeat_interleave(s.heads // s.groups, 1) for part in (written, asked)
-    )
-    memory, rows = new.new_zeros(s.heads, s.head_dim, s.state), []
-    for t in range(len(new)):
-        memory = memory * (steps[t] * w.decay).exp()[:, None, None]
-        memory = memory + (steps[t][:, None] * x[t])[..., None] * written[t][:, None]
-        rows.append((memory * asked[t][:, None]).sum(-1) + w.through[:, None] * x[t])
-    y = (torch.stack(rows).flatten(1) * F.silu(gate)).unflatten(1, (s.groups, -1))
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)
-    return w.norm * y.flatten(1)
+    asked, written, values, decay = (part.double() for part in tokens[:4])
+    asked, written = (part.repeat_interleave(HEADS // GROUPS, 1) for part in (asked, written))
+    memory, rows = values.new_zeros(HEADS, KEYS, VALUES), []
+    for t in range(len(values)):
+        memory = memory * decay[t].exp()[..., None]
+        added = values[t]
+        if tokens.beta is not None:
+            added = (added - (memory * written[t][..., None]).sum(1)) * tokens.beta[t].double()[:, None]
+        memory = memory + written[t][..., None] * added[:, None]
+        rows.append((memory * asked[t][..., None]).sum(1))
+    return torch.stack(rows)
 
 
-def batch(pieces: list[tuple[int, int, int]]) -> ForwardBatch:
+def step_of(pieces: list[tuple[int, int, int]]) -> Step:
     """(slot, first position, rows) of each sequence."""
     rows = [count for _, _, count in pieces]
     starts = torch.tensor([0, *rows]).cumsum(0).int()
     positions = torch.cat([torch.arange(first, first + count) for _, first, count in pieces])
-    return ForwardBatch(
+    batch = ForwardBatch(
         positions, positions, positions, starts, torch.tensor([first + count for _, first, count in pieces]).int(),
         torch.zeros(len(pieces), 1).int(), torch.arange(sum(rows)), torch.tensor([slot for slot, _, _ in pieces]).int(),
     )  # fmt: skip
+    return Step(batch, step_rows(batch))
 
 
-@pytest.mark.parametrize("cuts", [[150], [1, 2, 147], [64, 64, 22], [149, 1], [3] * 50])
-def test_every_cut_gives_what_float64_gives(cuts: list[int]) -> None:
+CUTS = [[150], [1, 2, 147], [64, 64, 22], [149, 1], [3] * 50]
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], corrects: bool) -> None:
     """Beside another sequence, whose rows come between; slots hold another's numbers before."""
-    g = torch.Generator().manual_seed(len(cuts))
-    w, space = weights(g), None
-    space = TorchStateSpace(SHAPE, w)
-    each = [torch.randn(LENGTH, WIDTH, generator=g) for _ in range(2)]
-    ring, memory = torch.randn(4, 5, SHAPE.channels, generator=g), torch.randn(4, 6, 10, 12, generator=g)
-    found: list[list[Tensor]] = [[], []]
-    at = 0
+    g, folds = torch.Generator().manual_seed(len(cuts)), folds_of(tier)
+    each, found = [tokens_of(g, corrects) for _ in range(2)], [list[Tensor](), list[Tensor]()]
+    memory, at = torch.randn(4, HEADS, KEYS, VALUES, generator=g), 0
+    for count in cuts:
+        parts = zip(*each, strict=True)
+        both = Tokens(*(None if a is None else torch.cat([a[at : at + count], b[at : at + count]]) for a, b in parts))
+        seen = folds.folded(both, step_of([(3, at, count), (1, at, count)]), memory)
+        for kept, part in zip(found, seen.split(count), strict=True):
+            kept.append(part)
+        at += count
+    for kept, tokens in zip(found, each, strict=True):
+        wanted = exact(tokens)
+        assert ((torch.cat(kept) - wanted).abs().max() / wanted.abs().max()).item() < 1e-5
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_cut_is_convolved_alike(tier: str, dtype: torch.dtype, cuts: list[int], biased: bool) -> None:
+    channels, g, folds = 300, torch.Generator().manual_seed(1), folds_of(tier)
+    taps = Taps(torch.randn(TAPS, channels, generator=g), torch.randn(channels, generator=g) if biased else None)
+    each = [torch.randn(LENGTH, channels, generator=g).to(dtype) for _ in range(2)]
+    ring, at, found = torch.randn(4, TAPS, channels, generator=g).to(dtype), 0, [list[Tensor](), list[Tensor]()]
     for count in cuts:
         rows = torch.cat([part[at : at + count] for part in each])
-        seen = space(rows, step_rows(batch([(3, at, count), (1, at, count)])), ring, memory)
+        seen = folds.convolved(rows, step_of([(3, at, count), (1, at, count)]), ring, taps)
         for kept, part in zip(found, seen.split(count), strict=True):
             kept.append(part)
         at += count
     for kept, part in zip(found, each, strict=True):
-        wanted = exact(part, w)
-        assert ((torch.cat(kept) - wanted).abs().max() / wanted.abs().max()).item() < 1e-5
+        padded = torch.cat([torch.zeros(TAPS - 1, channels), part.float()]).double()
+        mixed = sum(padded[i : i + LENGTH] * taps.weights[i].double() for i in range(TAPS))
+        wanted = F.silu((mixed if taps.bias is None else mixed + taps.bias.double()).to(dtype)).to(dtype)
+        assert torch.allclose(torch.cat(kept), wanted.float(), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
+
+
+def test_what_a_memory_cannot_do_is_refused() -> None:
+    """By the core, before anything is written."""
+    g, folds = torch.Generator().manual_seed(1), folds_of("scalar")
+    tokens, memory = tokens_of(g, False), torch.zeros(4, HEADS, KEYS, VALUES)
+    with pytest.raises(ValueError, match="fold: a slot is not there"):
+        folds.folded(tokens, step_of([(4, 0, LENGTH)]), memory)
+    step = step_of([(1, 0, LENGTH)])
+    step.batch.folded, step.batch.sure = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
+    with pytest.raises(ValueError, match="fold: a memory cannot take guesses back"):
+        folds.folded(tokens, step, memory)
 
 
 @pytest.mark.parametrize(

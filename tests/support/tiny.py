@@ -304,6 +304,20 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         mamba_head_dim=20, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True, num_hidden_layers=5, **STEPS,
         layers_block_type=["full_attention", "mlp", "linear_attention", "moe", "linear_attention"],
     )),
+    "kimi_linear": ("kimi_linear", settings(
+        num_attention_heads=5, num_key_value_heads=5, q_lora_rank=None, kv_lora_rank=42, qk_nope_head_dim=18,
+        qk_rope_head_dim=12, v_head_dim=22, num_experts=12, num_shared_experts=2, moe_intermediate_size=28,
+        intermediate_size=60, num_expert_group=4, topk_group=2, linear_head_dim=20, linear_num_heads=5,
+        linear_conv_kernel_dim=4, num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    )),
+    "kimi_linear-short": ("kimi_linear", settings(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=33, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, num_experts=7, num_shared_experts=1, moe_intermediate_size=20,
+        intermediate_size=44, moe_renormalize=False, linear_head_dim=32, linear_num_heads=3, linear_conv_kernel_dim=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    )),
     "lfm2_moe": ("lfm2_moe", settings(
         num_attention_heads=6, num_key_value_heads=2, num_experts=10, moe_intermediate_size=28, intermediate_size=60,
         num_dense_layers=1, conv_L_cache=3, num_hidden_layers=4,

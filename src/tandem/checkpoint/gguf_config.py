@@ -26,7 +26,7 @@ END_TOKENS = (
 CONTINUES = {"<|end|>": "<|return|>"}
 """Tokens that end a message, where an answer has several: in vocabularies with the second one (gpt-oss)."""
 AS_SAFETENSORS = {
-    "jamba": "jamba", "kimi-linear": "kimi_linear", "phimoe": "phimoe",
+    "jamba": "jamba", "phimoe": "phimoe",
 }  # fmt: skip
 """Architectures that are not read, by the model types of their families, which run."""
 CONTROL, USER_DEFINED = 3, 4  # of token_type

@@ -28,6 +28,7 @@ from tandem.config.gpu_scratch import (
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
+from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.config.mechanisms.short_conv import ShortConv
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.memory import (
@@ -47,7 +48,9 @@ from tandem.errors import ConfigError, GpuTooSmall
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
 MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two
-ON_CPUS: dict[type, str] = {ShortConv: "short convolutions", StateSpace: "state spaces"}
+ON_CPUS: dict[type, str] = {
+    ChannelDelta: "delta nets whose channels decay apart", ShortConv: "short convolutions", StateSpace: "state spaces",
+}  # fmt: skip
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
 EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts

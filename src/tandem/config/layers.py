@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, Protocol
 
+from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
@@ -319,7 +320,7 @@ class Foreign:
 
 
 Attention = Gqa | Latent | SharedKv
-Mixer = Attention | DeltaRule | ShortConv | StateSpace
+Mixer = Attention | DeltaRule | ChannelDelta | ShortConv | StateSpace
 Body = Mixer | Dense | Moe | Foreign
 
 

@@ -47,6 +47,7 @@ from tandem.kernels.ops import (
     Tally,
 )
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
+from tandem.kernels.recurrent.cpu_folds import CpuFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
@@ -201,6 +202,10 @@ class CpuOps(InMemory):
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return _CpuDelta(self, shape, weights)
+
+    @property
+    def folds(self) -> CpuFolds:
+        return CpuFolds(self._dense, self.view_of)
 
     def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
         return CpuStreams(self.pool, self.tier, shape, weights, hidden)

@@ -24,6 +24,7 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
 from tandem.kernels.hyper import HyperStreams, HyperWeights
+from tandem.kernels.recurrent.folds import Folds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
@@ -349,6 +350,11 @@ class Ops(Protocol):
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         """A gated delta net of this shape, bound to its small weights (`kernels/delta.py`)."""
+        ...
+
+    @property
+    def folds(self) -> Folds:
+        """What state spaces and the like compute between their projections (`kernels/recurrent/folds.py`)."""
         ...
 
     def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:

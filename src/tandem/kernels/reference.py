@@ -44,6 +44,7 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
+from tandem.kernels.recurrent.folds import TorchFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
@@ -267,6 +268,7 @@ class TorchOps(InMemory):
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         return TorchDelta(shape, weights)
 
+    folds = TorchFolds()
     streams = staticmethod(plain_streams)
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:

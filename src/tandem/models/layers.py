@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Moe
+from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -20,6 +21,7 @@ from tandem.config.state import State
 from tandem.kernels.ops import MLP, SureRead
 from tandem.models.attention import Attention
 from tandem.models.builder import Builder
+from tandem.models.channel_delta import ChannelDeltaNet
 from tandem.models.delta_net import DeltaNet
 from tandem.models.latent_attention import LatentAttention
 from tandem.models.moe import MoEBlock, dense_mlp, moe_block
@@ -128,6 +130,8 @@ def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:
         return SharedKvAttention(b, body, layer + names.attention)
     if isinstance(body, DeltaRule):
         return DeltaNet(b, body, layer + names.recurrent)
+    if isinstance(body, ChannelDelta):
+        return ChannelDeltaNet(b, body, layer + names.recurrent)
     if isinstance(body, ShortConv):
         return ShortConvolution(b, body, layer + names.recurrent)
     if isinstance(body, StateSpace):

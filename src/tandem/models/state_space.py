@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.kernels.ops import SureRead
-from tandem.kernels.recurrent.state_space import StateSpaceWeights, TorchStateSpace
+from tandem.kernels.recurrent.folds import Step, Taps, Tokens
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -17,26 +19,33 @@ class StateSpaceBlock:
 
     def __init__(self, b: Builder, shape: StateSpace, name: str) -> None:
         """name: of the module that holds the projections."""
-        rows, hidden = shape.inner + shape.channels + shape.heads, b.config.hidden
-        self.projected = b.linear([f"{name}.in_proj"], [rows], hidden, bias=shape.bias)
-        self.space = TorchStateSpace(shape, _weights(b, shape, f"{name}."))
-        self.out = b.linear([f"{name}.out_proj"], [hidden], shape.inner, bias=shape.bias)
+        rows, hidden, name = shape.inner + shape.channels + shape.heads, b.config.hidden, name + "."
+        self.shape, self.folds = shape, b.ops.folds
+        self.projected = b.linear([name + "in_proj"], [rows], hidden, bias=shape.bias)
+        conv = b.float_tensor(name + "conv1d.weight", shape.channels, 1, shape.taps)[:, 0].T.contiguous()
+        self.taps = Taps(conv, b.float_tensor(name + "conv1d.bias", shape.channels) if shape.conv_bias else None)
+        self.decay = -b.float_tensor(name + "A_log", shape.heads).exp()
+        self.step_bias = b.float_tensor(name + "dt_bias", shape.heads)
+        self.through = b.float_tensor(name + "D", shape.heads)
+        self.norm = b.float_tensor(name + "norm.weight", shape.inner)
+        self.out = b.linear([name + "out_proj"], [hidden], shape.inner, bias=shape.bias)
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        (ring,), (memory,) = states
-        return self.out(self.space(self.projected(x), p.rows, ring, memory))
+        s, ((ring,), (memory,)), step = self.shape, states, Step(p.batch, p.rows)
+        gate, new, steps = self.projected(x).split([s.inner, s.channels, s.heads], dim=1)
+        mixed = self.folds.convolved(new, step, ring, self.taps)
+        values, wide = mixed[:, : s.inner].unflatten(1, (s.heads, s.head_dim)), s.groups * s.state
+        written, asked = (part.unflatten(1, (s.groups, s.state)) for part in mixed[:, s.inner :].split(wide, dim=1))
+        long = F.softplus(steps.float() + self.step_bias)
+        tokens = Tokens(asked, written, values * long[..., None], (long * self.decay)[..., None])
+        seen = self.folds.folded(tokens, step, memory).addcmul_(values, self.through[:, None])
+        return self.out(self._normed(seen.flatten(1), gate))
 
-
-def _weights(b: Builder, shape: StateSpace, name: str) -> StateSpaceWeights:
-    conv = b.float_tensor(f"{name}conv1d.weight", shape.channels, 1, shape.taps)
-    return StateSpaceWeights(
-        conv=b.ops.resident(conv[:, 0].T.contiguous()),
-        conv_bias=b.float_tensor(f"{name}conv1d.bias", shape.channels) if shape.conv_bias else None,
-        decay=-b.float_tensor(f"{name}A_log", shape.heads).exp(),
-        step_bias=b.float_tensor(f"{name}dt_bias", shape.heads),
-        through=b.float_tensor(f"{name}D", shape.heads),
-        norm=b.float_tensor(f"{name}norm.weight", shape.inner),
-    )
+    def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
+        gated = y.mul_(F.silu(gate.float())).unflatten(1, (self.shape.groups, -1))
+        squares = torch.linalg.vector_norm(gated, dim=-1, keepdim=True).square_()
+        gated.mul_(squares.div_(gated.shape[-1]).add_(self.shape.norm.eps).rsqrt_())
+        return y.mul_(self.norm).to(gate.dtype)

@@ -60,4 +60,5 @@ class _NoOps:
         return _Nothing()
 
     joins_late = False
+    folds = None
     latent = experts = mlp = delta_rule = shared_kv = streams = token_index = linear

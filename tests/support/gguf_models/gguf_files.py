@@ -34,7 +34,7 @@ ARCHITECTURES = {
     "laguna": gguf.MODEL_ARCH.STEP35, "deepseek_v32": gguf.MODEL_ARCH.GLM_DSA,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE, "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
-    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE, "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NEWER = {"hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32"}
@@ -147,6 +147,10 @@ def gguf_tensors(
         if (space := gguf_kinds.of_space(name, array, config)) is not None:
             yield space
             continue
+        if (delta := gguf_kinds.of_kimi_linear(name, array)) is not None:
+            yield delta
+            continue
+        name = re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name)  # dense, as the hub has them
         if apart := gguf_kinds.of_granite(name, array, config):
             yield from apart
             continue

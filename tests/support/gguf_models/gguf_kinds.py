@@ -254,6 +254,36 @@ def add_nemotron(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_group_used_count(config["topk_group"])
 
 
+def add_kimi_linear(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    add_sizes(writer, config | {"max_position_embeddings": config["model_max_length"]})
+    full = [kind == "full_attention" for kind in config["layer_types"]]
+    writer.add_head_count_kv([int(each) for each in full])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def of_kimi_linear(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
+    """Convolutions and decays in four dimensions; None for all else."""
+    block, last = f"blk.{name.split('.')[2]}." if ".layers." in name else "", name.partition(".self_attn.")[2]
+    if last.endswith("_conv1d.weight"):
+        return f"{block}ssm_conv1d_{last[0]}.weight", array.reshape(1, len(array), 1, -1)
+    if last == "A_log":
+        return f"{block}ssm_a", -np.exp(array)
+    return (f"{block}ssm_dt.bias", array) if last == "dt_bias" else None
+
+
 SPACE = {
     "in_proj.weight": "ssm_in.weight", "conv1d.weight": "ssm_conv1d.weight", "conv1d.bias": "ssm_conv1d.bias",
     "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d", "norm.weight": "ssm_norm.weight",
@@ -314,6 +344,6 @@ CONFIGS: dict[str, Callable[[gguf.GGUFWriter, dict[str, Any]], None]] = {
     "gemma4_text": add_gemma4, "mimo_v2_flash": add_mimo2, "step3p5": add_step35,
     "hy_v3": add_hy3, "afmoe": add_afmoe, "exaone_moe": add_exaone, "hunyuan_v1_moe": add_hunyuan, "laguna": add_laguna,
     "granitemoe": add_granite, "granitemoeshared": add_granite, "granitemoehybrid": add_granite_hybrid,
-    "nemotron_h": add_nemotron,
+    "nemotron_h": add_nemotron, "kimi_linear": add_kimi_linear,
     "lfm2_moe": add_lfm2,
 }  # fmt: skip

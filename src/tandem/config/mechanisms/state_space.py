@@ -10,7 +10,7 @@ from tandem.config.state import Array, Fold, Ring, State
 
 @dataclass(frozen=True, slots=True)
 class StateSpace:
-    """Mamba 2 (arXiv 2405.21060): each head keeps a memory [head_dim, state] instead of keys and values of all tokens.
+    """Mamba 2 (arXiv 2405.21060): each head keeps a memory [state, head_dim] instead of keys and values of all tokens.
 
     A projection makes a gate, the heads' inputs, what is written and what is asked (of each group of heads), and a time
     step of each head. All but gate and steps pass a causal convolution over the last `taps` tokens. The result times
@@ -40,5 +40,5 @@ class StateSpace:
         return hidden * (2 * self.inner + self.channels + self.heads) + self.channels * self.taps
 
     def states(self) -> tuple[State, ...]:
-        memory = Array("memory", (self.heads, self.head_dim, self.state), "float32")
+        memory = Array("memory", (self.heads, self.state, self.head_dim), "float32")
         return (Ring(Array("inputs", (self.channels,)), self.taps), Fold((memory,)))

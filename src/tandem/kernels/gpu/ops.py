@@ -49,6 +49,7 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
+from tandem.kernels.recurrent.folds import TorchFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
@@ -176,6 +177,8 @@ class GpuOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         return self._attention(q, k_pages, v_pages, batch, scale, window, sinks)
+
+    folds = TorchFolds()
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         delta = GpuDelta(shape, weights)

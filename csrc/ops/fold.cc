@@ -1,0 +1,120 @@
+#include "ops/fold.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kChannels = 256;  // of a task of a convolution
+constexpr int64_t kMostTaps = 8;
+
+void check(const BatchView& batch, int64_t slots, const char* what) {
+  const std::string name(what);
+  if (int64_t(batch.slots.size()) != batch.sequences())
+    throw std::invalid_argument(name + ": the batch does not say which slots its sequences have");
+  if (!batch.folded.empty()) throw std::invalid_argument(name + ": a memory cannot take guesses back");
+  for (int32_t slot : batch.slots)
+    if (slot < 0 || slot >= slots) throw std::invalid_argument(name + ": a slot is not there");
+}
+
+// Rows of a sequence in the step, and its tokens before.
+struct Span {
+  Span(const BatchView& batch, int64_t s)
+      : first(batch.query_starts[size_t(s)]),
+        count(batch.query_starts[size_t(s) + 1] - first),
+        known(batch.seq_lens[size_t(s)] - count),
+        slot(batch.slots[size_t(s)]) {}
+  int64_t first, count, known, slot;
+};
+
+void fold_head(const DenseKernels& kernels, const Span& span, const FoldShape& shape, const FoldCall& call,
+               int64_t head) {
+  const int64_t size = shape.k_dim * shape.v_dim, group = head / (shape.heads / shape.groups);
+  float* memory = reinterpret_cast<float*>(call.memory + span.slot * call.memory_stride) + head * size;
+  if (span.known == 0) std::fill_n(memory, size, 0.0f);
+  const auto step = shape.corrects ? kernels.fold_corrected : kernels.fold_added;
+  for (int64_t row = span.first; row < span.first + span.count; ++row) {
+    const int64_t of_head = row * shape.heads + head, of_group = (row * shape.groups + group) * shape.k_dim;
+    const FoldToken token{call.asked + of_group,
+                          call.written + of_group,
+                          call.values + of_head * shape.v_dim,
+                          call.decay + of_head * shape.decays,
+                          call.out + of_head * shape.v_dim,
+                          call.beta ? call.beta[of_head] : 1.0f,
+                          shape.decays == 1 ? 0 : 1};
+    step(memory, &token, shape.k_dim, shape.v_dim);
+  }
+}
+
+// One sequence's rows of channels [first, first + n).
+class ChannelRun {
+ public:
+  ChannelRun(const DenseKernels& kernels, const Span& span, const ConvolutionCall& call, int64_t first, int64_t n)
+      : kernels_(kernels),
+        span_(span),
+        call_(call),
+        first_(first),
+        n_(n),
+        size_(call.type == DType::bf16 ? 2 : 4),
+        ring_(static_cast<char*>(call.ring) + span.slot * call.ring_stride),
+        zeros_(size_t(n * size_)),
+        ones_(size_t(n * size_)) {
+    const uint16_t half = 0x3f80;  // 1.0 in bfloat16, and the upper half of it in float32
+    for (int64_t i = 0; i < n; ++i) std::memcpy(&ones_[size_t((i + 1) * size_ - 2)], &half, 2);
+  }
+
+  void run() {
+    const void* rows[kMostTaps];
+    if (call_.bias) rows[call_.taps] = ones_.data();
+    for (int64_t t = 0; t < span_.count; ++t) {
+      for (int64_t j = 0; j < call_.taps; ++j) rows[j] = input(t - (call_.taps - 1) + j);
+      kernels_.conv_silu(rows, call_.weights + first_, call_.channels, call_.taps + call_.bias,
+                         call_.out + (span_.first + t) * call_.channels + first_, n_, call_.type);
+    }
+    for (int64_t t = std::max<int64_t>(0, span_.count - call_.places); t < span_.count; ++t)
+      std::memcpy(kept(t), input(t), size_t(n_ * size_));
+  }
+
+ private:
+  char* kept(int64_t t) const { return ring_ + ((span_.known + t) % call_.places * call_.channels + first_) * size_; }
+
+  // Of token t of this step, or of one before it.
+  const void* input(int64_t t) const {
+    if (t < 0) return span_.known + t < 0 ? zeros_.data() : kept(t);
+    return static_cast<const char*>(call_.rows) + ((span_.first + t) * call_.channels + first_) * size_;
+  }
+
+  const DenseKernels& kernels_;
+  const Span& span_;
+  const ConvolutionCall& call_;
+  const int64_t first_, n_, size_;
+  char* ring_;
+  std::vector<char> zeros_, ones_;
+};
+
+}  // namespace
+
+void fold(const DenseOps& dense, const BatchView& batch, const FoldShape& shape, const FoldCall& call) {
+  check(batch, call.slots, "fold");
+  dense.pool.for_each(batch.sequences() * shape.heads, [&](int64_t task, const Worker&) {
+    fold_head(dense.kernels, Span(batch, task / shape.heads), shape, call, task % shape.heads);
+  });
+}
+
+void convolve(const DenseOps& dense, const BatchView& batch, const ConvolutionCall& call) {
+  check(batch, call.slots, "convolve");
+  if (call.taps + call.bias > kMostTaps || call.places + 1 < call.taps)
+    throw std::invalid_argument("convolve: too many taps, or a ring that is too short");
+  const int64_t blocks = (call.channels + kChannels - 1) / kChannels;
+  dense.pool.for_each(batch.sequences() * blocks, [&](int64_t task, const Worker&) {
+    const Span span(batch, task / blocks);
+    const int64_t first = task % blocks * kChannels;
+    ChannelRun(dense.kernels, span, call, first, std::min(kChannels, call.channels - first)).run();
+  });
+}
+
+}  // namespace tandem

@@ -1,0 +1,35 @@
+"""A delta net each of whose keys' channels decays by itself (Kimi)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.mechanisms.norm import Norm
+from tandem.config.state import Array, Fold, Ring, State
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelDelta:
+    """Kimi delta attention (arXiv 2510.26692): a memory of constant size instead of keys and values of all tokens.
+
+    q, k and v pass a causal convolution over the last `taps` tokens; q and k get unit length. What decays and a gate of
+    the result come through small matrices of a head's width.
+    """
+
+    heads: int
+    dim: int  # of a head's query, key and value
+    taps: int
+    norm: Norm  # of a head's result
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.dim
+
+    def params(self, hidden: int) -> int:
+        small = hidden * (2 * self.dim + self.heads) + 2 * self.dim * self.inner
+        return 4 * hidden * self.inner + small + 3 * self.inner * self.taps
+
+    def states(self) -> tuple[State, ...]:
+        memory = Array("memory", (self.heads, self.dim, self.dim), "float32")
+        return (Ring(Array("inputs", (3 * self.inner,)), self.taps), Fold((memory,)))

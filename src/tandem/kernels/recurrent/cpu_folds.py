@@ -1,0 +1,33 @@
+"""`Folds` on the C++ core, token by token: results that no cut changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.recurrent.folds import Step, Taps, Tokens
+
+
+class CpuFolds:
+    def __init__(self, dense: _core.DenseOps, view_of: Callable[[BatchLayout], _core.BatchView]) -> None:
+        self._dense, self._view_of = dense, view_of
+
+    def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+        weights, biased = taps.weights, taps.bias is not None
+        if taps.bias is not None:
+            weights = torch.cat([weights, taps.bias[None]])
+        out = new.new_empty(new.shape, dtype=torch.float32)
+        self._dense.convolve(self._view_of(step.batch), new.contiguous(), weights, biased, ring, out)
+        return out
+
+    def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
+        asked, written, values, decay = (part.contiguous() for part in tokens[:4])
+        out, corrects = torch.empty_like(values), tokens.beta is not None
+        beta = None if tokens.beta is None else tokens.beta.contiguous()
+        view = self._view_of(step.batch)
+        self._dense.fold(view, corrects, asked, written, values, decay.exp(), beta, memory, out)
+        return out
