@@ -23,7 +23,7 @@ from tandem.errors import CheckpointError
 VARIANTS = (
     "gemma4_text", "gemma4_text-plain", "gemma4_text-dense", "mimo_v2_flash", "hy_v3", "hy_v3-bias", "afmoe",
     "exaone_moe", "hunyuan_v1_moe", "hunyuan_v1_moe-plain", "laguna", "laguna-element", "lfm2_moe",
-    "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h",
+    "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "nemotron_h-latent",
 )  # fmt: skip
 
 

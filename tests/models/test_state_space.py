@@ -11,12 +11,16 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tandem import _core
-from tandem.config import ModelConfig
+from tandem.checkpoint import open_checkpoint
+from tandem.config import EngineConfig, ModelConfig
+from tandem.config.choices.deferral import deferred_experts
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.recurrent.folds import Folds, Step, Taps, Tokens, TorchFolds
 from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.this_machine import this_machine
 from tandem.models import ForwardBatch
+from tandem.quality.stream import Variant
 from tiny import COMMON, VARIANTS
 
 TIERS = ("torch", *_core.supported_tiers())
@@ -124,7 +128,6 @@ def test_what_a_memory_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize(
     ("variant", "key", "value", "message"),
     [
-        ("nemotron_h", "moe_latent_size", 24, "moe_latent_size is not supported: experts .* between two projections"),
         ("nemotron_h", "moe_intermediate_size", 20, "20, but feed-forwards without a gate have a width of whole 32s"),
         ("nemotron_h", "mlp_hidden_act", "gelu", "mlp_hidden_act = 'gelu' is not supported"),
         ("nemotron_h", "layers_block_type", ["moe", "rwkv"], "layer type 'rwkv' is not supported; linear_attention"),
@@ -150,3 +153,14 @@ def test_a_pattern_of_letters_is_the_list_of_words() -> None:
         "hybrid_override_pattern": "ME*EME"
     }
     assert ModelConfig.from_dict(other).layers == ModelConfig.from_dict(keys).layers
+
+
+def test_experts_in_fewer_channels_are_never_late(tiny_models) -> None:
+    """Each layer projects their sum by itself."""
+    variant = Variant(tiny_models["nemotron_h-latent"], late=2)
+    model = variant.model()
+    with pytest.raises(ConfigError, match="--late 2: each layer's experts have a projection of their own"):
+        variant.plan(model, this_machine(), 8, open_checkpoint(variant.directory).formats())
+    late, why = deferred_experts(EngineConfig(model="m", kt_max_deferred_experts_per_token=2), model, 0, (1, 8))
+    assert late == 0 and why.startswith("each layer's experts")
+    assert model.expert_channels == 40 and model.expert_params == 2 * 40 * 32

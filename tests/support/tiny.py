@@ -304,6 +304,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         mamba_head_dim=20, n_groups=1, conv_kernel=3, use_conv_bias=False, use_bias=True, num_hidden_layers=5, **STEPS,
         layers_block_type=["full_attention", "mlp", "linear_attention", "moe", "linear_attention"],
     )),
+    "nemotron_h-latent": ("nemotron_h", settings(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8, moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=64, moe_latent_size=40, ssm_state_size=16, mamba_num_heads=4,
+        mamba_head_dim=12, n_groups=2, num_hidden_layers=4, **STEPS,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+    )),
     "kimi_linear": ("kimi_linear", settings(
         num_attention_heads=5, num_key_value_heads=5, q_lora_rank=None, kv_lora_rank=42, qk_nope_head_dim=18,
         qk_rope_head_dim=12, v_head_dim=22, num_experts=12, num_shared_experts=2, moe_intermediate_size=28,

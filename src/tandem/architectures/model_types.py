@@ -50,7 +50,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "mistral4": ("Mistral-Small-4",),
     "mistral_large4": ("Mistral-Large-4",),
     "mixtral": ("Mixtral-8x7B", "Mixtral-8x22B"),
-    "nemotron_h": ("Nemotron-3-Nano",),
+    "nemotron_h": ("Nemotron-3-Nano", "Nemotron-3-Super"),
     "olmoe": ("OLMoE-1B-7B",),
     "phimoe": ("Phi-3.5-MoE",),
     "qwen2_moe": ("Qwen2-57B-A14B", "Qwen1.5-MoE-A2.7B"),

@@ -41,6 +41,7 @@ class Names:
     router_bias: str = "mlp.gate.e_score_correction_bias"
     router_table: str = "mlp.gate.tid2eid"
     router_norm: str = "router.scale"
+    latent: tuple[str, str] = ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")  # before and behind all experts
     expert_scale: str = "router.per_expert_scale"
     post_norms: tuple[str, ...] = ("post_attention_layernorm", "post_feedforward_layernorm")
     beside_norms: tuple[str, str, str] = (

@@ -16,9 +16,9 @@ def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:
     """Microseconds that a layer's hand-off takes in a CUDA graph when the CPU has nothing to compute: both kernels,
     both ways over PCIe, and an empty batch of the pool."""
     device, k = side.ops.device, side.handoff.sizes.top_k  # with shared experts that count as routed ones
-    cpu = side.ops.cpu.experts(1, config.hidden, config.moe.experts.width)
+    cpu = side.ops.cpu.experts(1, config.expert_channels, config.moe.experts.width)
     number = side.handoff.add(cpu)
-    x = torch.zeros(1, config.hidden, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(1, config.expert_channels, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(1, k, dtype=torch.int32, device=device)
     routing, slots = Routing(ids, torch.zeros(1, k, device=device)), ids  # slot 0: all of them are on the GPU
     graph = torch.cuda.CUDAGraph()

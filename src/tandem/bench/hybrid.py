@@ -241,7 +241,7 @@ def build(
     side = gpu_side(plan, config, CpuOps(workers, plan.tier, deterministic=plan.deterministic))
     if placement is not None:
         own = HybridStore(
-            side.ops, placement, side.handoff, config.hidden, plan.gpu is not None and plan.gpu.live
+            side.ops, placement, side.handoff, config.expert_channels, plan.gpu is not None and plan.gpu.live
         )
         side = dataclasses.replace(side, placement=placement, store=own)
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)

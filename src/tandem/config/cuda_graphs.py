@@ -99,7 +99,7 @@ def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...]) -> int:
     experts = 0
     if model.moe_layers:
         top_k = model.moe.router.top_k + model.moe.fusible_shared
-        experts = top_k * pair_bytes(hidden, model.moe.experts.width)
+        experts = top_k * pair_bytes(model.expert_channels, model.moe.experts.width)
     heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
     rows, between = max(sizes, default=0), max(map(_between_bytes, _dense_parts(model)), default=0)
     fed = max(min(rows * experts, ROW_BYTES), min(rows * between, MLP_BYTES))

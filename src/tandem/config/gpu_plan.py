@@ -121,8 +121,9 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
         return f"{why}, against --enable-deterministic-inference"
     if config.dtype == "float32":
         return "the GPU kernels compute in bfloat16, not float32"
-    if model.hidden % 8:  # rows are handed to the CPU 16 bytes at a time
-        return f"the GPU kernels need a hidden size that is a multiple of 8, not {model.hidden}"
+    if uneven := [size for size in (model.hidden, model.expert_channels) if size % 8]:
+        # rows are handed to the CPU 16 bytes at a time
+        return f"the GPU kernels need a hidden size that is a multiple of 8, not {uneven[0]}"
     return without_kernels(model)
 
 
@@ -164,7 +165,7 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
-    experts, hidden = request.model.moe.experts, request.model.hidden
+    experts, channels = request.model.moe.experts, request.model.expert_channels
     if request.config.enable_deterministic_inference:
         return "an expert's place decides its last bits"
     if request.config.kt_gpu_prefill_token_threshold == 0:
@@ -173,8 +174,8 @@ def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
         return why_not
     if request.experts_in_place:
         return "experts are used in the mapped file, which DMA cannot read"
-    uneven = hidden % 8 or experts.width % 8
-    return f"grouped products need multiples of 8, not {hidden} and {experts.width}" if uneven else ""
+    uneven = channels % 8 or experts.width % 8
+    return f"grouped products need multiples of 8, not {channels} and {experts.width}" if uneven else ""
 
 
 def stream_tokens(model: ModelConfig) -> int:
@@ -190,7 +191,8 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
         return _with_prompts(request, gpu, found)
     if why_not := streams_not(request, gpu):
         return replace(found, ring_reason=why_not)
-    shape, scratch = (request.model.hidden, request.model.moe.experts.width), expert_scratch_bytes(gpu.memory_bytes)
+    model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
+    shape = model.expert_channels, model.moe.experts.width
     ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
     tokens = stream_tokens(request.model)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)

@@ -84,7 +84,7 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,
-        share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.hidden, share), inputs, graphs,
+        share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.expert_channels, share), inputs, graphs,
     )  # fmt: skip
 
 

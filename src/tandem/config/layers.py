@@ -231,17 +231,23 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The routed experts of a layer: feed-forwards of equal shape. biases: of all their matrices."""
+    """The routed experts of a layer: feed-forwards of equal shape. biases: of all their matrices. latent: two
+    projections stand around all of them, and between these tokens have so many channels."""
 
     count: int
     width: int
     activation: Activation = SILU
     biases: bool = False
     copied: bool = False  # numbers lie in the checkpoint in another order than kernels read
+    latent: int = 0
 
     def params(self, hidden: int) -> int:
         """Of one; biases are not counted."""
-        return self.activation.matrices * hidden * self.width
+        return self.activation.matrices * self.channels(hidden) * self.width
+
+    def channels(self, hidden: int) -> int:
+        """Of what they take and give."""
+        return self.latent or hidden
 
     def bias_bytes(self, hidden: int) -> int:
         """Of all of them, float32, wherever experts are computed."""
@@ -286,7 +292,7 @@ class Moe:
         width = self.experts.width
         if self.shared is None or self.shared_gate or not width or self.shared.width % width:
             return 0
-        if self.experts.biases or self.apart:
+        if self.experts.biases or self.experts.latent or self.apart:
             return 0
         return self.shared.width // width if self.shared.activation == self.experts.activation else 0
 
@@ -295,7 +301,8 @@ class Moe:
         shared = 0 if self.shared is None else self.shared.params(hidden)
         beside = 0 if self.beside is None else self.beside.params(hidden)
         scales = self.router.num_experts if self.router.expert_scale else 0
-        return hidden * self.router.num_experts + scales + shared + beside
+        around = 2 * hidden * self.experts.latent
+        return hidden * self.router.num_experts + scales + shared + beside + around
 
     def states(self) -> tuple[State, ...]:
         return ()

@@ -160,7 +160,7 @@ class MemoryRequest:
         what compiled grammars may take."""
         chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
-        results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.hidden)
+        results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.expert_channels)
         return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results + self.rope_bytes
 
     @property

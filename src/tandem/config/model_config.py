@@ -123,6 +123,11 @@ class ModelConfig:
         return self.moe.experts.count * len(self.moe_layers)
 
     @property
+    def expert_channels(self) -> int:
+        """Of what experts take and give."""
+        return self.moe.experts.channels(self.hidden)
+
+    @property
     def expert_params(self) -> int:
         """Weights of one routed expert."""
         return self.moe.experts.params(self.hidden)
@@ -160,23 +165,24 @@ class ModelConfig:
     def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, on_gpu: bool = False) -> int:
         """Packed bytes of all other weights, experts' biases included; those that are stored as codes stay so, unless
         dtype is float32, or a GPU has no kernels for them."""
-        return self._dense_bytes(dtype, stored, on_gpu) + self.expert_bias_bytes
-
-    def _dense_bytes(self, dtype: str, stored: StoredFormats, on_gpu: bool) -> int:
-        hyper, streams = _hyper_params(self), _hyper_bytes(self)
-        if not stored.dense_codes or dtype == "float32":
-            return (self.dense_params - hyper) * DTYPE_BYTES[dtype] + streams
-        kinds = stored.dense, stored.shared, stored.embedding
-        dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
-        head = self.vocab * self.hidden if self.tied_embeddings else 0
-        others = self.dense_params - self.shared_params - head - number_params(self)
-        numbers = (number_params(self) - hyper) * DTYPE_BYTES[dtype] + streams
-        return int(others * dense + self.shared_params * shared + head * embedding) + numbers
+        return _dense_bytes(self, dtype, stored, on_gpu) + self.expert_bias_bytes
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
         experts = self.expert_bytes(expert_format, stored.experts) * self.moe.experts.count
         return self.dense_bytes(dtype, stored) + experts * _loaded_moe_layers(self)
+
+
+def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, on_gpu: bool) -> int:
+    hyper, streams = _hyper_params(model), _hyper_bytes(model)
+    if not stored.dense_codes or dtype == "float32":
+        return (model.dense_params - hyper) * DTYPE_BYTES[dtype] + streams
+    kinds = stored.dense, stored.shared, stored.embedding
+    dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
+    head = model.vocab * model.hidden if model.tied_embeddings else 0
+    others = model.dense_params - model.shared_params - head - number_params(model)
+    numbers = (number_params(model) - hyper) * DTYPE_BYTES[dtype] + streams
+    return int(others * dense + model.shared_params * shared + head * embedding) + numbers
 
 
 def number_params(model: ModelConfig) -> int:

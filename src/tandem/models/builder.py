@@ -162,7 +162,7 @@ class Builder:
         if self._store is not None:
             experts = self._store.layer(index, count, shape.width, plain, shape.activation)
         else:
-            packed = self.ops.experts(count, self.config.hidden, shape.width, plain, shape.activation)
+            packed = self.ops.experts(count, shape.channels(self.config.hidden), shape.width, plain, shape.activation)
             experts = CpuExperts(packed, self._in_place)
         kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
         feed = self._feed.layer(layer, count, matrices_of)

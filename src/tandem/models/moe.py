@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +71,11 @@ class MoEBlock:
         """meanwhile: called while others compute."""
         logits, gate = self._logits(x)
         routing = self._routed(logits, p)
-        ticket = self.experts.submit(x, routing)
+        ticket = self._submit(x, routing)
         shared = None if self.shared is None else self.shared(x)
         if meanwhile is not None:
             meanwhile()
-        routed = self.experts.wait(ticket)
+        routed = self._wait(ticket)
         if shared is None:
             return routed
         if self.joins_late:
@@ -88,6 +89,14 @@ class MoEBlock:
         self.experts.hint(
             self.ops.route(self._logits(x)[0], self.router, self.bias, places=places, chosen=named)
         )
+
+    def _submit(self, x: Tensor, routing: Routing) -> Any:
+        """To the experts: what their `submit` gives."""
+        return self.experts.submit(x, routing)
+
+    def _wait(self, ticket: Any) -> Tensor:
+        """The experts' sum, [T, hidden]."""
+        return self.experts.wait(ticket)
 
     def _routed(self, logits: Tensor, p: Pass) -> Routing:
         """Counts who is chosen."""
@@ -142,7 +151,29 @@ class ExpertsBeside(MoEBlock):
         return self.ops.rms_norm(p.residual, self.router_norm, self.eps)
 
 
+class LatentExperts(MoEBlock):
+    """Experts compute in fewer channels, between two projections that all share. Router and shared expert do not."""
+
+    def __init__(self, b: Builder, index: int, shape: Moe, names: Names) -> None:
+        super().__init__(b, index, shape, names)
+        (before, behind), layer = names.latent, names.at(index)
+        hidden, latent = b.config.hidden, shape.experts.latent
+        self.before = b.linear([layer + before], [latent], hidden)
+        self.behind = b.linear([layer + behind], [hidden], latent)
+
+    def reads(self) -> list[SureRead]:
+        return [*super().reads(), *sure_reads(self.before), *sure_reads(self.behind)]
+
+    def _submit(self, x: Tensor, routing: Routing) -> Any:
+        return self.experts.submit(self.before(x), routing)
+
+    def _wait(self, ticket: Any) -> Tensor:
+        return self.behind(self.experts.wait(ticket))
+
+
 def moe_block(b: Builder, index: int, shape: Moe, names: Names) -> MoEBlock:
+    if shape.experts.latent:
+        return LatentExperts(b, index, shape, names)
     if shape.beside is None:
         return MoEBlock(b, index, shape, names)
     return ExpertsBeside(b, index, shape, shape.beside, names)
@@ -161,7 +192,7 @@ def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:
 
 def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Experts:
     """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
-    hidden, routed, width = b.config.hidden, shape.experts.count, shape.experts.width
+    hidden, routed, width = shape.experts.channels(b.config.hidden), shape.experts.count, shape.experts.width
     shared = 0 if shape.shared is None else shape.shared.width
     gated = shape.experts.activation.gated
 

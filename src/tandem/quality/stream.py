@@ -14,6 +14,7 @@ from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.choices.cached import cached_as
+from tandem.config.choices.deferral import NEVER_LATE
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.layers import SILU, Activation
 from tandem.config.memory import gib
@@ -69,6 +70,8 @@ class Variant:
                 f"windows of {window} tokens are too long: the model goes to {model.max_positions}; "
                 "give a smaller --window"
             )
+        if self.late and model.moe.experts.latent:
+            raise ConfigError(f"--late {self.late}: {NEVER_LATE}, so none is ever late; leave it out")
         config = EngineConfig(
             model=str(self.directory),
             kt_method=self.method,
@@ -262,6 +265,6 @@ class _OneLayer:
         from tandem.engine.start.gpu_side import handoff_sizes
 
         sizes = handoff_sizes(self._plan, self._config)
-        return self._gpu.another_store(sizes, self._config.hidden).layer(
+        return self._gpu.another_store(sizes, self._config.expert_channels).layer(
             index, count, width, fmt, activation
         )

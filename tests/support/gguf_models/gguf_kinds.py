@@ -251,6 +251,8 @@ def add_nemotron(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_weights_norm(config["norm_topk_prob"])
     writer.add_expert_group_count(config["n_group"])
+    if config.get("moe_latent_size"):
+        writer.add_moe_latent_size(config["moe_latent_size"])
     writer.add_expert_group_used_count(config["topk_group"])
 
 

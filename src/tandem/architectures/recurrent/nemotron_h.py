@@ -1,5 +1,5 @@
 """Nemotron 3: one block a layer, which is a state space, attention that does not turn, experts or a dense feed-forward;
-experts have no gate, and square what is above 0."""
+experts have no gate, and square what is above 0. Super's compute in fewer channels."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ WORDS = {"mamba": "linear_attention", "attention": "full_attention"}
 NAMES = Names(
     norms=("norm",), attention="mixer", recurrent="mixer", dense="mixer", router="mixer.gate",
     router_bias="mixer.gate.e_score_correction_bias", shared="mixer.shared_experts",
+    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
     experts=ExpertNames(
         "mixer.experts.{expert}.{matrix}", gate_up="mixer.experts.gate_up_proj", down="mixer.experts.down_proj",
         stacked="mixer.experts.{matrix}",
@@ -38,14 +39,13 @@ RENAMES = Renames(
     signs=("backbone.norm_f.", "model.norm_f."),
 )  # fmt: skip
 
-LATENT = "is not supported: experts (as Nemotron-3-Super's) between two projections of their own"
 SQUARED = Activation("relu2")
 UNUSED = (
     "mamba_hidden_act", "expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor",
     "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep", "rescale_prenorm_residual",
     "use_mamba_kernels", "hidden_dropout", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "residual_in_fp32",
     "hidden_act", "intermediate_size", "time_step_limit", "sliding_window", "num_hidden_layers", "rope_theta",
-    "partial_rotary_factor",
+    "partial_rotary_factor", "mamba_proj_bias", "num_nextn_predict_layers",
 )  # fmt: skip
 """Of training, of other code, and of what attention does not have. Time steps have no limit here, as where the model
 was trained; Transformers has one for those of prompts."""
@@ -57,8 +57,6 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.only("mlp_hidden_act", "relu2", "Nemotron's")
     for key in UNUSED:
         keys.get(key)
-    if keys.get("moe_latent_size"):
-        raise ConfigError(f"{keys.where}: moe_latent_size {LATENT}; Nemotron-3-Nano, which has none, runs")
     kinds = _kinds(keys)
     keys = keys.overlaid({"rms_norm_eps": keys.optional("layer_norm_epsilon", 1e-5), "rope_theta": 1e4})
     norm = Norm(keys["rms_norm_eps"], wide=True)
@@ -91,7 +89,8 @@ def _body(keys: JsonKeys, kind: str) -> Body:
     if kind == "mlp":
         return Dense(_width(keys, "intermediate_size", 21504), SQUARED)
     shared = _width(keys, "moe_shared_expert_intermediate_size", 3712) if keys.count("n_shared_experts", 1) else 0
-    return moe(sigmoid_router(keys), _width(keys, "moe_intermediate_size", 1856), shared).activated_by(SQUARED)
+    found = moe(sigmoid_router(keys), _width(keys, "moe_intermediate_size", 1856), shared).activated_by(SQUARED)
+    return replace(found, experts=replace(found.experts, latent=keys.optional("moe_latent_size", 0)))
 
 
 def _width(keys: JsonKeys, key: str, example: int) -> int:
@@ -114,8 +113,6 @@ def _space(keys: JsonKeys) -> StateSpace:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """A layer is what its tensors are."""
-    if keys.optional("moe_latent_size", 0):
-        raise keys.refuse("moe_latent_size", f"{LATENT}; Nemotron-3-Nano's files are read")
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
     count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
     kinds = [_kind(keys, f"blk.{layer}.") for layer in range(count)]
@@ -136,6 +133,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
         "n_routed_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
         "n_shared_experts": keys.optional("expert_shared_count", 1),
+        "moe_latent_size": keys.optional("moe_latent_size", 0) or None,
         "moe_intermediate_size": keys.expert_width,
         "moe_shared_expert_intermediate_size": keys.rows("ffn_up_shexp.weight"),
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
@@ -158,6 +156,8 @@ def parts(_: GgufKeys) -> dict[str, Part]:
 STEMS = {stem: name.replace("self_attn", "mixer").replace("mlp", "mixer") for stem, name in GGUF_DECODER.items()} | {
     "attn_norm": "norm",
     "exp_probs_b": NAMES.router_bias,
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_up_shexp": "mixer.shared_experts.up_proj",
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
 } | {stem: f"mixer.{name}" for stem, name in SPACE_STEMS.items()}  # fmt: skip

@@ -91,7 +91,7 @@ class MadeUpStart(Start):
     """Copies in place of a checkpoint's experts."""
 
     def cpu_store(self) -> ExpertStore:
-        return CopiedStore(self.ops, self.model_config.hidden)
+        return CopiedStore(self.ops, self.model_config.expert_channels)
 
     def gpu_store(self, store: HybridStore, handoff: Handoff) -> ExpertStore:
         return SyntheticStore(store, handoff)

@@ -90,7 +90,7 @@ class ToldStart(MadeUpStart):
 
     def cpu_store(self) -> ExpertStore:
         assert self.routing is not None
-        return ToldStore(self.ops, self.model_config.hidden, self.routing.chosen)
+        return ToldStore(self.ops, self.model_config.expert_channels, self.routing.chosen)
 
     def gpu_store(self, store: HybridStore, handoff: Handoff) -> ExpertStore:
         assert self.routing is not None

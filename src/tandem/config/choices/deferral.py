@@ -9,6 +9,7 @@ from tandem.config.gpu_plan import GpuPlan
 from tandem.config.model_config import ModelConfig
 
 FLAG = "--kt-max-deferred-experts-per-token"
+NEVER_LATE = "each layer's experts have a projection of their own behind them"
 
 
 def deferred_experts(
@@ -18,6 +19,8 @@ def deferred_experts(
     asked = config.kt_max_deferred_experts_per_token or 0
     if not asked:
         return 0, f"{FLAG} is not given"
+    if model.moe.experts.latent:
+        return 0, NEVER_LATE
     if on_gpu >= model.routed_experts:
         return 0, "every expert is on the GPU"
     if len(model.moe_layers) < 2:

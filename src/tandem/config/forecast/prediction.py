@@ -296,7 +296,7 @@ def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * len(model.moe_layers) * share
     there = 2.0 * model.expert_params * used
     between = rows * model.moe.router.top_k * share * len(model.moe_layers)
-    between *= 4.0 * model.hidden + 6.0 * model.moe.experts.width
+    between *= 4.0 * model.expert_channels + 6.0 * model.moe.experts.width
     pairs = rows * model.moe.router.top_k / model.moe.router.num_experts
     if pairs <= CODES_PAIRS and case.expert_bytes <= CODE_BYTES * model.expert_params:
         read = (used * case.expert_bytes + between / BETWEEN_SHARE) / 1e9

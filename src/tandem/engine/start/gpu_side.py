@@ -68,7 +68,7 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     sizes, patience = handoff_sizes(plan, model), plan.gpu.patience_seconds
     handoff = Handoff(sizes, device, patience, plan.gpu.foresight)
     streams = plan.gpu.ring_bytes > 0
-    store = HybridStore(ops, placement, handoff, model.hidden, plan.gpu.live, own_memory=streams)
+    store = HybridStore(ops, placement, handoff, model.expert_channels, plan.gpu.live, own_memory=streams)
     return GpuSide(ops, store, handoff, placement)
 
 
@@ -216,4 +216,4 @@ def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:
     fused = model.moe.fusible_shared if plan.fuse_shared_experts else 0
     largest = max(plan.gpu.graph_sizes, default=1)
     top_k, late = model.moe.router.top_k + fused, plan.gpu.deferred > 0
-    return HandoffSizes(largest, plan.max_step_tokens, model.hidden, top_k, late)
+    return HandoffSizes(largest, plan.max_step_tokens, model.expert_channels, top_k, late)
