@@ -56,7 +56,7 @@ def test_whoever_does_not_run_packed_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_moe", "axk1", "gemma4_text", "qwen3_vl_moe", "glm4v_moe", "jamba", "nemotron_h", "jetmoe"]
+    "model_type", ["qwen3_moe", "axk1", "gemma4_text", "qwen3_vl_moe", "glm4v_moe", "jamba", "muse_spark", "jetmoe"]
 )
 def test_types_run_as_the_table_says(script, model_type) -> None:
     assert script.tried(model_type) == TABLE.row(model_type)

@@ -62,7 +62,9 @@ def config_of(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     try:
         return foreign_config(dict(keys), generation)
     except ConfigError as error:
-        raise ConfigError(f"{_unsupported(model_type)}; {error}") from error
+        raise ConfigError(
+            f"config.json: model_type {model_type!r} is not supported: {error}. `kt models` lists the types that run"
+        ) from error
 
 
 def _native_text(keys: JsonKeys) -> JsonKeys | None:

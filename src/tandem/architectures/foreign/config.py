@@ -32,7 +32,7 @@ def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConf
     model = skeleton(text)
     experts = expert_modules(model)
     if not experts:
-        raise ConfigError("its experts are not in Transformers' registry of experts, if it has any")
+        raise ConfigError("Transformers' registry of experts has none of it: there are none, or its code computes them")
     found = observe(model)
     part = model.config.get_text_config()
     return ModelConfig(
@@ -100,11 +100,10 @@ def _moe(model: Any, experts: dict[str, Any], found: Observation) -> Moe:
     if len(shapes) > 1:
         raise ConfigError("its experts differ between layers, which is not supported")
     count, width, hidden = shapes.pop()
-    if hidden != hidden_size(model):
-        raise ConfigError(f"its experts read rows of {hidden} numbers, not the model's {hidden_size(model)}")
     each = max(found.top_k.values(), default=0) or _top_k(model.config.get_text_config())
     name, module = next(iter(experts.items()))
-    return Moe(Router(count, each), Experts(count, width, _activation(name, module)))
+    latent = 0 if hidden == hidden_size(model) else hidden
+    return Moe(Router(count, each), Experts(count, width, _activation(name, module), latent=latent))
 
 
 def _top_k(part: Any) -> int:
@@ -130,5 +129,7 @@ def _shape(name: str, module: Any) -> tuple[int, int, int]:
 def _activation(name: str, module: Any) -> Activation:
     activation = activation_of(module)
     if activation is None:
-        raise ConfigError(f"{name}: its activation is none of those that are known")
+        raise ConfigError(
+            f"{name}: its activation is none of those that are known (SiLU, GELU, squared ReLU, clamped ones)"
+        )
     return activation

@@ -35,10 +35,10 @@ def skeleton(config_json: str, dtype: torch.dtype = torch.float32, attention: st
     except ConfigError:
         raise
     except Exception as error:  # whatever a class makes of these keys
-        raise ConfigError(
-            f"config.json: Transformers {installed_version()} cannot build {values['model_type']!r} from it: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            why = "a part of it takes no attention but its own, so Tandem's pages cannot serve it"
+        raise ConfigError(f"Transformers {installed_version()} cannot build it from config.json: {why}") from error
     return model.eval()
 
 
