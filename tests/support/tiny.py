@@ -305,9 +305,9 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         layers_block_type=["full_attention", "mlp", "linear_attention", "moe", "linear_attention"],
     )),
     "nemotron_h-latent": ("nemotron_h", settings(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8, moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=64, moe_latent_size=40, ssm_state_size=16, mamba_num_heads=4,
-        mamba_head_dim=12, n_groups=2, num_hidden_layers=4, **STEPS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=26, num_experts_per_tok=22,
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=64, moe_latent_size=40, ssm_state_size=16,
+        mamba_num_heads=4, mamba_head_dim=12, n_groups=2, num_hidden_layers=4, **STEPS,
         layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
     )),
     "kimi_linear": ("kimi_linear", settings(

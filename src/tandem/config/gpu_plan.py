@@ -29,8 +29,6 @@ from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
 from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.memory import (
     GPU_PREFILL_TOKENS,
     LEAST_CONTEXT,
@@ -48,9 +46,6 @@ from tandem.errors import ConfigError, GpuTooSmall
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
 MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two
-ON_CPUS: dict[type, str] = {
-    ChannelDelta: "delta nets whose channels decay apart", ShortConv: "short convolutions", StateSpace: "state spaces",
-}  # fmt: skip
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
 EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
@@ -136,8 +131,8 @@ def _without_kernels(mixer: Mixer) -> str:
     """Why there are no kernels for it: a head's memory fits in no registers, or its keys in no shared memory."""
     if isinstance(mixer, Gqa) and mixer.head_dim > MAX_HEAD:
         return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {mixer.head_dim}"
-    if (what := ON_CPUS.get(type(mixer))) is not None:
-        return f"there are no GPU kernels for {what}"
+    if isinstance(mixer, ChannelDelta):
+        return "there are no GPU kernels for delta nets whose channels decay apart"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.config.layers import DeltaRule, Gqa, Mixer
+from tandem.config.layers import Gqa, Mixer
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -41,7 +41,7 @@ def mixer_scratch_bytes(mixer: Mixer, hyper: Hyper | None, hidden: int, step: St
         return shared_kv_scratch_bytes(mixer, hyper, hidden, step)
     if isinstance(mixer, Gqa):
         return gqa_scratch_bytes(mixer, step)
-    return step.rows * mixer.chunk_row_bytes if isinstance(mixer, DeltaRule) else 0
+    return step.rows * mixer.chunk_row_bytes
 
 
 def decode_sums_bytes(mixers: Iterable[Mixer], rows: int) -> int:

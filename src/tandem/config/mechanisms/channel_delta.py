@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.config.mechanisms.norm import Norm
+from tandem.config.mechanisms.short_conv import CONVOLVED_BYTES
 from tandem.config.state import Array, Fold, Ring, State
 
 
@@ -29,6 +30,11 @@ class ChannelDelta:
     def params(self, hidden: int) -> int:
         small = hidden * (2 * self.dim + self.heads) + 2 * self.dim * self.inner
         return 4 * hidden * self.inner + small + 3 * self.inner * self.taps
+
+    @property
+    def chunk_row_bytes(self) -> int:
+        """What a prompt's row leaves between the GPU's kernels."""
+        return (CONVOLVED_BYTES * 3 + 32) * self.inner
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.dim, self.dim), "float32")

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tandem.config.state import Array, Ring, State
 
+CONVOLVED_BYTES = 24
+"""Of a channel of a row on a GPU: as projected, joined with those before, and its sums in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
@@ -18,6 +21,11 @@ class ShortConv:
 
     def params(self, hidden: int) -> int:
         return hidden * 4 * self.channels + self.channels * self.taps
+
+    @property
+    def chunk_row_bytes(self) -> int:
+        """What a prompt's row leaves between the GPU's kernels."""
+        return CONVOLVED_BYTES * self.channels
 
     def states(self) -> tuple[State, ...]:
         return (Ring(Array("inputs", (self.channels,)), self.taps),)

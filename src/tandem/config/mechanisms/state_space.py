@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.config.mechanisms.norm import Norm
+from tandem.config.mechanisms.short_conv import CONVOLVED_BYTES
 from tandem.config.state import Array, Fold, Ring, State
 
 
@@ -38,6 +39,11 @@ class StateSpace:
 
     def params(self, hidden: int) -> int:
         return hidden * (2 * self.inner + self.channels + self.heads) + self.channels * self.taps
+
+    @property
+    def chunk_row_bytes(self) -> int:
+        """What a prompt's row leaves between the GPU's kernels."""
+        return CONVOLVED_BYTES * self.channels + 16 * self.inner
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.state, self.head_dim), "float32")

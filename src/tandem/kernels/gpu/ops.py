@@ -29,6 +29,7 @@ from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
+from tandem.kernels.gpu.recurrent.folds import GpuFolds
 from tandem.kernels.gpu.residual import norm
 from tandem.kernels.gpu.residual.hyper import gpu_streams
 from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
@@ -49,7 +50,6 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
-from tandem.kernels.recurrent.folds import TorchFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
@@ -178,7 +178,7 @@ class GpuOps:
     ) -> Tensor:
         return self._attention(q, k_pages, v_pages, batch, scale, window, sinks)
 
-    folds = TorchFolds()
+    folds = GpuFolds()
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         delta = GpuDelta(shape, weights)

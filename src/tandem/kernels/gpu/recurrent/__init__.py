@@ -1,0 +1,1 @@
+"""Memories of constant size on a GPU."""

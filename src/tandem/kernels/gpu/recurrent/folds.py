@@ -1,0 +1,64 @@
+"""`Folds` on a GPU: the recurrence in Triton, row by row, so that steps may be captured and no cut changes a bit."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.recurrent.folds import Step, Tokens, TorchFolds
+
+COLUMNS = 32  # of a memory that a program holds
+
+
+@triton.jit
+def _fold(asked, written, values, decay, beta, out, memory, starts, lens, slots, slot_stride,
+          HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, APART: tl.constexpr,
+          CORRECTS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Some columns of one head's memory through the rows of one sequence. APART: each key's channel decays by itself.
+    Sequences without tokens before start from zeros."""
+    begin(OVERLAP)
+    s, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    k, v = tl.arange(0, KB), tl.program_id(1) * VB + tl.arange(0, VB)
+    in_k, in_v = k < KEYS, v < VALUES
+    first = tl.load(starts + s).to(tl.int64)
+    count = tl.load(starts + s + 1).to(tl.int64) - first
+    known = tl.load(lens + s).to(tl.int64) - count
+    at = memory + tl.load(slots + s).to(tl.int64) * slot_stride + head * KEYS * VALUES
+    at = at + k[:, None] * VALUES + v[None, :]
+    inside = in_k[:, None] & in_v[None, :]
+    state = tl.where(known > 0, tl.load(at, inside, other=0.0), 0.0)
+    for row in range(first, first + count):
+        of_head, of_group = row * HEADS + head, (row * (HEADS // GROUP) + head // GROUP) * KEYS
+        q = tl.load(asked + of_group + k, in_k, other=0.0)
+        w = tl.load(written + of_group + k, in_k, other=0.0)
+        added = tl.load(values + of_head * VALUES + v, in_v, other=0.0)
+        if APART:
+            state *= tl.exp(tl.load(decay + of_head * KEYS + k, in_k, other=0.0))[:, None]
+        else:
+            state *= tl.exp(tl.load(decay + of_head))
+        if CORRECTS:
+            added = (added - tl.sum(state * w[:, None], 0)) * tl.load(beta + of_head)
+        state += w[:, None] * added[None, :]
+        tl.store(out + of_head * VALUES + v, tl.sum(state * q[:, None], 0), in_v)
+    tl.store(at, state, inside)
+
+
+class GpuFolds(TorchFolds):
+    """The convolution is torch's, of static shapes where every sequence has one row."""
+
+    def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
+        asked, written, values, decay = (part.contiguous() for part in tokens[:4])
+        (heads, width), (groups, keys) = values.shape[1:], asked.shape[1:]
+        out, batch = torch.empty_like(values), step.batch
+        beta = values if tokens.beta is None else tokens.beta.contiguous()
+        columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
+        _fold[(len(batch.seq_lens) * heads, triton.cdiv(width, columns))](
+            asked, written, values, decay, beta, out, memory, batch.query_starts, batch.seq_lens, batch.slots,
+            memory.stride(0), HEADS=heads, GROUP=heads // groups, KEYS=keys, VALUES=width, APART=decay.shape[2] > 1,
+            CORRECTS=tokens.beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns, num_warps=4,
+            **overlapped(values.device),
+        )  # fmt: skip
+        return out
