@@ -16,7 +16,7 @@ from tandem.config import ModelConfig
 from tandem.config.gpu_plan import GpuPlan, dense_bytes
 from tandem.config.host_memory import HostShare, host_memory, pinned_bytes
 from tandem.config.model_config import rope_bytes
-from tandem.engine.gpu_runner import GraphPlan, _Inputs
+from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.experts.handoff import HandoffSizes, _Copies
 from tandem.formats.codes import WeightCodes
@@ -106,7 +106,7 @@ def test_what_graphs_inputs_pin_is_planned(on_gpu: int, windowed: bool) -> None:
     sizes, tables = (1, 3, 64), 2 if windowed else 1
     share = HostShare(on_gpu, 1000, 3, step_tokens=300, graph_sizes=sizes, pages=2561, top_k=8, tables=tables)
     model, device = qwen3(2048, 768), torch.device("cpu")
-    inputs = [_Inputs(size, GraphPlan(sizes, 2561, windowed=windowed), device) for size in sizes]
+    inputs = [GraphInputs(size, GraphPlan(sizes, 2561, windowed=windowed), device) for size in sizes]
     masks = [GraphMasks(size, device) for size in sizes]
     assert host_memory(model, share).inputs == sum(pinned_bytes(each._host.nbytes) for each in (*inputs, *masks))
 

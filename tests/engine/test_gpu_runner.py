@@ -13,7 +13,8 @@ import torch
 
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_pass import Streams
-from tandem.engine.gpu_runner import GpuRunner, GraphPlan, _Inputs, _masks
+from tandem.engine.gpu_runner import GpuRunner, _masks
+from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.prompt_graphs import PromptGraphs
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
@@ -36,7 +37,7 @@ def batch(rows: int, pages: int, first: int) -> ForwardBatch:
     )  # fmt: skip
 
 
-def check(inputs: _Inputs, source: ForwardBatch) -> None:
+def check(inputs: GraphInputs, source: ForwardBatch) -> None:
     rows, width = source.block_tables.shape
     inputs.send()
     index = torch.arange(SIZE).clamp(max=rows - 1)
@@ -49,7 +50,7 @@ def check(inputs: _Inputs, source: ForwardBatch) -> None:
 
 
 def test_rows_that_are_left_over_copy_the_last_one() -> None:
-    inputs = _Inputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    inputs = GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     for rows, pages, first in ((6, 5, 0), (1, 2, 7), (4, 5, 20), (6, 1, 3)):
         source = batch(rows, pages, first)
         inputs.fill(source)
@@ -57,7 +58,7 @@ def test_rows_that_are_left_over_copy_the_last_one() -> None:
 
 
 def test_memory_stays_where_a_graph_reads_it() -> None:
-    inputs = _Inputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    inputs = GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     before = [
         t.data_ptr() for t in (inputs.batch.input_ids, inputs.batch.seq_lens, inputs.batch.block_tables)
     ]
@@ -68,7 +69,7 @@ def test_memory_stays_where_a_graph_reads_it() -> None:
 
 
 def test_an_idle_graph_reads_one_token_of_page_0() -> None:
-    inputs = _Inputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    inputs = GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     idle = inputs.batch
     assert inputs.counted.tolist() == [0]
     assert idle.seq_lens.eq(1).all() and idle.block_tables.eq(0).all() and idle.cache_slots.eq(0).all()
@@ -142,6 +143,7 @@ def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
 
 def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
+    runner._settled = {}
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
     runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), None
     runner._plan, runner._prompts = GraphPlan((SIZE,), PAGES), PromptGraphs(None)
@@ -169,7 +171,7 @@ def test_a_gpu_that_does_not_ends_the_engine(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's rows, copies included, before it is replayed; a step's own where there is no graph."""
     begun: list[tuple[list[int], bool]] = []
-    runner, inputs = runner_on("cpu"), _Inputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     runner._begin_step = lambda batch, captured: begun.append((batch.seq_lens.tolist(), captured))
     replayed = SimpleNamespace(slot=0, replay=lambda: begun.append(([], True)))
     runner._graphs = {
@@ -191,7 +193,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
-    runner, inputs = runner_on("cpu"), _Inputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     monkeypatch.setattr(inputs, "fill", lambda batch: calls.append("inputs"))
     runner._begin_step = lambda batch, captured: None
     replayed = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
@@ -292,7 +294,7 @@ def test_a_graph_goes_on_where_making_its_masks_went_wrong() -> None:
 
 def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    runner, inputs = runner_on("cpu"), _Inputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     runner._begin_step = lambda batch, captured: None
     graph = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
     masks = SimpleNamespace(slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"), make=lambda make: make())

@@ -106,7 +106,8 @@ class Session:
         prompts: tuple[int, ...] = (),
     ) -> None:
         from tandem.engine.batch_arrays import StepShape
-        from tandem.engine.gpu_runner import GpuRunner, GraphPlan
+        from tandem.engine.gpu_runner import GpuRunner
+        from tandem.engine.graphs.inputs import GraphPlan
         from tandem.engine.start.gpu_side import begin_step, defer_experts, gpu_side
 
         config = ModelConfig.load(path)

@@ -96,7 +96,7 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     experts = plan.gpu.experts + plan.gpu.draft_experts * draft_experts(model)
     on_gpu = dense_bytes(model, plan.dtype, stored) + experts * expert + states
     on_gpu += rope_bytes(model, plan.context_length)
-    logits = sum(plan.gpu.graph_sizes) * model.vocab * 4
+    logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
     returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
     return Taken(host.total, on_gpu + logits + returned, host.parts())
 

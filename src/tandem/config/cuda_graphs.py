@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_scratch import MLP_BYTES, ROW_BYTES, pair_bytes
-from tandem.config.layers import Dense, Gqa, Moe
+from tandem.config.layers import DeltaRule, Dense, Gqa, Moe
 from tandem.config.model_config import ModelConfig
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS
 
@@ -40,6 +40,17 @@ def graph_sizes(config: EngineConfig, running: int, guesses: int = 0) -> tuple[i
         largest = max(largest, min(largest * (1 + guesses), MOST_GUESS_ROWS))
         asked = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
     return tuple(sorted({size for size in asked if size <= largest}))
+
+
+def settled_sizes(
+    config: EngineConfig, model: ModelConfig, running: int, guesses: int = 0
+) -> tuple[int, ...]:
+    """Of `captured_sizes`, those that are captured a second time where steps may guess: for steps that have no guesses
+    and follow none. Only what folds tokens into a memory has faster kernels then. Their last bits are others."""
+    folds = any(isinstance(mixer, DeltaRule) for mixer in model.mixers)
+    if not guesses or not folds or config.enable_deterministic_inference:
+        return ()
+    return captured_sizes(config, model, running)
 
 
 def draft_sizes(sizes: tuple[int, ...], guesses: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tandem.config.attention_backend import why_unread
 from tandem.config.choices.deterministic import depends_on_others
 from tandem.config.choices.left_to_ram import asked_experts, check_ram, expert_bytes
-from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes
+from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes, settled_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
@@ -76,6 +76,7 @@ class GpuPlan:
     deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
+    settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,8 @@ def dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTI
 
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
-    rows = sum(captured_sizes(request.config, request.model, request.max_running_requests, request.guesses))
+    asked = request.config, request.model, request.max_running_requests, request.guesses
+    rows = sum(captured_sizes(*asked)) + sum(settled_sizes(*asked))
     shared = request.slot_bytes + request.rope_bytes + _scratch_bytes(request)
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 

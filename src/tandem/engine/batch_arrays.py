@@ -76,7 +76,7 @@ class BatchArrays:
         """guessing: steps may have rows of guesses. apart: each row of such a step is a sequence of its own, as rows
         that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
         compute it, with the same bits. windowed: layers that see a window have pages of their own. each_row: so it is
-        in every step, prompts included."""
+        in every step, prompts included; then every step takes the road of one with guesses, too."""
         self._apart, self._guessing, self._each_row = apart, guessing, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_Places(page_size, max_step_tokens, kind) for kind in kinds]
@@ -104,6 +104,7 @@ class BatchArrays:
             self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         whole, *others = self._places
+        folds = self._guessing and (self._each_row or not all(map(_settled, chunks)))
         batch = ForwardBatch(
             input_ids=torch.from_numpy(self._input_ids[:row]),
             positions=torch.from_numpy(self._positions[:row]),
@@ -113,8 +114,8 @@ class BatchArrays:
             block_tables=torch.from_numpy(whole.tables),
             logits_rows=torch.from_numpy(self._logits_rows[:logits]),
             slots=torch.from_numpy(self._slots[:sequences]),
-            folded=torch.from_numpy(self._folded[:sequences]) if self._guessing else None,
-            sure=torch.from_numpy(self._sure[:sequences]) if self._guessing and not self._apart else None,
+            folded=torch.from_numpy(self._folded[:sequences]) if folds else None,
+            sure=torch.from_numpy(self._sure[:sequences]) if folds and not self._apart else None,
             single_rows=sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
         )
         for own in others:
@@ -143,6 +144,11 @@ class BatchArrays:
         self._positions[rows] = positions
         for places in self._places:
             places.place(row, chunk.sequence, positions)
+
+
+def _settled(chunk: Chunk) -> bool:
+    """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
+    return not chunk.guesses and chunk.sequence.folded_len == chunk.sequence.computed_len
 
 
 def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:

@@ -19,8 +19,9 @@ from tandem.engine.batch_arrays import StepShape
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.failures import why
-from tandem.engine.gpu_runner import GpuRunner, GraphPlan
+from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.grammar.waiting import GrammarQueue
+from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
 from tandem.engine.pace import PrefillPace
 from tandem.engine.paused_pass import PausingModel
@@ -90,11 +91,10 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
             guessing=plan.guesses > 0,
             windowed=plan.num_window_pages > 0,
         )
-    pages = -(-plan.context_length // plan.page_size)
     graphs = GraphPlan(
-        plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, windowed=plan.num_window_pages > 0,
-        prompts=plan.gpu.prompt_sizes, alone=_prompts_alone(parts), each_row=plan.deterministic,
-        drafting=plan.drafts,
+        plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
+        windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=_prompts_alone(parts),
+        each_row=plan.deterministic, guessing=plan.guesses > 0,
     )  # fmt: skip
     return GpuRunner(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

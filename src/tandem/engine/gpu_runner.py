@@ -7,17 +7,17 @@ import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
 from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
+from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.prompt_graphs import ChunkInputs, LayerWork, NoPromptGraphs, PromptGraphs, Work
 from tandem.engine.runner import StepModel
@@ -39,90 +39,6 @@ _log = logging.getLogger(__name__)
 def _on(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphPlan:
-    """sizes: rows of the graphs to capture, ascending; pages: of the longest sequence; warm_ups: runs before a capture,
-    which compile kernels and let libraries allocate; guessing: steps may have rows of guesses; windowed: layers that
-    see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
-    nobody decodes; each_row: every row is a sequence of its own, so that its bits are those of one that decodes;
-    drafting: a draft layer runs between steps, so no pass does."""
-
-    sizes: tuple[int, ...]
-    pages: int
-    warm_ups: int = 2
-    guessing: bool = False
-    windowed: bool = False
-    prompts: tuple[int, ...] = ()
-    alone: bool = True
-    each_row: bool = False
-    drafting: bool = False
-
-    @property
-    def tables(self) -> int:
-        """Kinds of pages."""
-        return 2 if self.windowed else 1
-
-
-class _Inputs:
-    """A graph's batch on the GPU and its image in pinned memory, each in one array: the graph begins with a copy.
-
-    At first the rows read and write page 0, before anybody uses it, and none of them counts.
-    """
-
-    def __init__(self, size: int, plan: GraphPlan, device: torch.device) -> None:
-        self._guessing, self._kinds, self._size = plan.guessing, plan.tables, size
-        self._wide, nbytes = graph_wide_bytes(size, plan.tables), graph_input_bytes(size, plan.pages, plan.tables)
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.image = self._views(self._host)
-        self.image.seq_lens.fill_(1)
-        self._there = self._host.to(device, copy=True)
-        self.batch = self._views(self._there)
-        self.counted = self._there[-4:].view(torch.int32)  # rows that are not copies
-        names = ["input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"]
-        names += ["folded"] if plan.guessing else []
-        self._rows = {name: getattr(self.image, name).numpy() for name in names}
-        own = [] if self.image.windows is None else ["cache_slots", "block_tables"]
-        self._window_rows = {name: getattr(self.image.windows, name).numpy() for name in own}
-        self._count = self._host[-4:].view(torch.int32).numpy()
-
-    def _views(self, memory: Tensor) -> ForwardBatch:
-        size, device, kinds = self._size, memory.device, self._kinds
-        wide = memory[: (2 + kinds) * 8 * size].view(torch.int64).view(-1, size)
-        narrow = memory[self._wide : -4].view(torch.int32)
-        tables = narrow[3 * size :].view(kinds, size, -1)
-        starts, rows = torch.arange(size + 1, dtype=torch.int32, device=device), torch.arange(size, device=device)
-        whole, *windows = [
-            ForwardBatch(
-                input_ids=wide[0], positions=wide[1], cache_slots=slots, query_starts=starts,
-                seq_lens=narrow[:size], slots=narrow[size : 2 * size], block_tables=table, logits_rows=rows,
-                folded=narrow[2 * size : 3 * size] if self._guessing else None,
-            )
-            for slots, table in zip(wide[2:], tables, strict=True)
-        ]  # fmt: skip
-        whole.windows = windows[0] if windows else None
-        return whole
-
-    def fill(self, source: ForwardBatch) -> None:
-        """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few
-        numbers. The step before ended with a wait, so the image is free."""
-        self._fill(self._rows, source)
-        self._fill(self._window_rows, source.windowed)
-        self._count[0] = len(source.seq_lens)
-
-    def _fill(self, image: dict[str, Any], source: ForwardBatch) -> None:
-        rows, width = len(source.seq_lens), source.block_tables.shape[1]
-        for name, to in image.items():
-            values = getattr(source, name).numpy()
-            to = to[:, :width] if name == "block_tables" else to
-            to[:rows] = values
-            if rows < self._size:  # a copy that had the sequence's slot would change its state twice
-                to[rows:] = 0 if name == "slots" else values[-1]
-
-    def send(self) -> None:
-        """The image to the GPU, in a graph at every replay."""
-        self._there.copy_(self._host, non_blocking=True)
 
 
 @contextmanager
@@ -160,7 +76,7 @@ def _all_made() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    inputs: _Inputs
+    inputs: GraphInputs
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     best: Tensor  # of logits, in host memory: the graph's last node copies it
@@ -198,6 +114,7 @@ class GpuRunner:
         self._arrays, self._paused = made(apart=True), made()
         self._device = handoff.device
         self._graphs: dict[int, _Graph] = {}
+        self._settled: dict[int, _Graph] = {}
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
@@ -337,16 +254,20 @@ class GpuRunner:
         if len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
             return None
         size = next((size for size in self._graphs if size >= rows), None)
-        return None if size is None else self._graphs[size]
+        if size is None:
+            return None
+        return (self._settled if batch.folded is None else {}).get(size, self._graphs[size])
 
     # -- graphs ---
 
     def _capture_all(self) -> None:
         pool = None
         for size in reversed(self._plan.sizes):  # the largest first: the smaller ones fit into its memory
-            graph = self._captured(size, pool)
+            graph = self._captured(GraphInputs(size, self._plan, self._device), pool)
             pool = pool or graph.graph.pool()
             self._graphs[size] = graph
+            if size in self._plan.settled:
+                self._settled[size] = self._captured(graph.inputs, pool, settled=True)
         self._graphs = dict(sorted(self._graphs.items()))
         if self._graphs:
             _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
@@ -376,14 +297,15 @@ class GpuRunner:
             start.release()
             self._streams.finish()
 
-    def _captured(self, size: int, pool: Any) -> _Graph:
-        inputs = _Inputs(size, self._plan, self._device)
+    def _captured(self, inputs: GraphInputs, pool: Any, *, settled: bool = False) -> _Graph:
+        size = len(inputs.batch.seq_lens)
+        batch = replace(inputs.batch, folded=None) if settled else inputs.batch
         fetched = BestRows(size, self._device)
         masks = GraphMasks(size, self._device)
         self._begin_step(inputs.image, True)
         with self._handoff.rehearsing(), self._streams.aside():  # whose memory later steps use again
             for _ in range(self._plan.warm_ups):
-                fetched.fetch(self._forward(inputs.batch, inputs.counted), masks)
+                fetched.fetch(self._forward(batch, inputs.counted), masks)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (
@@ -393,6 +315,6 @@ class GpuRunner:
             ),
         ):
             inputs.send()
-            logits = self._forward(inputs.batch, inputs.counted)
+            logits = self._forward(batch, inputs.counted)
             best = fetched.fetch(logits, masks)
         return _Graph(inputs, graph, logits, best, masks, len(posted))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tandem.engine.gpu_pass import GpuPass, Streams
-from tandem.engine.gpu_runner import GpuRunner, GraphPlan
+from tandem.engine.gpu_runner import GpuRunner
+from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs
 from tandem.engine.sampling.logits import HostRows
 from tandem.models import ForwardBatch

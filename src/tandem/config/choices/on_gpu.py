@@ -8,7 +8,7 @@ from tandem.config.attention_backend import attention_backend
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferred_experts
 from tandem.config.choices.left_to_ram import live_placement
-from tandem.config.cuda_graphs import captured_sizes, graph_reason
+from tandem.config.cuda_graphs import captured_sizes, graph_reason, settled_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, size_gpu
 from tandem.config.gpus import Gpu
@@ -57,6 +57,7 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (), m.draft_experts,
+        settled_sizes(config, model, running, request.guesses) if sizes else (),
     )  # fmt: skip
 
 
