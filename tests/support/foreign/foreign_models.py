@@ -18,7 +18,7 @@ COMMON = settings(
 # model type: what differs from COMMON
 PAGED: dict[str, dict[str, object]] = {
     "flex_olmo": settings(num_experts=6),
-    "granitemoe_swa": settings(num_local_experts=6, sliding_window=7),
+    "granitemoe_swa": settings(num_local_experts=6, sliding_window=7, shared_intermediate_size=24),
     "phimoe": settings(num_local_experts=6, num_experts_per_tok=2),
     "mellum": settings(num_experts=6, sliding_window=7),
     "kolibri1": settings(num_experts=6),

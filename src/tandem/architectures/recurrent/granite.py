@@ -55,6 +55,7 @@ RENAMES = Renames(
         ".shared_mlp.output_linear.": ".shared_mlp.down_proj.",
     },
     signs=(".block_sparse_moe.input_linear.", ".shared_mlp.input_linear."),
+    relatives=(".self_attn.sinks",),  # Transformers' own code runs those, and knows their names
 )  # fmt: skip
 
 
