@@ -12,7 +12,7 @@ import pytest
 
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.governor import PROBE_EVERY, Governor
+from tandem.engine.speculation.governor import PROBE_EVERY, Chances, Governor
 from tandem.engine.speculation.shadows import SHADOW_EVERY, Shadows
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import StepTimes
@@ -119,14 +119,13 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
 def test_it_gains_nearly_what_the_best_width_does(acceptance: float, shape: str, sequences: int) -> None:
-    """And loses next to nothing where no width gains; what it learns at first is left out. Of half right guesses the
-    best width gains little, and is hard to tell from none."""
+    """And loses next to nothing where no width gains; what it learns at first is left out."""
     world = World(SHAPES[shape], acceptance, sequences)
     world.run(300)
     gain, best = world.run(3000), max(fixed(SHAPES[shape], acceptance, width) for width in range(MOST + 1))
     print(f"{shape}, {sequences}: {gain:.3f}, best {best:.3f}")
     gain *= 1.01  # a step in a hundred takes twice as long, with guesses or without
-    assert gain >= (0.97 if best == 1.0 else 0.93 * best if acceptance >= 0.9 else 0.85 * best)
+    assert gain >= (0.97 if best == 1.0 else 0.85 * best if "dear" in shape else 0.93 * best)
 
 
 class Drifting(World):
@@ -216,5 +215,5 @@ def test_a_trial_that_no_number_of_guesses_deserves_ends_at_once() -> None:
     governor.times.observe(1, 0, 0.01)
     governor._fastest = lambda *_, **__: 0
     governor._without = PROBE_EVERY
-    assert governor._best(1, [0.9, 0.8]) == 0
+    assert governor._best(1, Chances(*[[(0.9, 0), (0.8, 0)]] * 3)) == 0
     assert (governor._without, governor._patience) == (0, 2 * PROBE_EVERY)

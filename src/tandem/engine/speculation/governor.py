@@ -17,11 +17,12 @@ from tandem.engine.speculation.step_times import StepTimes
 
 LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
 LEAST_CHANCE = 0.02  # of a guess that is looked at
-PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without that might have had some, then a trial
+PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without, then a trial
 LONGEST_PATIENCE = 1024  # of those steps: each trial that changes nothing doubles them
+CLOSE_PATIENCE = 192  # at most, where a trial loses little: not much has to change
+_SHORT_TRIAL, _LONG_TRIAL = 3, 8  # steps: of any trial, and of one that loses little
 WIDER_EVERY = 8  # steps, then one that has all that might pay: what was never tried is never known
 _LEAST_WIDER = 0.9  # of the tokens per second that are expected without more guesses: else they are not tried
-_HOPE = 0.5  # chance from which a step without guesses might have had some
 _MEMORY = 0.97  # of a sequence's counts, from guess to guess
 _SERVER_MEMORY = 0.995
 _SERVER_WEIGHT = 4.0  # guesses that the server's mean counts as, for a sequence
@@ -49,6 +50,15 @@ class Beliefs(NamedTuple):
 
     seconds: list[float]
     chances: list[float]
+
+
+class Chances(NamedTuple):
+    """Of guesses that they come, with their drafts' numbers: the likeliest first. low: by what is sure, from which the
+    choice is made; likely: by the mean; high: by what may be hoped."""
+
+    low: list[tuple[float, int]]
+    likely: list[tuple[float, int]]
+    high: list[tuple[float, int]]
 
 
 class Widths(Protocol):
@@ -84,20 +94,14 @@ class Governor:
         self._narrow = 0  # steps since one had all guesses that might pay
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
-        found = self._chances(sequences, drafts)
-        if not found or self.times.plain(len(sequences)) is None:
-            return [0] * len(drafts)
-        best = self._best(len(sequences), [chance for chance, _ in found[:room]])
-        self._narrow += 1
-        if self._narrow >= WIDER_EVERY and not self._trying:
-            self._narrow = 0
-            hopeful = self._chances(sequences, drafts, 1.0)[:room]
-            more = self._fastest(len(sequences), [chance for chance, _ in hopeful])
-            likely = [chance for chance, _ in self._chances(sequences, drafts, 0.0)]
-            if more > best and self._loses_little(len(sequences), likely, best, more):
-                found, best = hopeful, more
+        chances = Chances(*(self._chances(sequences, drafts, each)[:room] for each in (-1.0, 0.0, 1.0)))
         widths = [0] * len(drafts)
-        for _, number in found[:best]:
+        if not chances.high or self.times.plain(len(sequences)) is None:
+            return widths
+        best = self._best(len(sequences), chances)
+        more = self._wider(len(sequences), chances, best) if best and not self._trying else 0
+        found = chances.high if more or self._trying else chances.low
+        for _, number in found[: more or best]:
             widths[number] += 1
         return widths
 
@@ -136,7 +140,7 @@ class Governor:
         return self._server[kind]
 
     def _chances(
-        self, sequences: Rows[Sequence], drafts: Rows[Draft | None], deviations: float = -1.0
+        self, sequences: Rows[Sequence], drafts: Rows[Draft | None], deviations: float
     ) -> list[tuple[float, int]]:
         """Of every guess that it and all before it come, with its draft's number; the likeliest first. Those of a draft
         never rise, and sorting keeps their order."""
@@ -151,41 +155,51 @@ class Governor:
         found.sort(key=lambda each: -each[0])
         return found
 
-    def _best(self, sequences: int, chances: list[float]) -> int:
+    def _best(self, sequences: int, chances: Chances) -> int:
         """The number of guesses that gives the most tokens per second."""
-        might = chances[0] >= _HOPE
-        if might and self._with >= PROBE_EVERY:  # what a step without guesses takes may have changed
+        if self._with >= PROBE_EVERY:  # what a step without guesses takes may have changed
             self._with = self._narrow = 0
             return 0
-        best = self._fastest(sequences, chances)
+        best = self._fastest(sequences, chances.low)
         if best:
             self._with, self._without, self._trying, self._patience = self._with + 1, 0, 0, PROBE_EVERY
             return best
-        self._without += might
-        return self._trial(sequences, chances) if might and self._without > self._patience else 0
+        self._without += 1
+        return self._trial(sequences, chances) if self._trying or self._without > self._patience else 0
 
-    def _trial(self, sequences: int, chances: list[float]) -> int:
-        """As if rows were cheap: they may have become so. It goes on while they are cheaper than known; what was drawn
-        for its first step may have taken longer than usual."""
+    def _trial(self, sequences: int, chances: Chances) -> int:
+        """As if rows were cheap and guesses good: they may have become so. What was drawn for its first step may have
+        taken longer than usual, and one step says little; so it has several in a row."""
         if not self._trying:
-            self._trying, self._tried = self._fastest(sequences, chances, hopeful=True), 0
+            self._trying, self._tried = self._fastest(sequences, chances.high, hopeful=True), 0
         self._tried += 1
-        if self._trying and (self._tried <= 2 or self.times.falls(sequences, self._trying)):
-            return min(self._trying, len(chances))
+        most = min(self._trying, len(chances.high))
+        close = most > 0 and self._loses_little(sequences, chances, 0, most)
+        if most and self._tried <= (_LONG_TRIAL if close else _SHORT_TRIAL):
+            return most
         self._trying = self._without = 0
-        self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+        self._patience = min(2 * self._patience, CLOSE_PATIENCE if close else LONGEST_PATIENCE)
         return 0
 
-    def _loses_little(self, sequences: int, likely: list[float], best: int, more: int) -> bool:
+    def _wider(self, sequences: int, chances: Chances, best: int) -> int:
+        """Now and then: the number of all guesses that might pay, if that is more than the best and costs little."""
+        self._narrow += 1
+        if self._narrow < WIDER_EVERY:
+            return 0
+        self._narrow = 0
+        more = self._fastest(sequences, chances.high)
+        return more if more > best and self._loses_little(sequences, chances, best, more) else 0
+
+    def _loses_little(self, sequences: int, chances: Chances, best: int, more: int) -> bool:
         """Whether `more` guesses instead of `best` cost next to nothing, if those come that are likely to."""
         cost = self.times.curve(sequences)
-        now, then = ((sequences + sum(likely[:n])) / cost(n) for n in (best, more))
+        now, then = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
         return then >= _LEAST_WIDER * now
 
-    def _fastest(self, sequences: int, chances: list[float], *, hopeful: bool = False) -> int:
+    def _fastest(self, sequences: int, chances: Rows[tuple[float, int]], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)
         tokens, best, most = float(sequences), 0, LEAST_GAIN
-        for guesses, chance in enumerate(chances, 1):
+        for guesses, (chance, _) in enumerate(chances, 1):
             tokens += chance
             gain = tokens / sequences / cost(guesses)
             if gain > most:

@@ -100,6 +100,7 @@ class Speculation:
         if shadow:
             wanted = [(s, len(offer.kinds)) for s, offer, _ in each if offer and grow(s, len(offer.kinds))]
         if not wanted:
+            self._unusual = 0  # what follows a pause makes up for it, and says nothing of steps in a row
             return [None] * len(each)
         started = self._clock()
         found = dict(zip([sequence for sequence, _ in wanted], self._draw(drawing, wanted), strict=True))

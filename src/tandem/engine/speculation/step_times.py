@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 _WEIGHT_OF_NEWEST = 0.1
+_WEIGHT_OF_RATIO = 0.05  # the machine's pace changes sooner than what rows cost
+_WEIGHT_OF_PROBE = 0.4  # of a step without guesses, right behind one that had some
+_PROBED = 8  # steps without guesses, at most, that say what those before them cost
+_OLD = 64  # steps: what was not measured since is known little
+_MOST_EVIDENCE = 32  # measurements that a figure counts as
+_LEAST_EVIDENCE = 0.001  # of them, when they are old
+_OTHERS_EVIDENCE = 4.0  # measurements that the curve through all figures counts as, beside each of them
+_STRAIGHT = 4.0  # likewise, for a curve that is a straight line
 _SURE_AFTER = 3  # measurements: the first one of a size pays for more than its rows
 _FAR = 0.8  # of a figure, or it of a measurement: nearer ones are noise
 _FALLS_AFTER, _RISES_AFTER = 3, 6  # measurements in a row that are far below, or above: then the figure is wrong
 _STALE = 0.9  # of a figure without guesses: more rows take no less, so it is the machine that has become faster
 _FIRST_SLOPE = 0.4  # of a step without guesses, per guess of every sequence: until something is known
+_HOPEFUL_SLOPE = 0.1  # likewise, for a first trial
 
 
 class _Figure:
     """Of measurements that others on the machine disturb: their least at first, then a slow mean. Where several in a
     row are far from it, it becomes the nearest of them: sooner below, since nothing makes a step too short."""
 
-    __slots__ = ("_far", "count", "value")
+    __slots__ = ("_far", "_fresh", "count", "seen", "value")
 
-    def __init__(self, value: float) -> None:
-        self.value, self.count = value, 1
+    def __init__(self, value: float, now: int) -> None:
+        self.value, self.count, self.seen, self._fresh = value, 1, now, 0
         self._far: list[float] = []  # measurements in a row that are far on one side
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, now: int, weight: float = _WEIGHT_OF_NEWEST) -> None:
+        """now: steps so far. What was not measured for long is known little: the next few count for more."""
+        if now - self.seen > _OLD:
+            self._fresh = 0
+        self.seen, self._fresh = now, self._fresh + 1
         self.count += 1
         if self.count <= _SURE_AFTER:
             self.value = min(self.value, value)
             return
         if not self._moves(value):
             near = min(max(value, _FAR * self.value), self.value / _FAR)  # one long pause says nothing
-            self.value += _WEIGHT_OF_NEWEST * (near - self.value)
+            self.value += max(weight, 1.0 / (1 + self._fresh)) * (near - self.value)
 
     def _moves(self, value: float) -> bool:
         below, above = value < _FAR * self.value, _FAR * value > self.value
@@ -44,50 +60,85 @@ class _Figure:
         return True
 
     @property
-    def falls(self) -> bool:
-        return bool(self._far) and self._far[-1] < self.value
-
-    @property
     def sure(self) -> bool:
         return self.count >= _SURE_AFTER
+
+
+class _Steps:
+    """Of so many sequences. The machine's pace changes, and with it all times; ratios stay. So a step with guesses
+    whose ratio is known tells the pace. One without guesses, behind one that had some, tells what the ratio is."""
+
+    def __init__(self) -> None:
+        self.plain: _Figure | None = None
+        self.ratios: dict[int, _Figure] = {}
+        self._steps = self._last = 0  # guesses of the last step that had some
+
+    def observe(self, guesses: int, seconds: float) -> None:
+        self._steps += 1
+        if guesses == 0:
+            self._without(seconds)
+        elif self.plain is not None:
+            self._with(self.plain, guesses, seconds)
+
+    def _without(self, seconds: float) -> None:
+        if self.plain is None:
+            self.plain = _Figure(seconds, self._steps)
+            return
+        before, last = self.plain.value, self.ratios.get(self._last)
+        since = self._steps - (last.seen if last else 0)
+        self.plain.add(seconds, self._steps, _WEIGHT_OF_PROBE if last and since == 1 else _WEIGHT_OF_NEWEST)
+        if last and last.sure and since <= _PROBED:
+            last.value = max(1.0, last.value * before / self.plain.value)
+
+    def _with(self, plain: _Figure, guesses: int, seconds: float) -> None:
+        self._last = guesses
+        if seconds < _STALE * plain.value:
+            plain.add(seconds, self._steps)
+        ratio, figure = max(1.0, seconds / plain.value), self.ratios.get(guesses)
+        if figure is None:
+            self.ratios[guesses] = _Figure(ratio, self._steps)
+            return
+        if figure.sure and plain.sure and _FAR < ratio / figure.value < 1.0 / _FAR:
+            plain.add(seconds / figure.value, self._steps)
+        figure.add(ratio, self._steps, _WEIGHT_OF_RATIO)
+
+    def points(self) -> dict[int, float]:
+        """Ratios by guesses. Each is drawn to a curve through all of them, the more the older it is: one that happened
+        to be measured too high would never be measured again."""
+        sure = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.sure]
+        curve = _fitted(sure)
+        drawn = {g: value + (curve(g) - value) / (1.0 + each / _OTHERS_EVIDENCE) for g, value, each in sure}
+        tried = {g: f.value for g, f in self.ratios.items() if not f.sure}
+        return drawn | {g: value for g, value in tried.items() if not sure or value < curve(g)}
+
+    def _evidence(self, figure: _Figure) -> float:
+        age = (self._steps - figure.seen) / _OLD
+        return min(figure.count, _MOST_EVIDENCE) * max(math.exp2(-age), _LEAST_EVIDENCE)
 
 
 class StepTimes:
     """Seconds of steps without guesses, and how many times as long others take, by sequences and by guesses."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, _Figure] = {}
-        self._ratios: dict[int, dict[int, _Figure]] = {}
+        self._steps: dict[int, _Steps] = {}
 
     def observe(self, sequences: int, guesses: int, seconds: float) -> None:
-        size = rounded(sequences)
-        plain = self._plain.get(size)
-        if guesses == 0:
-            _add(self._plain, size, seconds)
-        elif plain is not None:
-            if seconds < _STALE * plain.value:
-                plain.add(seconds)
-            _add(self._ratios.setdefault(size, {}), rounded(guesses), max(1.0, seconds / plain.value))
+        self._steps.setdefault(rounded(sequences), _Steps()).observe(rounded(guesses), seconds)
 
     def plain(self, sequences: int) -> float | None:
         """Seconds of a step of so many sequences without guesses, once that is known."""
-        figure = self._plain.get(rounded(sequences))
+        known = self._steps.get(rounded(sequences))
+        figure = None if known is None else known.plain
         return figure.value if figure is not None and figure.sure else None
-
-    def falls(self, sequences: int, guesses: int) -> bool:
-        """Whether the last step of so many took far less than is known of such steps, which is not believed yet."""
-        figure = self._ratios.get(rounded(sequences), {}).get(rounded(guesses))
-        return figure is not None and figure.falls
 
     def curve(self, sequences: int, *, hopeful: bool = False) -> Curve:
         """hopeful: as if nothing bad were known."""
-        known, first = self._ratios.get(rounded(sequences), {}), _FIRST_SLOPE / sequences
-        sure = {guesses: f.value for guesses, f in known.items() if f.sure}
-        made = Curve(sure, first)
-        tried = {g: min(f.value, made(g)) for g, f in known.items() if not f.sure}
+        known, first = self._steps.get(rounded(sequences), _Steps()), _FIRST_SLOPE / sequences
         if not hopeful:
-            return Curve(sure | tried, first)
-        return Curve({g: min(value, 1.0 + first * g) for g, value in (sure | tried).items()}, first)
+            return Curve(known.points(), first)
+        if not any(figure.sure for figure in known.ratios.values()):
+            return Curve({}, _HOPEFUL_SLOPE / sequences)
+        return Curve({g: min(value, 1.0 + first * g) for g, value in known.points().items()}, first)
 
 
 class Curve:
@@ -114,14 +165,20 @@ class Curve:
         return (self._values[-1] - 1.0) / last if last else self._first_slope
 
 
+def _fitted(points: Rows[tuple[int, float, float]]) -> Callable[[int], float]:
+    """1 + a g + b g^2, by least squares through points (g, value, weight)."""
+    if not points:
+        return lambda _: 1.0
+    last = max(g for g, _, _ in points)
+    scaled = [(g / last, value - 1.0, weight) for g, value, weight in points]
+    x2, x3, x4 = (sum(weight * x**power for x, _, weight in scaled) for power in (2, 3, 4))
+    y1, y2 = (sum(weight * y * x**power for x, y, weight in scaled) for power in (1, 2))
+    b = (y2 - x3 * y1 / x2) / (x4 - x3 * x3 / x2 + _STRAIGHT)
+    a = (y1 - b * x3) / x2
+    return lambda g: max(1.0, 1.0 + (a + b * g / last) * g / last)
+
+
 def rounded(count: int) -> int:
     """Counts that are treated alike: each up to 8, then four between powers of two."""
     shift = max(0, count.bit_length() - 3) if count > 8 else 0
     return count >> shift << shift
-
-
-def _add(figures: dict[int, _Figure], key: int, value: float) -> None:
-    if key in figures:
-        figures[key].add(value)
-    else:
-        figures[key] = _Figure(value)
