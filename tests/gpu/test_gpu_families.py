@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, needs_triton]
 VARIANTS = [
     "dots1-window", "ernie4_5_moe", "gemma4_text", "glm4_moe_lite", "hy_v3", "laguna", "mimo_v2_flash", "minimax_m2",
     "mistral4", "afmoe", "exaone_moe", "hunyuan_v1_moe", "laguna-element", "lfm2_moe",
-    "granitemoeshared", "granitemoehybrid", "nemotron_h", "kimi_linear",
+    "granitemoeshared", "granitemoehybrid", "nemotron_h", "nemotron_h-latent", "kimi_linear",
 ]  # fmt: skip
 
 

@@ -28,7 +28,6 @@ from tandem.config.gpu_scratch import (
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
-from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.config.memory import (
     GPU_PREFILL_TOKENS,
     LEAST_CONTEXT,
@@ -132,8 +131,6 @@ def _without_kernels(mixer: Mixer) -> str:
     """Why there are no kernels for it: a head's memory fits in no registers, or its keys in no shared memory."""
     if isinstance(mixer, Gqa) and mixer.head_dim > MAX_HEAD:
         return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {mixer.head_dim}"
-    if isinstance(mixer, ChannelDelta):
-        return "there are no GPU kernels for delta nets whose channels decay apart"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
         return ""
     return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"

@@ -22,7 +22,8 @@ def why_apart(request: MemoryRequest, on_gpu: bool) -> str:
     if not _alike(model, fmt, request.dtype, stored):
         return "routed experts have a format of their own"
     if model.moe.fusible_shared == 0:
-        other = "differs from routed ones" if model.moe.apart else "is no multiple of a routed one"
+        differs = model.moe.apart or model.moe.experts.latent > 0
+        other = "differs from routed ones" if differs else "is no multiple of a routed one"
         why = "has its own gate" if model.moe.shared_gate else other
         return f"the shared expert {why}"
     return experts_kept_off(model, fmt, stored) if on_gpu else ""
