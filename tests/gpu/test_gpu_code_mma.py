@@ -91,13 +91,14 @@ def test_only_whole_panels_of_gate_and_up_are_paired(columns: int, whole: bool) 
 
 
 def test_what_pairs_need_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: set[tuple[code_mma.Blocks, Activation]] = set()
-    monkeypatch.setattr(code_mma, "kernel", lambda kind, blocks, index, how: compiled.add((blocks, how)))
+    compiled: set[tuple[code_mma.Blocks, Activation, bool]] = set()
+    monkeypatch.setattr(code_mma, "kernel", lambda kind, *which: compiled.add((which[0], *which[2:])))
     monkeypatch.setattr(code_mma, "_processors", lambda device: 132)
     for columns in (64, 8192):
         made = panels("fp8", columns=columns)
         code_mma.prepare_pairs(made, SILU, GPU)
-        needed = {(code_mma.pairs_of(made, r, 132), SILU) for r in range(1, code_mma.MOST_PAIRED_ROWS + 1)}
+        rows = range(1, code_mma.MOST_PAIRED_ROWS + 1)
+        needed = {(code_mma.pairs_of(made, r, 132), SILU, ready) for r in rows for ready in (False, True)}
         assert needed <= compiled
 
 

@@ -8,10 +8,14 @@ Transformers.
 
 from __future__ import annotations
 
+import json
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+import hub_copies
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from gpu_sessions import Session, on_the_cpu, rms
 from sessions import Session as PlainSession
@@ -25,14 +29,45 @@ if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 VARIANTS = [
     "dots1-window", "ernie4_5_moe", "gemma4_text", "glm4_moe_lite", "hy_v3", "laguna", "mimo_v2_flash", "minimax_m2",
     "mistral4", "afmoe", "exaone_moe", "hunyuan_v1_moe", "laguna-element", "lfm2_moe",
-    "granitemoeshared", "granitemoehybrid", "nemotron_h", "nemotron_h-latent", "kimi_linear",
+    "granitemoeshared", "granitemoehybrid", "nemotron_h", "nemotron_h-latent", "kimi_linear", "solar_open",
 ]  # fmt: skip
+
+COPIES = {
+    "bailing_moe_v2": ("glm4_moe", hub_copies.ling),
+    "glm4v_moe": ("glm4_moe", partial(hub_copies.nested, model_type="glm4v_moe", inner="glm4v_moe_text")),
+    "kimi_vl": ("deepseek_v3-plain", partial(hub_copies.nested, model_type="kimi_vl", inner="deepseek_v3")),
+    "qwen3_vl_moe": ("qwen3_moe", partial(hub_copies.nested, model_type="qwen3_vl_moe", inner="qwen3_vl_moe_text")),
+    "qwen3_omni_moe": ("qwen3_moe", hub_copies.omni),
+}
+"""Families that are another's text, and that one."""
+
+
+@pytest.fixture(scope="module")
+def copied(tiny_models, tmp_path_factory) -> Callable[[str], Path]:
+    """A copy of one of `COPIES`, or Step-3.5."""
+
+    @cache
+    def path_of_copy(name: str) -> Path:
+        path = tmp_path_factory.mktemp("copies") / name
+        if name == "step3p5":
+            return every_expert(hub_copies.step_text(hub_copies.step(path.with_name("whole")), path))
+        source, made = COPIES[name]
+        return made(path_of(tiny_models, source), path)
+
+    return path_of_copy
+
+
+def every_expert(path: Path) -> Path:
+    keys = hub_copies.keys_of(path)
+    (path / "config.json").write_text(json.dumps(keys | {"num_experts_per_tok": keys["n_routed_experts"]}))
+    return path
 
 
 def path_of(tiny_models, variant: str) -> Path:
@@ -56,7 +91,19 @@ def test_float32_logits_equal_transformers(tiny_models, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_placement_does_not_change_the_logits(tiny_models, variant, share, graphs, together) -> None:
-    path = path_of(tiny_models, variant)
+    check(path_of(tiny_models, variant), share, graphs, together)
+
+
+@needs_cuda
+@pytest.mark.parametrize("graphs", [(), (1, 8)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("name", [*COPIES, "step3p5"])
+def test_copies_of_other_families_compute_the_same(copied, name: str, graphs: tuple[int, ...]) -> None:
+    if name == "step3p5" and "step3p7" not in CONFIG_MAPPING_NAMES:
+        pytest.skip("this Transformers does not have it")
+    check(copied(name), 0.5, graphs, together=False)
+
+
+def check(path: Path, share: float, graphs: tuple[int, ...], together: bool) -> None:
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
     got = Session(path, share, graphs).logits(together)
     assert rms(got, exact) < 1.5 * rms(theirs, exact)

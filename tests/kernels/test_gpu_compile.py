@@ -17,6 +17,7 @@ from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
 from tandem import _core
 from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
+from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.rope import Rope as RopeShape
@@ -24,7 +25,18 @@ from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import DeltaState, DeltaWeights, Product
-from tandem.kernels.ops import ExpertBiases, HeadNorms, LatentSizes, LatentWeights, Rope, Routing, Tally
+from tandem.kernels.hyper import HyperWeights, Leaving, Mix, RowNorm
+from tandem.kernels.joined import Sum
+from tandem.kernels.ops import (
+    Addend,
+    ExpertBiases,
+    HeadNorms,
+    LatentSizes,
+    LatentWeights,
+    Rope,
+    Routing,
+    Tally,
+)
 from tandem.kernels.token_index import IndexWeights
 
 if HAS_TRITON and not INTERPRETED:
@@ -38,6 +50,7 @@ if HAS_TRITON and not INTERPRETED:
     from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
     from tandem.kernels.gpu.delta import prompt
     from tandem.kernels.gpu.latent import decode, prompt_kernels
+    from tandem.kernels.gpu.linear import GpuLinear
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
@@ -138,6 +151,25 @@ def test_attention_fits_the_shared_memory(
     batch = replace(make_batch([(20, 21), (0, 30)], tables), single_rows=1)
     ops.attention(torch.zeros(31, 32, dim, dtype=torch.bfloat16), k, v, batch, 0.1)
     assert set(compiler.variants) == {"_decode", "_merge", "_prefill"}
+
+
+def test_streams_that_mix(compiler: Compiler, ops: GpuOps) -> None:
+    shape, hidden = Hyper(4, 20, 1e-6, 1e-6), 4096
+    weights = HyperWeights(ops.linear(torch.zeros(32, 4 * hidden), fmt="f32"), torch.zeros(32), torch.zeros(32))
+    for rows in (1, 5, 40):
+        leaving = Leaving(torch.zeros(rows, hidden).bfloat16(), Mix(torch.zeros(rows, 4), torch.zeros(rows, 4, 4)))
+        norm = RowNorm(torch.zeros(hidden).bfloat16(), 1e-6, ops.rms_norm)
+        streams = torch.zeros(rows, 4, hidden).bfloat16()
+        ops.streams(shape, weights, hidden).advanced(streams, leaving, norm)
+    assert set(compiler.variants) == {"_join", "_weigh"}
+
+
+def test_a_norm_inside_a_product(compiler: Compiler) -> None:
+    row, gate = torch.zeros(1, 2048).bfloat16(), torch.zeros(1, 513).bfloat16()[:, 512:]
+    matrix = GpuLinear(torch.zeros(513, 2048), None, "bf16", torch.device("cpu"))
+    for beside in (None, Addend(row, None), Addend(row, gate)):
+        assert matrix.after_norm(Sum(row, row, torch.zeros(2048), 1e-6, beside)) is not None
+    assert {name: len(variants) for name, variants in compiler.variants.items()} == {"_after_norm": 3}
 
 
 EXPERTS = ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros", "q4_k", "q5_1", "q6_k"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
+from hub_copies import nested, omni
 from plans import with_gpu
 from quantised_models import CHOICES, save_quantised
 from sessions import Session, ours, reference, worst
@@ -16,20 +15,6 @@ from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.errors import ConfigError
 from tiny import VARIANTS, file_tensors, save_tiny, settings
-
-
-def nested(source: Path, path: Path, model_type: str, inner: str) -> Path:
-    """The text of `source` beside a vision tower."""
-    tensors = {f"language_model.{name}": tensor for name, tensor in file_tensors(source).items()}
-    tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(4, 4)
-    tensors["mm_projector.proj.0.weight"] = torch.zeros(4, 4)
-    text = json.loads((source / "config.json").read_text()) | {"model_type": inner}
-    config = {"model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 4}}
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
 
 NESTED = [
     ("kimi_k25", "kimi_k2", "deepseek_v3"), ("kimi_k25", "deepseek_v3", "deepseek_v3-plain"),
@@ -49,13 +34,7 @@ def test_text_inside_a_multimodal_checkpoint(tiny_models, tmp_path, model_type, 
 def test_what_speaks_beside_what_thinks_is_left_out(tiny_models, tmp_path):
     """Qwen3-Omni's names."""
     source = tiny_models["qwen3_moe"]
-    text = json.loads((source / "config.json").read_text()) | {"model_type": "qwen3_omni_moe_text"}
-    tensors = {f"thinker.{name}": tensor for name, tensor in file_tensors(source).items()}
-    tensors["talker.model.layers.0.input_layernorm.weight"] = torch.zeros(4)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text, "audio_config": {"d_model": 4}}
-    config = {"model_type": "qwen3_omni_moe", "thinker_config": thinker, "talker_config": {"hidden_size": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    omni(source, tmp_path)
     assert worst(ours(Session(tmp_path)), reference(source)) < 1e-4
     plan = resolve(EngineConfig(model="m"), load_model_config(tmp_path), with_gpu())
     assert [notice for notice in plan.notices if "audio_config" in notice and "sound" in notice]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+import hub_copies
 from every_type import tiny_config
 from gguf_files import write_gguf
 from sessions import Session, generated, ours, prompts, worst
@@ -21,37 +21,18 @@ from tandem.config import ModelConfig
 from tandem.config.layers import Gqa
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
-from tiny import file_tensors, save_tokenizer
 
 ABSENT = ("rope_parameters", "layer_types", "mlp_layer_types", "num_sliding_attention_heads", "per_layer_config")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """As Transformers saves Step-3.7-Flash, under the hub's names of tensors."""
-    path = tmp_path_factory.mktemp("step") / "3.7"
-    torch.manual_seed(7)
-    cls, config = model_class(tiny_config("step3p7"))
-    model = cls._from_config(config).float()
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "language_model" in name and ("norm" in name or name.endswith("bias")):
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-    model.to(torch.bfloat16).float().save_pretrained(path)
-    save_tokenizer(path)
-    return path
+    return hub_copies.step(tmp_path_factory.mktemp("step") / "3.7")
 
 
 @pytest.fixture(scope="module")
 def text(whole, tmp_path_factory) -> Path:
-    """Step-3.5-Flash's configuration of the same weights."""
-    path = tmp_path_factory.mktemp("step") / "3.5"
-    path.mkdir()
-    read = {name: tensor for name, tensor in file_tensors(whole).items() if "vi" not in name.partition(".")[0]}
-    save_file(read, path / "model.safetensors", metadata={"format": "pt"})
-    save_tokenizer(path)
-    (path / "config.json").write_text(json.dumps(keys_of(whole)))
-    return path
+    return hub_copies.step_text(whole, tmp_path_factory.mktemp("step") / "3.5")
 
 
 def keys_of(whole: Path) -> dict[str, Any]:

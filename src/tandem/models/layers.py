@@ -18,6 +18,7 @@ from tandem.config.mechanisms.short_conv import ShortConv
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.model_config import layer_of
 from tandem.config.state import State
+from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import MLP, SureRead
 from tandem.models.attention import Attention
 from tandem.models.builder import Builder
@@ -68,13 +69,19 @@ class BuiltBlock:
     residual: Residual
     post: Callable[[Tensor], Tensor] | None = None  # a norm of the operator's result
 
+    @property
+    def first(self) -> AfterNorm | None:
+        """What a router takes may be normed with its product (`Pass.product`)."""
+        found: object = self.operator.first if isinstance(self.operator, MoEBlock) else None
+        return found if isinstance(found, AfterNorm) else None
+
     def leave(self, y: Tensor) -> Tensor:
         """What the stream is given of the operator's result."""
         return y if self.post is None else self.post(y)
 
     def enter(self, p: Pass) -> Tensor:
         """Adds what is pending to the stream; the normed rows that the operator takes."""
-        return self.residual.enter(p, self.norm, self.eps)
+        return self.residual.enter(p, self.norm, self.eps, self.first)
 
     def peek(self, p: Pass) -> Tensor:
         """About what `enter` will give, before the stream is complete."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tandem.config.layers import Beside, Dense, Moe
 from tandem.config.model_config import moe_index
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
+from tandem.kernels.joined import Beginning
 from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -60,6 +62,11 @@ class MoEBlock:
         if shape.shared is not None and not self.fused:
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
 
+    @property
+    def first(self) -> Linear | None:
+        """What x is multiplied with first, in its type."""
+        return None if self.router.float32_logits else self.gate
+
     def reads(self) -> list[SureRead]:
         """Weights in the order of `__call__`."""
         routed = [*sure_reads(self.gate), self.experts.sure_read(self.fused)]
@@ -69,10 +76,11 @@ class MoEBlock:
         self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
         """meanwhile: called while others compute."""
-        logits, gate = self._logits(x)
-        routing = self._routed(logits, p)
+        (logits, gate), named = self._apart(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
+        routing = self._routed(logits, p, named)
+        begun = self._begun(x)  # reads beside the router's choice, whose memory is still held
         ticket = self._submit(x, routing)
-        shared = None if self.shared is None else self.shared(x)
+        shared = None if begun is None else begun()
         if meanwhile is not None:
             meanwhile()
         routed = self._wait(ticket)
@@ -98,9 +106,15 @@ class MoEBlock:
         """The experts' sum, [T, hidden]."""
         return self.experts.wait(ticket)
 
-    def _routed(self, logits: Tensor, p: Pass) -> Routing:
+    def _begun(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """The shared expert, which is ended later."""
+        if self.shared is None:
+            return None
+        return self.shared.begin(x) if isinstance(self.shared, Beginning) else partial(self.shared, x)
+
+    def _routed(self, logits: Tensor, p: Pass, named: Tensor | None) -> Routing:
         """Counts who is chosen."""
-        places, named = self.experts.places, self._named(p)
+        places = self.experts.places
         tally = self.tally if p.tallies is None else p.tallies[self.number]
         found = self.ops.route(logits, self.router, self.bias, self.fused, tally, places, named)
         if self.scales is None:
@@ -113,13 +127,20 @@ class MoEBlock:
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
-        y = self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
+        return self._apart(self._product(x))
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
+
+    def _apart(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         experts = self.router.num_experts
         return (y, None) if y.shape[1] == experts else (y[:, :experts], y[:, experts:])
 
 
 class ExpertsBeside(MoEBlock):
     """Router and experts, which take the residual, beside a dense feed-forward, which takes what the block is given."""
+
+    first = None
 
     def __init__(self, b: Builder, index: int, shape: Moe, beside: Beside, names: Names) -> None:
         super().__init__(b, index, shape, names)
@@ -136,7 +157,7 @@ class ExpertsBeside(MoEBlock):
     def __call__(
         self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
     ) -> Tensor:
-        routing = self._routed(self._logits(self._asked(p))[0], p)
+        routing = self._routed(self._logits(self._asked(p))[0], p, self._named(p))
         ticket = self.experts.submit(self.ops.rms_norm(p.residual, self.experts_norm, self.eps), routing)
         dense = self.ops.rms_norm(self.dense(x), self.dense_norm, self.eps)
         if meanwhile is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tandem.kernels.hyper import Mix
-from tandem.kernels.ops import Addend, Tally
+from tandem.kernels.ops import Addend, Linear, Tally
 from tandem.kernels.shared_kv.rows import StepRows, step_rows
 from tandem.kernels.token_index import Chosen
 from tandem.models.batch import ForwardBatch
@@ -38,6 +38,12 @@ class Pass:
     links: dict[int, Chosen | None] = field(default_factory=dict)
     tallies: Sequence[Tally] | None = None
     indices: StepRows | None = None
+    begun: tuple[object, Tensor] | None = None  # a block's first product, made with the norm before it
+
+    def product(self, matrix: Linear, x: Tensor) -> Tensor:
+        """x times a block's first matrix."""
+        begun, self.begun = self.begun, None
+        return begun[1] if begun is not None and begun[0] is matrix else matrix(x)
 
     def of(self, rows: Tensor) -> Pass:
         """The same pass for some of its rows, or for all of them."""

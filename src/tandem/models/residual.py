@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.mechanisms.hyper import LANES, Hyper
 from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, RowNorm, left
+from tandem.kernels.joined import AfterNorm, Sum
 from tandem.kernels.ops import Ops
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass
@@ -20,8 +21,9 @@ from tandem.models.passing import Pass
 class Residual(Protocol):
     """Of a block, or of what follows the last one. norm: the weight of the norm behind it, with `eps`."""
 
-    def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
-        """Adds what is pending to the stream; the normed rows [T, hidden] that a block takes."""
+    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+        """Adds what is pending to the stream; the normed rows [T, hidden] that a block takes. first: what they are
+        multiplied with, perhaps at once (`Pass.begun`)."""
         ...
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -36,13 +38,18 @@ class OneStream:
     ops: Ops
     scale: Tensor | None = None
 
-    def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
+    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         if self.scale is not None:
             settle(p)
             p.residual.mul_(self.scale)
         if p.pending is None:
             return self.ops.rms_norm(p.residual, norm, eps)
         beside, p.beside = p.beside, None
+        if first is not None:
+            made = first.after_norm(Sum(p.pending, p.residual, norm, eps, beside))
+            if made is not None:
+                p.residual, p.begun = made.residual, (first, made.product)
+                return made.x
         return self.ops.add_rms_norm(p.pending, p.residual, norm, eps, beside)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -57,7 +64,7 @@ class MixedStreams:
     streams: HyperStreams
     last: bool = False
 
-    def enter(self, p: Pass, norm: Tensor, eps: float) -> Tensor:
+    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         leaving = None if p.pending is None or p.mix is None else Leaving(p.pending, p.mix)
         rows = RowNorm(norm, eps, self.ops.rms_norm)
         p.residual, x, p.mix = self.streams.advanced(p.residual, leaving, rows, self.last)

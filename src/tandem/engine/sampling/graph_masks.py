@@ -22,13 +22,14 @@ class GraphMasks:
         self._pinned = device.type == "cuda"
         self._host = torch.zeros(size + 2, dtype=torch.int64, pin_memory=self._pinned)  # the last is the word
         self.there = torch.zeros(size + 1, dtype=torch.int64, device=device)
+        self._word = self._host[-1:].numpy()  # as an array: PyTorch takes ten times as long to write a number
         self._sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
 
     def send(self, masks: RowMasks) -> None:
         """Of the first rows; others are free. Before the graph is replayed; the step before must have ended. The graph
         waits for `make` before it reads a mask. Raises ValueError for a mask that a GPU cannot read."""
         masks = [] if all(mask is None for mask in masks) else list(masks)
-        self._host[-1] = 0
+        self._word[0] = 0
         if len(masks) == len(self._sent) and all(map(_same, masks, self._sent)):
             return
         self._host.zero_()
@@ -44,7 +45,7 @@ class GraphMasks:
         try:
             masks()
         finally:
-            self._host[-1] = 1
+            self._word[0] = 1
 
     def applied(self, logits: Tensor) -> Tensor:
         """What the GPU's kernel does while it looks for the best token, by PyTorch."""

@@ -81,14 +81,15 @@ class GpuCodes:
             kernel.multiply(some, self.pool, self.panels, self.bias, result)
         return out
 
-    def activated(self, x: Tensor, how: Activation) -> Tensor | None:
+    def activated(self, x: Tensor, how: Activation, ready: bool = False) -> Tensor | None:
         """As `Activating`."""
         if not self._mma or self.bias is not None or not code_mma.pairs(self.panels, how):
             return None
         most = len(x) if self._fixed else code_mma.MOST_ROWS
         if x.dtype != torch.bfloat16 or not 0 < len(x) <= most:
             return None
-        return code_mma.activate(x.contiguous(), self.pool, self.panels, how)
+        ready = ready and x.is_contiguous() and len(x) <= code_mma.MOST_PAIRED_ROWS
+        return code_mma.activate(x.contiguous(), self.pool, self.panels, how, ready)
 
     def prepare(self, how: Activation) -> None:
         """Compiles what `activated` needs: the first step may be one that is captured."""

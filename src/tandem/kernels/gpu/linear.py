@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.errors import KernelError
 from tandem.kernels.gpu.fixed.product import fixed_product
-from tandem.kernels.gpu.one_row import LARGE_ELEMENTS, one_row
+from tandem.kernels.gpu.one_row import LARGE_ELEMENTS, after_norm, one_row, takes_norm
+from tandem.kernels.joined import Normed, Sum
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -37,6 +38,12 @@ class GpuLinear:
             return one_row(x.contiguous(), self.weight, self.bias, kind, out)
         y = self._times(x, kind)
         return y if out is None else out.copy_(y)
+
+    def after_norm(self, s: Sum) -> Normed | None:
+        """As `AfterNorm`: one row."""
+        if self.fixed or self.weight.numel() >= LARGE_ELEMENTS or not takes_norm(s, self.weight):
+            return None
+        return after_norm(s, self.weight, self.bias)
 
     def _times(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         if self.fixed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, get_args, runtime_checkable
 
 import torch
@@ -132,8 +133,9 @@ class Activating(Protocol):
         """Before the first `activated`: a step may be captured."""
         ...
 
-    def activated(self, x: Tensor, how: Activation) -> Tensor | None:
-        """x [T, K] -> [T, width] in x's type; None where the product has to come first."""
+    def activated(self, x: Tensor, how: Activation, ready: bool = False) -> Tensor | None:
+        """x [T, K] -> [T, width] in x's type; None where the product has to come first. ready: x was there before the
+        kernel before let the next start (`overlap.py`)."""
         ...
 
 
@@ -158,6 +160,11 @@ class GpuMLP:
 
     def reads(self) -> list[SureRead]:
         return [SureRead(self._gate_up), SureRead(self._down)]
+
+    def begin(self, x: Tensor) -> Callable[[], Tensor]:
+        """As `Beginning`."""
+        made = self._gate_up.activated(x, self._activation, True) if isinstance(self._gate_up, Activating) else None
+        return partial(self, x) if made is None else partial(self._down, made)
 
     def __call__(self, x: Tensor) -> Tensor:
         """A long step is taken in pieces, so that its memory is bounded."""

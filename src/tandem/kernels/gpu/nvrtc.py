@@ -22,6 +22,10 @@ def cuda_source(launcher: str) -> str:
     return Path(launcher).with_suffix(".cu").read_text(encoding="utf-8")
 
 
+COMMON = cuda_source(__file__)
+"""What every source begins with."""
+
+
 def compiled(source: str, names: Sequence[str], device_index: int | None) -> list[Any]:
     """The kernels of these `extern "C"` names, loaded on a device; None: the current one. Compiling may allocate and
     synchronise, so it comes before a capture."""
@@ -29,7 +33,7 @@ def compiled(source: str, names: Sequence[str], device_index: int | None) -> lis
 
     device = Device(device_index)
     device.set_current()
-    program = Program(source, "c++", options=ProgramOptions(std="c++17", arch=f"sm_{device.arch}"))
+    program = Program(COMMON + source, "c++", options=ProgramOptions(std="c++17", arch=f"sm_{device.arch}"))
     module = program.compile("cubin")
     return [module.get_kernel(name) for name in names]
 

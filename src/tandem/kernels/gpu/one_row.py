@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.residual.norm import joined, normed
+from tandem.kernels.joined import Normed, Sum
 
 MANY_COLUMNS = 1024  # from here on a program takes several of them
 AT_ONCE = 8192  # weights that a program has in registers
@@ -40,6 +42,51 @@ def _one_row(x, weight, bias, out, depth, columns, each, BIAS: tl.constexpr, COL
     if BIAS:
         y += tl.load(bias + n, n < columns, other=0.0)
     tl.store(out + n, y.to(out.dtype.element_ty), n < columns)
+
+
+@triton.jit
+def _after_norm(x, residual, beside, gate, norm, weight, bias, out, stream, normed_x, depth, columns, eps,
+                BESIDE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+                STEP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """All weights at once. Every program norms the row by itself; the first keeps it."""
+    n, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
+    inside = k < depth
+    there = (n < columns)[:, None] & inside[None, :]
+    w = tl.load(weight + n[:, None].to(tl.int64) * depth + k[None, :], there, other=0.0)
+    by = tl.load(norm + k, inside, other=0.0)
+    begin(OVERLAP)
+    kind: tl.constexpr = x.dtype.element_ty
+    value = tl.load(x + k, inside, other=0.0)
+    value = joined(value, beside, gate, residual, k, inside, kind, BESIDE, GATED, True)
+    row = normed(value, by, depth, eps, kind)
+    if tl.program_id(0) == 0:
+        tl.store(stream + k, value, inside)
+        tl.store(normed_x + k, row, inside)
+    y = tl.sum(w.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+    if BIAS:
+        y += tl.load(bias + n, n < columns, other=0.0)
+    tl.store(out + n, y.to(out.dtype.element_ty), n < columns)
+
+
+def takes_norm(s: Sum, weight: Tensor) -> bool:
+    """Whether `after_norm` multiplies such rows."""
+    return len(s.x) == 1 and s.x.dtype == weight.dtype and weight.shape[1] <= AT_ONCE // 2
+
+
+def after_norm(s: Sum, weight: Tensor, bias: Tensor | None) -> Normed:
+    """As `AfterNorm`, of a row."""
+    columns, depth = weight.shape
+    x, step = s.x.contiguous(), triton.next_power_of_2(depth)
+    stream, row, out = torch.empty_like(x), torch.empty_like(x), x.new_empty((1, columns))
+    beside, gate = (x, None) if s.beside is None else s.beside
+    each = AT_ONCE // step
+    _after_norm[(triton.cdiv(columns, each),)](
+        x, s.residual, beside.contiguous(), x if gate is None else gate, s.weight, weight,
+        weight if bias is None else bias, out, stream, row, depth, columns, s.eps,
+        BESIDE=s.beside is not None, GATED=gate is not None, BIAS=bias is not None, COLUMNS=each, STEP=step,
+        num_warps=4, **overlapped(x.device),
+    )  # fmt: skip
+    return Normed(stream, row, out)
 
 
 def one_row(

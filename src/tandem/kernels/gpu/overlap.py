@@ -4,6 +4,9 @@ A decode step is some six hundred short kernels, each of which would start only 
 has left. So a kernel calls `begin` first: it lets the next one start, and waits until the one before has finished, all
 its writes included. Everything before `begin` may read only what no kernel writes; weights can be fetched there. As
 every kernel of ours waits, waiting for the one before is waiting for all before it.
+
+A kernel that takes nothing of the one before may run beside it. Then the one before lets it start only after its own
+wait, so that all before that has ended. It waits itself in the end, so that who waits for it waits for both.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.kernels.gpu.chosen.best import ordered
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 from tandem.kernels.ops import Routing, Tally
 
 
@@ -67,8 +67,10 @@ def _route(logits, bias, named, ids, weights, places, found, tokens, seen, rows,
            NAMED: tl.constexpr, NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr,
            TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
            SLOTS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Every group has EACH places, a power of two, of which it fills the first ones."""
-    begin(OVERLAP)
+    """Every group has EACH places, a power of two, of which it fills the first ones. What the logits were made of is
+    there before the next kernel starts (`overlap.py`)."""
+    wait_for_last(OVERLAP)
+    let_next_start(OVERLAP)
     t = tl.program_id(0)
     place, slot, each = tl.arange(0, GROUPS * EACH), tl.arange(0, SLOTS), experts // groups
     e = place // EACH * each + place % EACH

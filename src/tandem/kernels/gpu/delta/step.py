@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights, Gates, Product
+from tandem.kernels.gpu.delta import rows as rows_in_cuda
 from tandem.kernels.gpu.delta.parts import (
     activated,
     add_three,
@@ -148,6 +149,9 @@ def step(
     `multiplies`: then the kernel is given the matrix and x of HIDDEN numbers."""
     (projected, gates), (inputs, _, memory) = rows, state
     own, x, hidden = _made_from(gates)
+    if rows_in_cuda.takes(shape, weights, (projected, own, x), state, hidden):
+        rows_in_cuda.step(shape, weights, (projected, own, x, hidden), batch, count, state, out)
+        return
     warps = max(1, min(16, shape.padded_head // ELEMENTS_PER_WARP))
     _step[(count, shape.v_heads)](
         projected, own, x, *weights, batch.seq_lens, batch.slots, inputs, memory, out, count, inputs.stride(0),

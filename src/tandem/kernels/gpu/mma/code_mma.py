@@ -10,6 +10,7 @@ A matrix of gate and up may end in the activation: then a block takes the panel 
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,16 +58,22 @@ class Blocks(NamedTuple):
 
 
 @cache
-def kernel(kind: Kind, blocks: Blocks, device_index: int | None, ending: Activation | None) -> Any:
-    """Compiled on first use. ending: the activation that panels of gate and up end in."""
-    (made,) = compiled(source(kind, blocks, ending), ("multiply",), device_index)
+def kernel(
+    kind: Kind, blocks: Blocks, device_index: int | None, ending: Activation | None, ready: bool = False
+) -> Any:
+    """Compiled on first use. ending: the activation that panels of gate and up end in. ready: as `multiply` has it."""
+    (made,) = compiled(source(kind, blocks, ending, ready), ("multiply",), device_index)
     return made
 
 
-def source(kind: Kind, blocks: Blocks, ending: Activation | None = None) -> str:
-    sizes = ", ".join(f"{name.upper()} = {value}" for name, value in blocks._asdict().items())
+def source(kind: Kind, blocks: Blocks, ending: Activation | None = None, ready: bool = False) -> str:
+    sizes = ", ".join(f"{name} = {value}" for name, value in {**_upper(blocks), "READY": int(ready)}.items())
     paired = "#define PAIRED 0\n" if ending is None else "#define PAIRED 1\n" + activation_steps(ending)
     return code_steps(kind) + paired + f"enum {{ {sizes} }};\n" + SOURCE
+
+
+def _upper(blocks: Blocks) -> dict[str, int]:
+    return {name.upper(): value for name, value in blocks._asdict().items()}
 
 
 def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
@@ -77,18 +84,25 @@ def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
     tiles = 1 if rows <= TILE_ROWS else 2 if rows <= 2 * TILE_ROWS else 4
     ahead = 4 if tiles == 1 else 2
     if panels.codes == 8 and 2 * processors < panels.panels <= SMALL * processors:
-        return Blocks(1, tiles, 4, ahead, SMALL if tiles == 1 else 4)
+        return Blocks(1, tiles, 4, _ahead(panels, 4, ahead), SMALL if tiles == 1 else 4)
     two = tiles == 2 or (tiles == 1 and panels.codes == 8)
     each = 2 if two and panels.panels // 2 >= processors else 1
     alone = panels.panels <= processors
-    return Blocks(each, tiles, 16 if alone else 8, ahead, 1 if alone else 2)
+    warps = 16 if alone else 8
+    return Blocks(each, tiles, warps, _ahead(panels, warps, ahead), 1 if alone else 2)
 
 
 def pairs_of(panels: Panels, rows: int, processors: int) -> Blocks:
     """As `blocks_of`, of a gate's panel and an up's: as many steps in flight as one panel has of twice the length."""
     alone = panels.panels // 2 <= processors
-    ahead = 4 if panels.codes == 8 and rows <= TILE_ROWS else 2
-    return Blocks(2, 1 if rows <= TILE_ROWS else 2, 16 if alone else 8, ahead, 1 if alone else 2)
+    ahead, warps = 4 if panels.codes == 8 and rows <= TILE_ROWS else 2, 16 if alone else 8
+    return Blocks(2, 1 if rows <= TILE_ROWS else 2, warps, _ahead(panels, warps, ahead), 1 if alone else 2)
+
+
+def _ahead(panels: Panels, warps: int, most: int) -> int:
+    """Two times as many steps are in flight: no more than a warp has."""
+    each = -(-panels.padded_depth // (STEP * warps))
+    return next(ahead for ahead in (1, 2, 4) if ahead == most or 2 * ahead >= each)
 
 
 def pairs(panels: Panels, how: Activation) -> bool:
@@ -109,27 +123,31 @@ def prepare(panels: Panels, device: torch.device) -> None:
 
 def prepare_pairs(panels: Panels, how: Activation, device: torch.device) -> None:
     """As `prepare`, for `activate`."""
-    for rows in (1, MOST_PAIRED_ROWS):
-        kernel(kind_of(panels), pairs_of(panels, rows, _processors(device)), device.index, how)
+    for rows, ready in product((1, MOST_PAIRED_ROWS), (False, True)):
+        kernel(kind_of(panels), pairs_of(panels, rows, _processors(device)), device.index, how, ready)
 
 
-def activate(x: Tensor, pool: Tensor, panels: Panels, how: Activation) -> Tensor:
-    """The activation of a product with gate and up, of up to MOST_ROWS rows, in x's type."""
+def activate(x: Tensor, pool: Tensor, panels: Panels, how: Activation, ready: bool = False) -> Tensor:
+    """The activation of a product with gate and up, of up to MOST_ROWS rows, in x's type. ready: as `multiply` has it,
+    of up to MOST_PAIRED_ROWS."""
     out = x.new_empty((len(x), panels.columns // 2))
     for some, to in zip(x.split(MOST_PAIRED_ROWS), out.split(MOST_PAIRED_ROWS), strict=True):
-        multiply(some, pool, panels, None, to, how)
+        multiply(some, pool, panels, None, to, how, ready)
     return out
 
 
 def multiply(
-    x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: Tensor, ending: Activation | None = None
-) -> Tensor:
-    """As `code_tiles.multiply`, of up to MOST_ROWS rows. ending: as `activate`, of up to MOST_PAIRED_ROWS."""
+    x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: Tensor, ending: Activation | None = None,
+    ready: bool = False,
+) -> Tensor:  # fmt: skip
+    """As `code_tiles.multiply`, of up to MOST_ROWS rows. ending: as `activate`, of up to MOST_PAIRED_ROWS. ready: x was
+    there before the kernel before let this one start, so it runs beside that (`overlap.py`)."""
     division = blocks_of if ending is None else pairs_of
     blocks = division(panels, len(x), _processors(x.device))
     sizes = panels.panels, panels.depth, panels.padded_depth // STEP, group_shift(panels), panels.columns
     launch(
-        kernel(kind_of(panels), blocks, x.device.index, ending), -(-panels.panels // blocks.panels), 32 * blocks.warps,
+        kernel(kind_of(panels), blocks, x.device.index, ending, ready),
+        -(-panels.panels // blocks.panels), 32 * blocks.warps,
         int(torch.cuda.current_stream(x.device).cuda_stream),
         x.data_ptr(), pool.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         *map(np.int32, (out.dtype is torch.bfloat16, len(x), out.stride(0))),

@@ -1,8 +1,3 @@
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef unsigned long long u64;
-
 // Of a pair of bfloat16.
 __device__ inline u32 minus_136(u32 pair) {
   u32 d;
@@ -23,24 +18,12 @@ __device__ inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ inline float low_half(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ inline u16 rounded(float v) {
-  if (v != v) return 0x7fff;  // a GPU's own NaN is 0x7fffffff: adding to it would make it -0
-  const u32 bits = __float_as_uint(v);
-  return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-// Overlapping kernels (kernels/gpu/overlap.py).
-__device__ inline void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
-}
-__device__ inline void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
+// The same, of nothing before.
+__device__ inline void mma_alone(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
 }
 // 32 k of rows 2 g and 2 g + 1 of a panel as they lie there, 8 k of each for lane t, and both rows' scale.
 struct Step {
@@ -130,15 +113,28 @@ __device__ inline void read_scales(Step& s, const u8* group, int g) {
 #endif
 }
 
-// A step of a panel whose scales begin at `scale_at`, 2^group_shift steps for each.
-__device__ inline Step step_of(const u8* panel, u64 scale_at, int group_shift, int step, int g, int t) {
+// A step whose codes lie there for this lane, and whose scales for its rows.
+__device__ inline Step step_at(const u8* codes, const u8* scales) {
   Step s = {};
 #if FORMAT == 1 || FORMAT == 3
-  s.codes = *reinterpret_cast<const uint2*>(panel + 64 * (4 * step + t) + 8 * g);
+  s.codes = *reinterpret_cast<const uint2*>(codes);
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i) s.codes[i] = *reinterpret_cast<const u32*>(panel + 32 * (16 * step + 4 * t + i) + 4 * g);
+  for (int i = 0; i < 4; ++i) s.codes[i] = *reinterpret_cast<const u32*>(codes + 32 * i);
 #endif
-  if (GROUPED) read_scales(s, panel + scale_at + u64(step >> group_shift) * GROUP_BYTES, g);
+  if (GROUPED) read_scales(s, scales, 0);
   return s;
+}
+
+#if FORMAT == 1 || FORMAT == 3
+enum { STEP_BYTES = 256, LANE_BYTES = 64, ROW_BYTES = 8 };
+#else
+enum { STEP_BYTES = 512, LANE_BYTES = 128, ROW_BYTES = 4 };
+#endif
+enum { PAIR_BYTES = GROUP_BYTES / 8 };  // of two rows' scales
+
+// A step of a panel whose scales begin at `scale_at`, 2^group_shift steps for each.
+__device__ inline Step step_of(const u8* panel, u64 scale_at, int group_shift, int step, int g, int t) {
+  return step_at(panel + STEP_BYTES * step + LANE_BYTES * t + ROW_BYTES * g,
+                 panel + scale_at + u64(step >> group_shift) * GROUP_BYTES + PAIR_BYTES * g);
 }

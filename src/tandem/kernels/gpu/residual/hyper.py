@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.overlap import begin, let_next_start, overlapped, wait_for_last
 from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, Mix, RowNorm
 
 FEW_ROWS = 16  # up to here the first kernel also multiplies; then cuBLAS reads the matrix once for many rows
@@ -19,35 +19,33 @@ FEW_CHANNELS, MANY_CHANNELS = 64, 1024  # of a program of the first kernel
 
 @triton.jit
 def _join(streams, y, share, mixing, matrix, out, made, squares, hidden,
-          N: tl.constexpr, M: tl.constexpr, LEAVE: tl.constexpr, MULTIPLY: tl.constexpr,
+          N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, LEAVE: tl.constexpr, MULTIPLY: tl.constexpr,
           BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Streams i' = share i * y + the sum over j of mixing[j, i] * stream j; of these channels, what the matrix [M, n *
-    hidden] makes of all streams, and their squares' sum."""
-    begin(OVERLAP)
+    hidden] makes of all streams, and their squares' sum. The matrix is read before the kernel before has ended."""
+    let_next_start(OVERLAP)
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d, m = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, M)
-    inside, row = d < hidden, t * N * hidden
-    acc, total = tl.zeros([M], tl.float32), tl.zeros([BLOCK], tl.float32)
-    kind: tl.constexpr = streams.dtype.element_ty
-    for i in tl.static_range(N):
-        if LEAVE:
-            value = tl.load(share + t * N + i) * tl.load(y + t * hidden + d, inside, other=0.0).to(tl.float32)
-            for j in tl.static_range(N):
-                other = tl.load(streams + row + j * hidden + d, inside, other=0.0).to(tl.float32)
-                value += tl.load(mixing + (t * N + j) * N + i) * other
-            value = value.to(kind)
-            tl.store(out + row + i * hidden + d, value, inside)
-        else:
-            value = tl.load(streams + row + i * hidden + d, inside, other=0.0)
-        wide = value.to(tl.float32)
-        total += wide * wide
-        if MULTIPLY:
-            w = tl.load(matrix + m[:, None] * (N * hidden) + i * hidden + d[None, :], inside[None, :], other=0.0)
-            acc += tl.sum(w * wide[None, :], 1)
-    at = t * tl.num_programs(1) + part
-    tl.store(squares + at, tl.sum(total))
+    k, m = tl.arange(0, NP * BLOCK), tl.arange(0, M)
+    i, d = k // BLOCK, part * BLOCK + k % BLOCK
+    inside, row, to = (i < N) & (d < hidden), t * N * hidden, i * hidden + d
     if MULTIPLY:
-        tl.store(made + at * M + m, acc)
+        w = tl.load(matrix + m[:, None] * (N * hidden) + to[None, :], inside[None, :], other=0.0)
+    wait_for_last(OVERLAP)
+    kind: tl.constexpr = streams.dtype.element_ty
+    if LEAVE:
+        value = tl.load(share + t * N + i, inside, other=0.0)
+        value *= tl.load(y + t * hidden + d, inside, other=0.0).to(tl.float32)
+        for j in tl.static_range(N):
+            other = tl.load(streams + row + j * hidden + d, inside, other=0.0).to(tl.float32)
+            value += tl.load(mixing + (t * N + j) * N + i, inside, other=0.0) * other
+        value = value.to(kind)
+        tl.store(out + row + to, value, inside)
+    else:
+        value = tl.load(streams + row + to, inside, other=0.0)
+    wide, at = value.to(tl.float32), t * tl.num_programs(1) + part
+    tl.store(squares + at, tl.sum(wide * wide))
+    if MULTIPLY:
+        tl.store(made + at * M + m, tl.sum(w * wide[None, :], 1))
 
 
 @triton.jit
@@ -72,22 +70,21 @@ def _balanced(logits, there, eps, ITERATIONS: tl.constexpr):
 
 @triton.jit
 def _normed_sum(streams, made, scale, base, norm, out, hidden, parts, inverse, t, eps, norm_eps, N: tl.constexpr,
-                M: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The normed sum of the streams, which a block takes."""
-    d = tl.arange(0, BLOCK)
-    inside, x = d < hidden, tl.zeros([BLOCK], tl.float32)
+                NP: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The normed sum of the streams, which a block takes. norm [BLOCK]: the weight."""
+    d, i = tl.arange(0, BLOCK), tl.arange(0, NP)
+    inside, x, at = d < hidden, tl.zeros([BLOCK], tl.float32), tl.minimum(i, M - 1)
+    logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
+    weights = tl.sigmoid(logits) + eps
     for j in tl.static_range(N):
-        one = j + tl.arange(0, 1)
-        logit = _sums(made, t, one, parts, M, PARTS) * inverse * tl.load(scale + one) + tl.load(base + one)
-        weight = tl.sum(tl.sigmoid(logit)) + eps
+        weight = tl.sum(tl.where(i == j, weights, 0.0))
         x += weight * tl.load(streams + (t * N + j) * hidden + d, inside, other=0.0).to(tl.float32)
     kind: tl.constexpr = out.dtype.element_ty
     x = x.to(kind).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x) / hidden + norm_eps)
-    if norm.dtype.element_ty != tl.float32:
+    if norm.dtype != tl.float32:
         x = x.to(kind).to(tl.float32)
-    x *= tl.load(norm + d, inside, other=0.0).to(tl.float32)
-    tl.store(out + t * hidden + d, x.to(kind), inside)
+    tl.store(out + t * hidden + d, (x * norm.to(tl.float32)).to(kind), inside)
 
 
 @triton.jit
@@ -114,13 +111,16 @@ def _weigh(streams, made, squares, scale, base, norm, share, mixing, out, hidden
            SQUARE_PARTS: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr,
            OVERLAP: tl.constexpr):  # fmt: skip
     """Two programs of a row: the normed sum, and beside it what is needed later, which takes as long."""
+    d = tl.arange(0, BLOCK)
+    by = tl.load(norm + d, d < hidden, other=0.0)
     begin(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, SQUARE_PARTS)
     square = tl.sum(tl.load(squares + t * square_parts + p, p < square_parts, other=0.0))
     inverse = tl.rsqrt(square / (N * hidden) + stream_eps)
     if tl.program_id(1) == 0:
-        _normed_sum(streams, made, scale, base, norm, out, hidden, parts, inverse, t, eps, norm_eps, N, M, PARTS, BLOCK)
+        _normed_sum(streams, made, scale, base, by, out, hidden, parts, inverse, t, eps, norm_eps, N, NP, M, PARTS,
+                    BLOCK)  # fmt: skip
     else:
         _returns(made, scale, base, share, mixing, parts, inverse, t, eps, N, NP, M, PARTS, ITERATIONS)
 
@@ -159,7 +159,7 @@ class GpuHyperStreams(HyperStreams):
         y, mix = (streams, Mix(squares, squares)) if leaving is None else (leaving.y.contiguous(), leaving.mix)
         _join[(rows, parts)](
             streams, y, mix.share, mix.mixing, project.weight, out, made, squares, hidden, N=n,
-            M=m, LEAVE=leaving is not None, MULTIPLY=few, BLOCK=block, num_warps=4,
+            NP=triton.next_power_of_2(n), M=m, LEAVE=leaving is not None, MULTIPLY=few, BLOCK=block, num_warps=4,
             **overlapped(streams.device),
         )  # fmt: skip
         return out, made if few else project(out.flatten(1).float())[:, None], squares

@@ -12,33 +12,46 @@ from tandem.kernels.ops import Addend
 
 
 @triton.jit
+def joined(value, beside, gate, residual, columns, inside, kind: tl.constexpr, BESIDE: tl.constexpr,
+           GATED: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    """value, with BESIDE a sum of two rounded as `Ops.gated` rounds it, and with ADD the residual with that."""
+    if BESIDE:
+        more = tl.load(beside + columns, inside, other=0.0).to(tl.float32)
+        if GATED:
+            more *= tl.sigmoid(tl.load(gate).to(tl.float32)).to(kind).to(tl.float32)
+        value = (value.to(tl.float32) + more.to(kind).to(tl.float32)).to(kind)
+    if ADD:
+        before = tl.load(residual + columns, inside, other=0.0)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(before.dtype)
+    return value
+
+
+@triton.jit
+def normed(value, weight, n, eps, kind: tl.constexpr):
+    """value and weight as they are stored."""
+    y = value.to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y) / n + eps)
+    if weight.dtype != tl.float32:
+        y = y.to(kind).to(tl.float32)
+    return (y * weight.to(tl.float32)).to(kind)
+
+
+@triton.jit
 def _rms_norm(
     x, residual, beside, gate, weight, out, n, gate_row, eps, ADD: tl.constexpr, BESIDE: tl.constexpr,
     GATED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """With BESIDE x is a sum of two first, rounded as `Ops.gated` rounds it."""
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * n
     columns = tl.arange(0, BLOCK)
     inside = columns < n
     value = tl.load(x + row + columns, inside, other=0.0)
-    if BESIDE:
-        kind: tl.constexpr = x.dtype.element_ty
-        more = tl.load(beside + row + columns, inside, other=0.0).to(tl.float32)
-        if GATED:
-            share = tl.sigmoid(tl.load(gate + tl.program_id(0).to(tl.int64) * gate_row).to(tl.float32))
-            more *= share.to(kind).to(tl.float32)
-        value = (value.to(tl.float32) + more.to(kind).to(tl.float32)).to(kind)
+    at = gate + tl.program_id(0).to(tl.int64) * gate_row
+    value = joined(value, beside + row, at, residual + row, columns, inside, x.dtype.element_ty, BESIDE, GATED, ADD)
     if ADD:
-        before = tl.load(residual + row + columns, inside, other=0.0)
-        value = (value.to(tl.float32) + before.to(tl.float32)).to(before.dtype)
         tl.store(residual + row + columns, value, inside)
-    y = value.to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y) / n + eps)
-    if weight.dtype.element_ty != tl.float32:
-        y = y.to(out.dtype.element_ty).to(tl.float32)
-    y *= tl.load(weight + columns, inside, other=0.0).to(tl.float32)
-    tl.store(out + row + columns, y.to(out.dtype.element_ty), inside)
+    by = tl.load(weight + columns, inside, other=0.0)
+    tl.store(out + row + columns, normed(value, by, n, eps, out.dtype.element_ty), inside)
 
 
 def rms_norm(
