@@ -212,9 +212,6 @@ def _head(by_how: dict[str, list[Runs]]) -> list[str]:
         "native one is native. Any size and any fine-tuned version runs as its type does. Which quantisations and",
         "GGUF files can be read is in [formats.md](formats.md).",
         "",
-        "Step, Ling 2.0 and the texts of Qwen3-VL, Qwen3-Omni, GLM-4.5V and Kimi-VL were tested on CPUs only so far.",
-        "Beside a GPU they use kernels that other families use there.",
-        "",
     ]
 
 
