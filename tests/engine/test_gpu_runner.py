@@ -15,6 +15,7 @@ from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
+from tandem.engine.graphs.prompt_capture import CapturedPrompts
 from tandem.engine.prompt_graphs import PromptGraphs
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
@@ -145,8 +146,9 @@ def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
     runner._settled = {}
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
+    runner._model, runner._states, runner._usage = cast(Any, SimpleNamespace()), [], None
     runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), None
-    runner._plan, runner._prompts = GraphPlan((SIZE,), PAGES), PromptGraphs(None)
+    runner._plan, runner._prompts, runner._splits = GraphPlan((SIZE,), PAGES), PromptGraphs(None), PromptGraphs(None)
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 
@@ -311,7 +313,7 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KernelError("no such tile")])
 def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(monkeypatch, caplog, error) -> None:
-    def fails(rows: int, start: object) -> None:
+    def fails(self: object, made: object, rows: int, split: bool) -> None:
         captured.append(rows)
         raise error
 
@@ -319,7 +321,7 @@ def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(monk
     runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
     runner._start = cast(Any, SimpleNamespace(replayable=lambda: True))
     runner._streams = cast(Any, SimpleNamespace(steps=object()))
-    monkeypatch.setattr(runner, "_capture_prompt", fails)
+    monkeypatch.setattr(CapturedPrompts, "_capture", fails)
     runner._capture_prompts()
     assert captured == [32] and str(error) in caplog.text
     assert runner._prompts.graph_of(batch(4, 2, 0)) is None
@@ -330,7 +332,7 @@ def test_the_log_says_once_why_prompts_are_no_graphs(caplog, why: str) -> None:
     runner = runner_on("cpu")
     runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
     runner._start = cast(Any, SimpleNamespace(
-        replayable=lambda: why != "take turns", hold=lambda batch: False, release=lambda: None,
+        replayable=lambda: why != "take turns", hold=lambda batch, split: False, release=lambda: None,
     ))  # fmt: skip
     runner._streams = cast(Any, SimpleNamespace(steps=object(), finish=lambda: None))
     pausing = SimpleNamespace(depth=1, begin=print, layer=print, logits=print)

@@ -67,3 +67,13 @@ def test_large_experts_travel_in_few_parts() -> None:
     few, many = (StreamRates(**H100).in_parts(parts) for parts in (3, 32))
     assert few.share(512) == StreamRates(**H100).share(512)
     assert many.host == pytest.approx(HOST_SECONDS + 29 * PART_SECONDS)
+
+
+def test_where_layers_are_graphs_the_cpu_gets_more() -> None:
+    """And the split pays from fewer rows on; of very many rows all travel, as elsewhere."""
+    rates = StreamRates(**H100)
+    assert 0 < rates.share(512, in_graphs=True) < rates.share(512) < 1
+    assert rates.share(128, in_graphs=True) > 0 and rates.share(128) == 0.0
+    assert rates.share(2048, in_graphs=True) == rates.share(2048) == 1.0
+    asked = StreamRates(**H100, least_rows=300)
+    assert asked.share(299, in_graphs=True) == 0.0 and 0 < asked.share(300, in_graphs=True) < 1

@@ -183,3 +183,31 @@ def test_masked_rows_choose_what_they_choose_on_the_host(device, in_graph, chang
     assert [s.token_id for s in ours] == [s.token_id for s in theirs]
     for sampled, mask in zip(ours, masks, strict=True):
         assert mask is None or (int(mask[sampled.token_id // 32]) >> (sampled.token_id % 32)) & 1
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 6])
+def test_the_best_is_written_to_memory_of_the_host(rows) -> None:
+    """The first rows of a larger array, as `BestRows` keeps it; those behind stay as they are."""
+    from tandem.kernels.gpu import best
+
+    logits = rows_of(rows, 5, coarse=True)
+    memory = torch.full((rows + 2, 2), -7.0, dtype=torch.float64, pin_memory=DEVICE.type == "cuda")
+    best.best_of(logits.to(DEVICE), None, memory[:rows])
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(memory[:rows], best_of(logits)) and memory[rows:].eq(-7.0).all()
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("nbytes", [4, 44, 4096, 4100, 40_028])
+def test_an_image_in_pinned_memory_is_read_whole(nbytes) -> None:
+    from tandem.kernels.gpu import pinned
+
+    image = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    image = image.pin_memory() if DEVICE.type == "cuda" else image
+    there = torch.zeros(nbytes + 64, dtype=torch.uint8, device=DEVICE)
+    pinned.read(image, there[:nbytes])
+    assert torch.equal(there[:nbytes].cpu(), image) and not there[nbytes:].any()

@@ -7,6 +7,7 @@ computes a part, that part has fewer roundings.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -34,6 +35,7 @@ if AVAILABLE:
     from tandem.experts.streams.bus import CudaBus
     from tandem.experts.streams.measured import measured_rates
     from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
+    from tandem.experts.streams.stream import Layers as Layers_
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -76,6 +78,11 @@ class FakeBus:
 
     def finish(self) -> None:
         self.compute_after(len(self.given))
+
+
+def rates_of(share: float) -> StreamRates:
+    """Such that this share travels, nearly; or none at all."""
+    return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share)
 
 
 def rates(share: float, least_rows: int = 1) -> StreamRates:
@@ -236,24 +243,57 @@ def test_a_copy_that_fails_is_that_step_s_error(failing: int) -> None:
         layers.check()
 
 
-def test_layers_that_are_recorded_read_what_was_waited_for() -> None:
-    """As a graph's replay does: all of a layer arrives before it, and its places are free after it."""
-    layers = Layers(2)
+class AtOnce:
+    """A recorder: what the host does between two graphs is done while they are recorded, as at a replay."""
+
+    cuts = 0
+
+    def cut(self, then: Callable[[], None]) -> None:
+        self.cuts += 1
+        then()
+
+
+@pytest.mark.parametrize("on_gpu", [0, 2])
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.3])
+def test_layers_that_are_recorded_read_what_was_waited_for(on_gpu: int, share: float) -> None:
+    """All of a layer arrives before it, and its places are free after it. Parts that stay at home are recorded, too:
+    the same graphs serve every share."""
+    layers, split = Layers(on_gpu), share < 1.0
     assert not layers.stream(1.0).holds_layers
-    stream = layers.stream(1.0, parts=4)
+    stream = layers.stream(share, parts=6)
     assert stream.holds_layers
-    for _ in range(2):  # one pass after the other
-        stream.begin(TOKENS, whole=True)
-        for index, (each, whole) in enumerate(zip(layers.each, layers.whole, strict=True)):
-            x, weights = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.rand(TOKENS, TOP_K)
-            ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
-            stream.arrive(index)
-            with stream.recording() as found:
-                got = each.wait(each.submit(x.to(DEVICE), Routing(ids.to(DEVICE), weights.to(DEVICE)))).float().cpu()
-            stream.leave(index)
-            expected = whole.forward(x.float(), ids, weights)
-            assert found == [index] and (got - expected).norm() <= TOLERANCE * expected.norm()
-    assert layers.posts == 0
+    stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
+    layers.check()  # kernel by kernel, before a capture
+    recorder, places, posts = AtOnce(), EXPERTS - on_gpu, layers.posts
+    for other in (None, 0.5, 0.0, 1.0):
+        stream.rates = stream.rates if other is None else rates_of(other)
+        stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
+        wanted = round((share if other is None else other) * places)
+        expected = max(1, min(places - 1, wanted)) if split else places
+        assert stream.counts == ({} if other == 0.0 and not split else dict.fromkeys(range(LAYERS), expected))
+        if stream.counts:
+            with stream.recording(recorder):
+                layers.check()
+    assert layers.posts == posts + (4 * LAYERS if split else 0) and recorder.cuts >= 3 * 2 * LAYERS
+
+
+def test_rows_that_fill_a_graph_up_are_not_the_cpu_s() -> None:
+    """It computes those of the step; others' sums are whatever was there."""
+    layers = Layers(0)
+    stream = layers.stream(0.5, parts=6)
+    stream.begin(TOKENS, layers=Layers_.SPLIT)
+    layers.check()
+    stream.begin(TOKENS - 3, layers=Layers_.SPLIT)
+    each, whole = layers.each[0], layers.whole[0]
+    x, weights = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.rand(TOKENS, TOP_K)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
+    posted = []
+    compute = layers.handoff.copies.compute
+    layers.handoff.copies.compute = lambda rows: (posted.append(rows), compute(rows))  # type: ignore[method-assign]
+    with stream.recording(AtOnce()):
+        got = each.wait(each.submit(x.to(DEVICE), Routing(ids.to(DEVICE), weights.to(DEVICE)))).float().cpu()
+    expected = whole.forward(x.float(), ids, weights)[: TOKENS - 3]
+    assert posted == [TOKENS - 3] and (got[: TOKENS - 3] - expected).norm() <= TOLERANCE * expected.norm()
 
 
 def test_layers_out_of_order_are_an_error() -> None:

@@ -36,6 +36,7 @@ from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
+from tandem.config.cuda_graphs import split_sizes
 from tandem.config.forecast.bound import experts_seconds
 from tandem.engine.batch_arrays import StepShape
 from tandem.engine.expert_statistics import expert_usage
@@ -252,8 +253,9 @@ def build(
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
     stream = expert_stream(plan, side, registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None)
-    sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None and stream is None else ()
-    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), sizes)
+    sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None else ()
+    prompts = {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
+    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), prompts)
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner)
 
 
@@ -265,7 +267,7 @@ def _runner(
     usage: ExpertUsage | None,
     live: LiveExperts | None,
     begin: BeginStep,
-    prompts: tuple[int, ...],
+    prompts: dict[str, Any],
 ) -> GpuRunner:
     assert plan.gpu is not None
     layout = config.state_layout(plan.dtype, plan.page_size, plan.guesses)
@@ -273,7 +275,7 @@ def _runner(
     for array in (array for arrays in states for array in arrays):
         array.normal_()
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, prompts=prompts)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, **prompts)
     return GpuRunner(
         model, states, side.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
         usage=usage, live=live, begin_step=begin,

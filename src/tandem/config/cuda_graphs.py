@@ -97,6 +97,12 @@ def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) ->
     return (min(streamed, most),) if streamed else tuple(size for size in PROMPT_SIZES if size <= most)
 
 
+def split_sizes(prompts: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows of chunks whose experts CPU and bus share, where nobody decodes. They use the memory of other graphs of
+    prompts, of so many rows."""
+    return tuple(size for size in PROMPT_SIZES if size <= max(prompts, default=0))
+
+
 def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
     """Of the graph that a chunk of so many rows is replayed in; 0: it fits none. sizes: ascending."""
     size = next((size for size in sizes if size >= rows), 0)

@@ -167,6 +167,10 @@ class Ring:
     def nbytes(self) -> int:
         return self.parts * self.part_bytes
 
+    def holds(self, places: int) -> bool:
+        """Whether a layer of so many fits, and the copies can go on meanwhile."""
+        return 2 * -(-places // self.experts) <= self.parts
+
 
 def ring_of(expert_bytes: int, at_once: int) -> Ring:
     """expert_bytes: of the largest expert, packed. at_once: how many are unpacked together."""

@@ -163,3 +163,14 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         batch.single_rows, None if batch.folded is None else there(batch.folded),
         windows=None if batch.windows is None else moved(batch.windows, device),
     )  # fmt: skip
+
+
+def to_gpu(image: Tensor, there: Tensor) -> None:
+    """A batch's image in pinned memory, uint8 [4 n], becomes the batch on the GPU. It stays as it is until the GPU has
+    read it. On a CPU, a plain copy."""
+    if there.is_cuda:
+        from tandem.kernels.gpu import pinned  # Triton is there only where a GPU is used
+
+        pinned.read(image, there)
+    else:
+        there.copy_(image)

@@ -42,7 +42,7 @@ from tandem.engine.state.store import StateStore
 from tandem.engine.state.windows import WindowPages
 from tandem.engine.turns import Ran, Turn, turns_of
 from tandem.errors import RequestError
-from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
+from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
 
 _log = logging.getLogger(__name__)
@@ -93,20 +93,13 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
         )
     graphs = GraphPlan(
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
-        windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=_prompts_alone(parts),
-        each_row=plan.deterministic, guessing=plan.guesses > 0,
+        windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
+        splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
     )  # fmt: skip
     return GpuRunner(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
         usage=parts.usage, live=parts.live, begin_step=parts.begin_step,
     )  # fmt: skip
-
-
-def _prompts_alone(parts: EngineParts) -> bool:
-    """Whether prompts are replayed where nobody decodes, too: not where the CPU would take a share of their experts, or
-    each token's choice is recorded."""
-    streams = parts.plan.gpu is not None and parts.plan.gpu.ring_bytes > 0
-    return not streams and (parts.recorder is None or parts.recorder.options.mode not in DETAILED)
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:

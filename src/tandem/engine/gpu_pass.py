@@ -17,7 +17,7 @@ import torch
 
 from tandem.engine.feeder import Feeder
 from tandem.engine.paused_pass import slice_of
-from tandem.engine.prompt_graphs import Work
+from tandem.engine.prompt_graphs import Recorder, Work
 from tandem.engine.sampling.logits import DeviceLogits, HostRows
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
@@ -33,9 +33,9 @@ class PassStart(Protocol):
         """Whether they keep nothing that a step would change."""
         ...
 
-    def hold(self, batch: ForwardBatch) -> bool:
+    def hold(self, batch: ForwardBatch, split: bool = False) -> bool:
         """Before the pass. What it prepares stays until `release`, whatever graphs are replayed. Whether the GPU can
-        compute it alone: the CPU has no part in it."""
+        compute it alone: the CPU has no part in it. split: it has one, in graphs that were recorded so."""
         ...
 
     def release(self) -> None: ...
@@ -44,16 +44,12 @@ class PassStart(Protocol):
         """Whether layers of passes can be CUDA graphs where the GPU computes them alone."""
         ...
 
-    def recording(self) -> AbstractContextManager[list[int]]:
-        """Around the capture of one: what it reads that travels, a number for each layer."""
+    def splits(self, rows: int) -> bool:
+        """Whether it is best that CPU and bus share the experts of so many rows, in layers that are graphs."""
         ...
 
-    def arrive(self, number: int) -> None:
-        """Before such a graph is replayed."""
-        ...
-
-    def leave(self, number: int) -> None:
-        """After it was."""
+    def recording(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """Around the capture of a layer, as `Travel`."""
         ...
 
 

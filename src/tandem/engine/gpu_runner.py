@@ -18,8 +18,9 @@ from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
+from tandem.engine.graphs.prompt_capture import CapturedPrompts
 from tandem.engine.paused_pass import PausingModel
-from tandem.engine.prompt_graphs import ChunkInputs, LayerWork, NoPromptGraphs, PromptGraphs, Work
+from tandem.engine.prompt_graphs import LayerWork, PromptGraph, PromptGraphs, Work
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
@@ -120,7 +121,7 @@ class GpuRunner:
         self._end = StepEnd(handoff.device)
         said: object = begin_step
         self._start = said if isinstance(said, PassStart) else None
-        self._prompts = PromptGraphs(self._start)
+        self._prompts = self._splits = PromptGraphs(None)
         apart = live is None and self._start is not None and self._start.pausable() and not graphs.drafting
         self._streams = Streams(handoff.device, apart)
         self._feeder = Feeder(partial(_on, self._device)) if apart else None
@@ -174,8 +175,9 @@ class GpuRunner:
     def _alone(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
         with self._streams.aside():
+            there = moved(batch, self._device)  # first: a copy would wait behind those of experts
             self._begin_step(batch, False)
-            logits = self._forward(moved(batch, self._device), len(batch.input_ids))
+            logits = self._forward(there, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
             make()
@@ -184,7 +186,12 @@ class GpuRunner:
 
     def _prompt(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits | None:
         """Prompts that fit a graph, while no pass is under way. None: they do not, or are sooner ready without."""
-        if not self._plan.alone or not self._prompts.graph_of(batch, alone=True) or not (paused := self.paused(batch)):
+        split = self._splits.graph_of(batch, alone=True)
+        if split is not None and not (self._start and self._start.splits(len(batch.input_ids))):
+            split = None
+        if split is None and not (self._plan.alone and self._prompts.graph_of(batch, alone=True)):
+            return None
+        if (paused := self.paused(batch, split)) is None:
             return None
         try:
             paused.go_on(0.0, whole=True)
@@ -198,24 +205,23 @@ class GpuRunner:
         """A pass of these chunks; one at a time."""
         return self.paused(self._paused.fill(chunks))
 
-    def paused(self, batch: ForwardBatch) -> GpuPass | None:
+    def paused(self, batch: ForwardBatch, split: PromptGraph | None = None) -> GpuPass | None:
         """A pass beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
-        steps change. The batch is in host memory, and stays as it is."""
+        steps change. The batch is in host memory, and stays as it is. split: nothing is replayed beside it, and the CPU
+        has a part in it."""
         start = self._start
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
-        alone = start.hold(batch)
+        alone = start.hold(batch, split is not None)
         try:
-            work = self._work(batch, self._model, alone)
+            work = self._work(batch, self._model, split or (self._prompts.graph_of(batch) if alone else None))
         except Exception:
             start.release()
             raise
         feeder = self._feeder if alone and isinstance(work, LayerWork) else None
         return GpuPass(work, start, self._streams, self._usage, self._rows, feeder)
 
-    def _work(self, batch: ForwardBatch, model: PausingModel, alone: bool) -> Work:
-        """alone: the GPU can compute it alone."""
-        graph = self._prompts.graph_of(batch) if alone else None
+    def _work(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Work:
         with torch.inference_mode(), self._streams.aside():
             tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
             if graph is not None:
@@ -273,29 +279,12 @@ class GpuRunner:
             _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
 
     def _capture_prompts(self) -> None:
-        """Where passes can be overtaken. Chunks that fit none are given kernel by kernel, by a thread."""
-        try:
-            for rows in sorted(self._plan.prompts, reverse=True):
-                self._capture_prompt(rows, self._start)
-        except Exception as error:  # too little memory, most of all; prompts are computed without them, too
-            self._prompts, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
-            _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
-
-    def _capture_prompt(self, rows: int, start: PassStart | None) -> None:
-        if start is None or self._streams.steps is None or not start.replayable():
-            raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
-        if not isinstance(self._model, PausingModel):
-            raise NoPromptGraphs("the model cannot stop between two layers")
-        inputs = ChunkInputs(rows, self._plan.pages, self._device)
-        try:
-            if not start.hold(inputs.image):
-                raise NoPromptGraphs("the CPU computes a part of their experts")
-            with self._streams.aside():
-                tallies = None if self._usage is None else self._usage.beside(0)
-                self._prompts.capture(inputs, self._model, self._states, tallies)
-        finally:
-            start.release()
-            self._streams.finish()
+        """Where passes can be overtaken."""
+        start, streams, usage = self._start, self._streams, self._usage
+        made = CapturedPrompts(self._model, self._states, self._plan.pages, start, streams, self._device, usage)
+        self._prompts = made.of(self._plan.prompts)
+        shared = [] if start is None else [size for size in self._plan.splits if start.splits(size)]
+        self._splits = made.of(shared, beside=self._prompts)
 
     def _captured(self, inputs: GraphInputs, pool: Any, *, settled: bool = False) -> _Graph:
         size = len(inputs.batch.seq_lens)

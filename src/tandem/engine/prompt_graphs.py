@@ -7,8 +7,9 @@ which write no keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.cuda_graphs import prompt_graph_rows
+from tandem.engine.batch_arrays import to_gpu
 from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.kernels.gpu.pieces.runs import is_heavy
@@ -128,31 +130,65 @@ class ChunkInputs:
         image.logits_rows[wanted:] = 0
 
     def send(self) -> None:
-        self._there.copy_(self._host, non_blocking=True)
+        to_gpu(self._host, self._there)
+
+
+Step = Callable[[], object]
+
+
+class Recorder:
+    """Records graphs in one pool of memory. steps: their replays, and what the host does between them."""
+
+    def __init__(self, pool: Any = None) -> None:
+        """None: a new one."""
+        self.pool, self.steps = pool, list[Step]()
+        self._graph: Any = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What is given to the current stream meanwhile is recorded."""
+        self._begin()
+        try:
+            yield
+        finally:
+            if self._graph is not None:
+                self._end()
+
+    def cut(self, then: Step) -> None:
+        """A graph ends here, and another begins; `then` is called between the two."""
+        self._end()
+        self.steps.append(then)
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self._graph = graph
+
+    def _end(self) -> None:
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        self.pool = self.pool or graph.pool()
+        self.steps.append(graph.replay)
 
 
 class Travel(Protocol):
     """Of experts to the GPU, for layers that are graphs."""
 
-    def recording(self) -> AbstractContextManager[list[int]]: ...
-    def arrive(self, number: int) -> None: ...
-    def leave(self, number: int) -> None: ...
+    def recording(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """Around the capture of one, which it cuts where it has something to do at each replay."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A graph, and what it reads that travels."""
+    """Replays of graphs, and what the host does between them."""
 
-    graph: Any
-    numbers: Rows[int]
-    travel: Travel
+    steps: Rows[Step]
 
     def give(self) -> None:
-        for number in self.numbers:
-            self.travel.arrive(number)
-        self.graph.replay()
-        for number in self.numbers:
-            self.travel.leave(number)
+        for step in self.steps:
+            step()
 
 
 class PromptGraph:
@@ -199,10 +235,10 @@ class NoPromptGraphs(Exception):
 class PromptGraphs:
     """By rows. One chunk at a time: they share their memory."""
 
-    def __init__(self, travel: Travel | None) -> None:
-        """travel: needed where any are captured."""
+    def __init__(self, travel: Travel | None, beside: PromptGraphs | None = None) -> None:
+        """travel: needed where any are captured. beside: graphs whose memory these use, too: no pass has both."""
         self._graphs: dict[int, PromptGraph] = {}
-        self._pool: Any = None
+        self._pool: Any = None if beside is None else beside._pool
         self._travel = travel
 
     def graph_of(self, batch: ForwardBatch, alone: bool = False) -> PromptGraph | None:
@@ -231,12 +267,8 @@ class PromptGraphs:
 
     def _captured(self, work: LayerWork, index: int) -> Piece:
         assert self._travel is not None
-        graph = torch.cuda.CUDAGraph()
-        with self._travel.recording() as numbers:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                work.give(index)
-            finally:
-                graph.capture_end()
-        self._pool = self._pool or graph.pool()
-        return Piece(graph, numbers, self._travel)
+        recorder = Recorder(self._pool)
+        with self._travel.recording(recorder), recorder.recording():
+            work.give(index)
+        self._pool = recorder.pool
+        return Piece(recorder.steps)

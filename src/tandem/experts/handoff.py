@@ -85,7 +85,7 @@ class Handoff:
         self.foresight = foresight
         self._layers: list[PackedExperts] = []
         self._deferring: dict[int, Deferral] = {}  # by layer
-        self._copies: _Copies | None = None
+        self._copies: Copies | None = None
         self._mailbox: _Mailbox | None = None
         self._in_graph = self._rehearsing = False
 
@@ -128,17 +128,23 @@ class Handoff:
         if self._in_graph and self._mailbox is not None:
             self._mailbox.post(layer, x, routing, slots)
             return
+        self.copies.send(x, routing, slots)
+        self.copies.sent(self._layers[layer])
+
+    @property
+    def copies(self) -> Copies:
+        """Of posts outside graphs of steps; graphs of prompts use them piece by piece."""
         if self._copies is None:
-            self._copies = _Copies(self.sizes, self.device)
-        self._copies.post(self._layers[layer], x, routing, slots)
+            self._copies = Copies(self.sizes, self.device)
+        return self._copies
 
     def collect(self, tokens: int, in_place: bool = False) -> Tensor:
         """The sum over those pairs, float32 [T, hidden] on the device. in_place: outside graphs in pinned memory, which
         kernels read and nobody changes before the next `collect`: a copy would wait behind those of experts."""
         if self._in_graph and self._mailbox is not None:
             return self._mailbox.collect(tokens)
-        assert self._copies is not None
-        return self._copies.collect(tokens, in_place)
+        self.copies.compute(tokens)
+        return self.copies.result(tokens) if in_place else self.copies.there(tokens)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -200,8 +206,9 @@ def plain(pinned: Tensor) -> Tensor:
     return torch.from_numpy(pinned.numpy())
 
 
-class _Copies:
-    """Pinned buffers for steps outside graphs."""
+class Copies:
+    """Pinned buffers for steps outside graphs. Graphs of prompts record `send` and what reads `result`; the host calls
+    `sent` and `compute` between them."""
 
     def __init__(self, sizes: HandoffSizes, device: torch.device) -> None:
         self.times = HandoffTimes()
@@ -215,15 +222,20 @@ class _Copies:
         self._event = torch.cuda.Event() if pinned else None
         self._layer: PackedExperts
 
-    def post(self, layer: PackedExperts, x: Tensor, routing: Routing, slots: Tensor) -> None:
-        self._layer, rows = layer, slice(len(x))
+    def send(self, x: Tensor, routing: Routing, slots: Tensor) -> None:
+        rows = slice(len(x))
         self._x[rows].copy_(x, non_blocking=True)
         self._ids[rows].copy_(torch.where(slots >= 0, -1, routing.ids), non_blocking=True)
         self._weights[rows].copy_(routing.weights, non_blocking=True)
+
+    def sent(self, layer: PackedExperts) -> None:
+        """This layer's rows were given to the stream."""
+        self._layer = layer
         if self._event is not None:
             self._event.record()
 
-    def collect(self, tokens: int, in_place: bool) -> Tensor:
+    def compute(self, tokens: int) -> None:
+        """Of the first rows; waits for them."""
         started = perf_counter()
         if self._event is not None:
             self._event.synchronize()
@@ -233,9 +245,14 @@ class _Copies:
         ids, weights, result = (plain(t[rows]) for t in (self._ids, self._weights, self._result))
         self._layer.forward(x, ids, weights, result)
         self.times = self.times.plus(HandoffTimes(1, posted - started, perf_counter() - posted))
-        if in_place:
-            return self._result[rows]
-        return self._there[rows].copy_(self._result[rows], non_blocking=True)
+
+    def result(self, tokens: int) -> Tensor:
+        """float32 [tokens, hidden] in pinned memory."""
+        return self._result[:tokens]
+
+    def there(self, tokens: int) -> Tensor:
+        """On the device."""
+        return self._there[:tokens].copy_(self._result[:tokens], non_blocking=True)
 
 
 class _Mailbox:

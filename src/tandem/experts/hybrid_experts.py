@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -164,25 +165,45 @@ class HybridExperts:
             return self._submit_streamed(self.stream, x, routing, slots)
         if self._cpu is not None:
             self._handoff.post(self._number, x, routing, slots)
-        alone = self._cpu is None
-        partial = None
+        alone, sums = self._cpu is None, None
         if self._gpu is not None:
-            partial = self._gpu.partial(x, Routing(routing.ids, routing.weights, slots), alone)
-        return HybridTicket(slots, partial, x.dtype, not alone)
+            sums = self._gpu.partial(x, Routing(routing.ids, routing.weights, slots), alone)
+        return HybridTicket(slots, sums, x.dtype, not alone)
 
     def _submit_streamed(
         self, stream: ExpertStream, x: Tensor, routing: Routing, slots: Tensor
     ) -> HybridTicket:
         """The CPU gets what neither is on the GPU nor travels there."""
         keys, shared = stream.keys(self.index, routing.ids, slots), stream.leaves_some(self.index)
-        if shared:
+        if stream.recorder is not None:
+            if shared:
+                self._handoff.copies.send(x, routing, keys)
+            stream.recorder.cut(partial(self._between, stream, shared))
+        elif shared:
             self._handoff.post(self._number, x, routing, keys)
-        partial = stream.compute(self.index, x, keys, routing)
-        return HybridTicket(keys, partial, x.dtype, shared, streamed=True)
+        sums = stream.compute(self.index, x, keys, routing)
+        return HybridTicket(keys, sums, x.dtype, shared, streamed=True)
+
+    def _between(self, stream: ExpertStream, shared: bool) -> None:
+        """The host's part, between the graph that names a layer's experts and the one that computes them."""
+        if shared:
+            self._handoff.copies.sent(self._handoff.layers[self._number])
+        stream.arrive(self.index)
+
+    def _after(self, stream: ExpertStream, shared: bool) -> None:
+        """And between that and the one that adds what the CPU has computed. Rows that only fill a graph up are not."""
+        stream.leave(self.index)
+        if shared:
+            self._handoff.copies.compute(stream.rows)
 
     def wait(self, ticket: HybridTicket) -> Tensor:
         """sum over k of weight * expert(x), [T, hidden]."""
-        elsewhere = self._handoff.collect(len(ticket.slots), ticket.streamed) if ticket.posted else None
+        elsewhere, rows = None, len(ticket.slots)
+        if ticket.streamed and self.stream is not None and self.stream.recorder is not None:
+            self.stream.recorder.cut(partial(self._after, self.stream, ticket.posted))
+            elsewhere = self._handoff.copies.result(rows) if ticket.posted else None
+        elif ticket.posted:
+            elsewhere = self._handoff.collect(rows, ticket.streamed)
         if ticket.partial is not None:
             return ticket.partial.combined(elsewhere)
         assert elsewhere is not None

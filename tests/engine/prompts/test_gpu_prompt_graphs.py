@@ -115,9 +115,9 @@ def test_an_engine_replays_prompts_beside_those_who_decode(tiny_models, share) -
     alone = [plain.generate([prompt], greedy, progress=False)[0].token_ids for prompt in prompts]
     del plain
     llm = LLM(str(tiny_models[VARIANT]), **flags)
-    graphs = llm.engine._runner._prompts
     if share == 1.0:
         graphs_of_tiny(llm)
+    graphs = llm.engine._runner._prompts
     given, graph_of = [], graphs.graph_of
 
     def counted(batch, **how):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from tandem.engine.gpu_pass import GpuPass, Streams
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs
+from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs, Recorder
 from tandem.engine.sampling.logits import HostRows
 from tandem.models import ForwardBatch
 
@@ -95,35 +94,73 @@ def test_chunks_that_no_graph_computes() -> None:
 
 @dataclass
 class Told:
-    """Travel, graphs and start of a pass, in the order of calls."""
+    """Graphs and start of a pass, in the order of calls."""
 
     calls: list[str] = field(default_factory=list)
-
-    def arrive(self, number: int) -> None:
-        self.calls.append(f"arrive {number}")
-
-    def leave(self, number: int) -> None:
-        self.calls.append(f"leave {number}")
-
-    def recording(self) -> Any:
-        return nullcontext([])
 
     def release(self) -> None:
         self.calls.append("release")
 
-    def graph(self, name: str) -> Any:
-        return type("Graph", (), {"replay": lambda _: self.calls.append(name)})()
+    def step(self, name: str) -> Any:
+        return lambda: self.calls.append(name)
 
 
-def test_a_piece_waits_for_what_travels_and_says_when_it_is_read() -> None:
-    told = Told()
-    Piece(told.graph("layer"), [3, 4], told).give()
-    assert told.calls == ["arrive 3", "arrive 4", "layer", "leave 3", "leave 4"]
+class FakeGraph:
+    """What is captured is the calls that were made meanwhile."""
+
+    told: Told
+    failing = False
+
+    def __init__(self) -> None:
+        self._first = self._last = 0
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.told.calls.append(f"begin {pool}")
+        self._first = len(self.told.calls)
+
+    def capture_end(self) -> None:
+        if self.failing:
+            raise ValueError("a capture failed")
+        self._last = len(self.told.calls)
+        self.told.calls.append("end")
+
+    def pool(self) -> str:
+        return "pool"
+
+    def replay(self) -> None:
+        self.told.calls.append(", ".join(self.told.calls[self._first : self._last]))
+
+
+def test_a_graph_is_cut_where_the_host_has_something_to_do(monkeypatch) -> None:
+    """Graphs of one pool; at each replay the host does its part between them."""
+    told, recorder = Told(), Recorder()
+    monkeypatch.setattr(FakeGraph, "told", told, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    with recorder.recording():
+        told.calls.append("router")
+        recorder.cut(told.step("arrive"))
+        told.calls.append("experts")
+        recorder.cut(told.step("leave"))
+        told.calls.append("sum")
+    assert told.calls[::3] == ["begin None", "begin pool", "begin pool"] and recorder.pool == "pool"
+    before = len(told.calls)
+    Piece(recorder.steps).give()
+    assert told.calls[before:] == ["router", "arrive", "experts", "leave", "sum"]
+
+
+def test_a_capture_that_fails_at_a_cut_ends_once(monkeypatch) -> None:
+    told, recorder = Told(), Recorder()
+    monkeypatch.setattr(FakeGraph, "told", told, raising=False)
+    monkeypatch.setattr(FakeGraph, "failing", True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    with pytest.raises(ValueError, match="a capture failed"), recorder.recording():
+        recorder.cut(told.step("arrive"))
+    assert told.calls == ["begin None"] and recorder.steps == []
 
 
 def test_a_pass_gives_its_pieces_in_order_and_has_the_rows_that_were_wanted(monkeypatch) -> None:
     told = Told()
-    pieces = [Piece(told.graph(f"piece {i}"), [], told) for i in range(3)]
+    pieces = [Piece([told.step(f"piece {i}")]) for i in range(3)]
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), pieces, found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     work = graph.of(batch([9, 4], [0, 30], [8, 12]))
@@ -161,12 +198,12 @@ def test_what_a_graph_reads_stays_where_it_is(monkeypatch) -> None:
 def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch) -> None:
     """What comes after it prepares its own."""
     told, runner = Told(), GpuRunner.__new__(GpuRunner)
-    runner._plan, runner._prompts = GraphPlan((), PAGES), graphs(16)
-    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [Piece(told.graph("piece"), [], told)], found(SEQUENCES))
+    runner._plan, runner._prompts, runner._splits = GraphPlan((), PAGES), graphs(16), PromptGraphs(None)
+    graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [Piece([told.step("piece")])], found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     chunk = batch([9, 4], [0, 30], [8, 12])
     made = GpuPass(graph.of(chunk), cast(Any, told), Streams(CPU, apart=False), None, HostRows(CPU), None)
-    monkeypatch.setattr(runner, "paused", lambda _: made)
+    monkeypatch.setattr(runner, "paused", lambda *_: made)
 
     def broken() -> None:
         raise ValueError("a grammar failed")

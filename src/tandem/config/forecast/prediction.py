@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.config.cuda_graphs import prompt_graph_rows
+from tandem.config.cuda_graphs import prompt_graph_rows, split_sizes
 from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.gpu_scratch import CODES_PAIRS
+from tandem.config.gpu_scratch import CODES_PAIRS, ring_of
 from tandem.config.layers import DeltaRule, Layer
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -255,6 +255,8 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     model, speeds, replayed = case.model, case.speeds, _replayed(case, rows)
     rows = replayed or rows
     travelling, elsewhere = _elsewhere(case, rows, on_cpu)
+    shared = 0.0 < travelling < 1.0 and _may_be_shared(case, rows)
+    starts = 0.0 if replayed or shared else sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
     passes = 2.0 * rows * model.hidden * ROW_PASSES / speeds.gpu_gbps / 1e9 + PROMPT_KERNELS * speeds.kernel_seconds
     others = {
@@ -264,7 +266,7 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     there = case.gpu_share + (1 - case.gpu_share) * travelling
     ways = [
         others | {"experts on the GPU": _experts_on_gpu(case, rows, there)},
-        {"starting kernels": 0.0 if replayed else sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds},
+        {"starting kernels": starts},
         {"experts over the bus": elsewhere} if travelling == 1.0 else others | {"experts in CPU memory": elsewhere},
     ]
     longest = max(ways, key=lambda parts: sum(parts.values()))
@@ -284,8 +286,19 @@ def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
         return 0.0, 0.0
     bus = (1 - case.gpu_share) * case.model.routed_experts * case.expert_bytes / case.speeds.pcie_gbps / 1e9
     rates = StreamRates(bus / moe, on_cpu / moe, 0.0, plan.gpu.stream_from)
+    share = rates.share(rows, in_graphs=True) if _may_be_shared(case, rows) else 0.0
+    if 0.0 < share < 1.0:
+        return share, moe * rates.seconds(rows, share, in_graphs=True)
     share = rates.share(rows) if plan.gpu.ring_bytes else 0.0
     return share, moe * rates.seconds(rows, share)
+
+
+def _may_be_shared(case: Case, rows: int) -> bool:
+    """Whether such a chunk fits graphs of layers whose experts bus and CPU share."""
+    gpu, places = case.plan.gpu, round((1 - case.gpu_share) * case.model.moe.router.num_experts)
+    if gpu is None or not gpu.ring_bytes or not ring_of(case.expert_bytes, places).holds(places):
+        return False
+    return prompt_graph_rows(split_sizes(gpu.prompt_sizes), rows) > 0
 
 
 def _experts_on_gpu(case: Case, rows: int, share: float) -> float:

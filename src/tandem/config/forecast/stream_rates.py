@@ -18,6 +18,9 @@ HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
 WHOLE = 0.8  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
+GRAPH_BASE, GRAPH_ROW = 4e-4, 4e-7
+"""Of a layer that is a graph and in which the CPU has a part, beside that: attention, and rows on their way. 0.7 ms at
+512 rows, 1.2 at 2048 (as above)."""
 SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3  # how far, and how soon, measured times correct those of the start
 
 
@@ -39,21 +42,23 @@ class StreamRates:
         self.host = max(HOST_SECONDS, HOST_SECONDS + (parts - 3) * PART_SECONDS)
         return self
 
-    def share(self, rows: int) -> float:
-        """Of the experts in CPU memory, that travel in a step of so many rows: 0 for none."""
+    def share(self, rows: int, in_graphs: bool = False) -> float:
+        """Of the experts in CPU memory, that travel in a step of so many rows: 0 for none. in_graphs: so the layers
+        are given, and no host delays the CPU."""
         if self.least_rows is not None and rows < max(1, self.least_rows):
             return 0.0
         cpu = self.cpu_seconds(rows)
-        share = (self.host + cpu) / (cpu + self.bus)
+        host = GRAPH_BASE + rows * GRAPH_ROW if in_graphs else self.host
+        share = (host + cpu) / (cpu + self.bus)
         share = 1.0 if share > WHOLE else share
-        gains = self.seconds(rows, 0.0) >= GAIN * self.seconds(rows, share)
+        gains = self.seconds(rows, 0.0) >= GAIN * self.seconds(rows, share, in_graphs)
         return share if self.least_rows is not None or gains else 0.0
 
-    def seconds(self, rows: int, share: float) -> float:
+    def seconds(self, rows: int, share: float, in_graphs: bool = False) -> float:
         """Until a layer's experts are computed, of which `share` travels."""
         if share <= 0.0:
             return self.cpu_seconds(rows) + min(HOST_SECONDS, HOST_BASE + rows * HOST_ROW)
-        return share * self.bus + (0.0 if share == 1.0 else SPLIT_SECONDS)
+        return share * self.bus + (0.0 if share == 1.0 or in_graphs else SPLIT_SECONDS)
 
     def cpu_seconds(self, rows: int) -> float:
         """That the CPU would take for a layer."""

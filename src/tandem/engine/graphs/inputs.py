@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
+from tandem.engine.batch_arrays import to_gpu
 from tandem.models.batch import ForwardBatch
 
 
@@ -18,8 +19,9 @@ class GraphPlan:
     which compile kernels and let libraries allocate; guessing: steps may have rows of guesses; settled: of `sizes`,
     those that have a second graph, for steps that neither have guesses nor follow some; windowed: layers that
     see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
-    nobody decodes; each_row: every row is a sequence of its own, so that its bits are those of one that decodes;
-    drafting: a draft layer runs between steps, so no pass does."""
+    nobody decodes; splits: rows of such chunks in which the CPU has a part, where that pays; each_row: every row is a
+    sequence of its own, so that its bits are those of one that decodes; drafting: a draft layer runs between steps, so
+    no pass does."""
 
     sizes: tuple[int, ...]
     pages: int
@@ -29,6 +31,7 @@ class GraphPlan:
     windowed: bool = False
     prompts: tuple[int, ...] = ()
     alone: bool = True
+    splits: tuple[int, ...] = ()
     each_row: bool = False
     drafting: bool = False
 
@@ -95,7 +98,7 @@ class GraphInputs:
 
     def send(self) -> None:
         """The image to the GPU, in a graph at every replay."""
-        self._there.copy_(self._host, non_blocking=True)
+        to_gpu(self._host, self._there)
 
 
 def _numbers(source: ForwardBatch, name: str) -> Any:

@@ -48,15 +48,16 @@ class HostLogits:
         return sample(wanted, sequences, eos_ids, masks)
 
 
-def best_of(logits: Tensor, masks: GraphMasks | None = None) -> Tensor:
+def best_of(logits: Tensor, masks: GraphMasks | None = None, out: Tensor | None = None) -> Tensor:
     """float64 [R, 2]: every row's best id and its logit; NaN if there is one. Both are exact in float64.
 
-    masks: of these rows; the best is then among the tokens that a row may choose.
+    masks: of these rows; the best is then among the tokens that a row may choose. out: where they are written, for
+    logits on a GPU, in memory that it reaches; filled when it has done so.
     """
     if logits.is_cuda:
         from tandem.kernels.gpu import best  # Triton is there only where a GPU is used
 
-        return best.best_of(logits, None if masks is None else masks.there)
+        return best.best_of(logits, None if masks is None else masks.there, out)
     if masks is not None:
         logits = masks.applied(logits)
     ids = logits.argmax(1, keepdim=True)
@@ -84,15 +85,16 @@ class HostRows:
 
 
 class BestRows:
-    """Host memory for the `best_of` of every step that computes up to so many rows: a copy into it takes part in a CUDA
-    graph. Valid until the next step."""
+    """Host memory for the `best_of` of every step that computes up to so many rows: a graph's kernel writes into
+    it. Valid until the next step."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._memory = torch.zeros(rows, 2, dtype=torch.float64, pin_memory=device.type == "cuda")
 
     def fetch(self, logits: Tensor, masks: GraphMasks | None = None) -> Tensor:
         """Waits for nothing: what is returned is filled when the device has done it."""
-        return self._memory[: len(logits)].copy_(best_of(logits, masks), non_blocking=True)
+        memory = self._memory[: len(logits)]
+        return best_of(logits, masks, memory) if logits.is_cuda else memory.copy_(best_of(logits, masks))
 
 
 class StepEnd:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.batch_arrays import to_gpu
 from tandem.engine.speculation.drawn_rows import Run
 from tandem.models.batch import ForwardBatch
 
@@ -103,7 +104,7 @@ class ChainInputs:
             self._order[number] = np.where(wanted > number, own, longest)
 
     def send(self) -> None:
-        self._there.copy_(self._host, non_blocking=True)
+        to_gpu(self._host, self._there)
 
     def first(self) -> ForwardBatch:
         """Of the first pass. Each row is a sequence of its own, as rows that decode are."""

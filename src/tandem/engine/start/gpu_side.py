@@ -28,7 +28,7 @@ from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.bus import CudaBus
 from tandem.experts.streams.measured import measured_rates
-from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
+from tandem.experts.streams.stream import ExpertStream, Followed, Layers, Recorder, streamed_layer
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
@@ -181,11 +181,11 @@ class StepStart:
     def pausable(self) -> bool:
         return self._ops.pausable
 
-    def hold(self, batch: ForwardBatch) -> bool:
-        """The ring is the pass's: no graph uses it."""
+    def hold(self, batch: ForwardBatch, split: bool = False) -> bool:
+        """The ring is the pass's: no graph of a step uses it."""
         self._ops.begin_step(batch, False, beside=True)
         if self._stream is not None:
-            self._stream.begin(len(batch.input_ids), whole=True)
+            self._stream.begin(len(batch.input_ids), layers=Layers.SPLIT if split else Layers.WHOLE)
         self._held = True
         return self._alone or (self._stream is not None and bool(self._stream.counts))
 
@@ -195,16 +195,11 @@ class StepStart:
     def replayable(self) -> bool:
         return self._stream is None or self._stream.holds_layers
 
-    def recording(self) -> AbstractContextManager[list[int]]:
-        return nullcontext([]) if self._stream is None else self._stream.recording()
+    def splits(self, rows: int) -> bool:
+        return self._stream is not None and self._stream.splits(rows)
 
-    def arrive(self, number: int) -> None:
-        if self._stream is not None:
-            self._stream.arrive(number)
-
-    def leave(self, number: int) -> None:
-        if self._stream is not None:
-            self._stream.leave(number)
+    def recording(self, recorder: Recorder) -> AbstractContextManager[None]:
+        return nullcontext() if self._stream is None else self._stream.recording(recorder)
 
 
 def begin_step(side: GpuSide, stream: ExpertStream | None) -> StepStart:

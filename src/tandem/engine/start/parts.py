@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config import ModelConfig, Plan
+from tandem.config.cuda_graphs import split_sizes
 from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.runner import StepModel
 from tandem.engine.speculation.draft import Drafter
@@ -13,7 +14,7 @@ from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
-from tandem.experts.usage.recorder import ExpertRecorder
+from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,23 @@ class EngineParts:
     begin_step: BeginStep | None = None  # on a GPU: what its operations prepare outside CUDA graphs
     drafter: Drafter | None = None  # who guesses, where the plan wants it; None: whom that names. A layer works anyway
     stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does
+
+    @property
+    def prompts_alone(self) -> bool:
+        """Whether prompts are replayed where nobody decodes, too: not where experts travel, or each token's choice is
+        recorded."""
+        return not self._streams and not self._detailed
+
+    @property
+    def split_prompts(self) -> tuple[int, ...]:
+        """Rows of graphs of prompts where nobody decodes and experts travel: the CPU computes a share of them."""
+        gpu = self.plan.gpu
+        return () if gpu is None or not self._streams or self._detailed else split_sizes(gpu.prompt_sizes)
+
+    @property
+    def _streams(self) -> bool:
+        return self.plan.gpu is not None and self.plan.gpu.ring_bytes > 0
+
+    @property
+    def _detailed(self) -> bool:
+        return self.recorder is not None and self.recorder.options.mode in DETAILED

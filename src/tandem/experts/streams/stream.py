@@ -7,18 +7,19 @@ waits for Python as long as the ring holds a layer's parts.
    copies   [layer 0: part 0][part 1][part 2] [layer 1: part 0][part 1] ...
    compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...
 
-Places are copied whatever lies in them, so nobody asks which experts a layer will use; the table of keys says who was
-where when the step began. Exchanges change no table while a step is given. Meanwhile they write to spare places only,
-which no table names.
+Places are copied whatever lies in them, so nobody asks which experts a layer will use; the table of keys says who
+travels, and was where when the step began. So graphs of layers know nothing of how many do. Exchanges change no table
+while a step is given. Meanwhile they write to spare places only, which no table names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
+from tandem.experts.streams.key_tables import KeyTables
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels
@@ -68,10 +70,9 @@ class StreamedLayer:
                 made.append((source, target, nbytes))
         return made
 
-    def keys(self) -> list[int]:
-        """Of each expert: its place's; -1 where it is not in CPU memory."""
-        places = [place_of(self.cpu, expert) for expert in range(self.cpu.num_experts)]
-        return [place if place < 0 else self.first_key + place for place in places]
+    def found(self) -> list[int]:
+        """Each expert's place; -1 where it is not in CPU memory."""
+        return [place_of(self.cpu, expert) for expert in range(self.cpu.num_experts)]
 
 
 def streamed_layer(
@@ -101,6 +102,13 @@ def place_of(layer: PackedExperts, expert: int) -> int:
         return -1
 
 
+class Layers(Enum):
+    """How a step's are given to the GPU. Kernel by kernel; as graphs of layers whose experts all travel, if any do, for
+    nobody may wait for the CPU; or of layers that bus and CPU share."""
+
+    GIVEN, WHOLE, SPLIT = range(3)
+
+
 @dataclass(frozen=True, slots=True)
 class _Delivery:
     """Places [first, first + count) of a layer, in one part of the ring."""
@@ -114,15 +122,20 @@ def _nothing() -> int:
     return 0
 
 
+class Recorder(Protocol):
+    """Records graphs of layers."""
+
+    def cut(self, then: Callable[[], None]) -> None:
+        """A graph ends here, and another begins. Whoever replays them calls `then` between the two."""
+        ...
+
+
 class Followed(NamedTuple):
     """What the stream looks at before a step. moves: changes when experts have changed places, None while they may be
     changing; served: seconds that the CPU has computed experts since the start."""
 
     moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
-
-
-UNKNOWN = -1  # no number of moves
 
 
 class ExpertStream:
@@ -141,14 +154,14 @@ class ExpertStream:
         self._layers, self._ring, self._bus, self.rates, self._followed = layers, ring, bus, rates, followed
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
         width = max(layer.cpu.num_experts for layer in layers if layer)
-        self._tables = torch.full((len(layers), width), -1, dtype=torch.int32, device=device)
-        self._seen_moves: int | None = UNKNOWN
+        self._tables = KeyTables(len(layers), width, device)
         self._runs: dict[_Delivery, list[Run]] = {}  # places never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
         self._deliveries: list[_Delivery] = []
         self._given = self._taken = 0
-        self._recorded: list[int] | None = None  # layers of the graph that is being captured
+        self.recorder: Recorder | None = None  # while graphs of layers are captured
+        self.rows = 0  # of this step
         self._counts: dict[int, int] = {}  # places of each layer that travel in this step
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
         self._served = 0.0  # what `Followed.served` said before it
@@ -174,82 +187,69 @@ class ExpertStream:
         self._bus.finish()
         return total / (perf_counter() - started) / 1e9
 
-    def begin(self, rows: int, shared: bool = False, whole: bool = False) -> None:
+    def begin(self, rows: int, shared: bool = False, layers: Layers = Layers.GIVEN) -> None:
         """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels. shared: others
-        wait in it for their next token. whole: if any travel, all do, for nobody may wait for the CPU."""
+        wait in it for their next token."""
         if self._taken < self._given:  # a step has failed
             self._bus.finish()
             self._last = None  # its times say nothing
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
-        share = self._share(0 if long else rows)
-        share = 1.0 if whole and share > 0 else share
-        self._last = None if whole else self._last  # others use the CPU meanwhile
-        self._counts = self._planned(share)
-        self._deliveries = [delivery for layer, count in self._counts.items() for delivery in self._cut(layer, count)]
+        self.rows, share = rows, self._share(0 if long else rows, layers is Layers.SPLIT)
+        share = 1.0 if layers is Layers.WHOLE and share > 0 else share
+        self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
+        self._counts = _planned(self._layers, share, layers is Layers.SPLIT)
+        self._deliveries = [each for layer in self._counts for each in self._cut(layer, layers is not Layers.GIVEN)]
         self._given = self._taken = 0
         if self._deliveries:
-            self._look_up()
+            self._tables.tell(self._layers, self._counts, self._followed.moves())
         for _ in range(self._ring.parts):
             self._give()
 
-    def _share(self, rows: int) -> float:
+    def splits(self, rows: int) -> bool:
+        """Whether bus and CPU share the experts of such a step, where its layers are graphs."""
+        return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
+
+    def _share(self, rows: int, in_graphs: bool) -> float:
         """Of experts that travel; and learns from the step before."""
         served, (before, least) = self._followed.served(), (self._last, self._served)
         if before is not None:
             count = sum(layer is not None for layer in self._layers)
             self.rates.observe(*before, (served - least) / count)
-        share = self.rates.share(rows) if rows else 0.0
+        share = self.rates.share(rows, in_graphs) if rows else 0.0
         self._last, self._served = (rows, share) if rows else None, served
         return share
 
-    def _planned(self, share: float) -> dict[int, int]:
-        if share <= 0:
-            return {}
-        found = {i: round(share * layer.places) for i, layer in enumerate(self._layers) if layer is not None}
-        return {i: count for i, count in found.items() if count}
-
-    def _cut(self, layer: int, count: int) -> list[_Delivery]:
-        each = self._ring.experts
+    def _cut(self, layer: int, in_graphs: bool) -> list[_Delivery]:
+        """in_graphs: parts for all places, whether all travel or not."""
+        each, count = self._ring.experts, _layer(self._layers, layer).places if in_graphs else self._counts[layer]
         return [_Delivery(layer, first, min(each, count - first)) for first in range(0, count, each)]
-
-    def _look_up(self) -> None:
-        """Who is where."""
-        moved = self._followed.moves()
-        if moved is not None and moved == self._seen_moves:
-            return
-        for index, layer in enumerate(self._layers):
-            if layer is not None:
-                keys = torch.tensor(layer.keys(), dtype=torch.int32)
-                self._tables[index, : len(keys)] = keys.to(self._tables.device)
-        self._seen_moves = moved
 
     def _give(self) -> None:
         """The next part's copies, which begin when the part is free."""
         if self._given == len(self._deliveries):
             return
         delivery, turn = self._deliveries[self._given], self._given % self._ring.parts
-        layer = self._layers[delivery.layer]
-        assert layer is not None
-        if delivery not in self._runs:
-            self._runs[delivery] = layer.runs(delivery.first, delivery.count)
+        left = max(0, self._counts[delivery.layer] - delivery.first)
         self._given += 1
         self._bus.copy_after(self._free[turn])
         to = self._memory.data_ptr() + turn * self._ring.part_bytes
-        for source, target, nbytes in self._runs[delivery]:
+        for source, target, nbytes in self._runs_of(replace(delivery, count=min(left, delivery.count))):
             self._bus.copy(source, to + target, nbytes)
             self.streamed_bytes += nbytes
         self._arrived[turn] = self._bus.copies_given()
 
+    def _runs_of(self, delivery: _Delivery) -> list[Run]:
+        if delivery not in self._runs:
+            self._runs[delivery] = _layer(self._layers, delivery.layer).runs(delivery.first, delivery.count)
+        return self._runs[delivery]
+
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
         """int32 [T, k]: of pairs of the layer `index`; -1 for those that the CPU computes."""
-        layer = self._layers[index]
-        assert layer is not None
-        return keyed(ids, slots, self._tables[index], layer.first_key + self._counts[index])
+        return keyed(ids, slots, self._tables.of(index))
 
     def compute(self, index: int, x: Tensor, keys: Tensor, routing: Routing) -> PartialSums:
         """The sum over each token's experts that are on the GPU or travel."""
-        layer = self._layers[index]
-        assert layer is not None
+        layer = _layer(self._layers, index)
         parts = [*layer.residents, *self._parts(index, layer)]
         return PartialSums(layer.prompts(x, keys, routing, parts), None)
 
@@ -260,10 +260,7 @@ class ExpertStream:
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
         mine = _numbers(self._deliveries, index)
-        if self._recorded is not None:
-            self._recorded.append(index)
-            return [self._part(i, layer) for i in mine]
-        if not mine or mine[0] != self._taken:
+        if self.recorder is None and (not mine or mine[0] != self._taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
         return [self._part(i, layer) for i in mine]
 
@@ -271,7 +268,7 @@ class ExpertStream:
         turn, count = number % self._ring.parts, self._deliveries[number].count
         pool = self._memory[turn * self._ring.part_bytes :]
         packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
-        if self._recorded is not None:
+        if self.recorder is not None:
             return Part(packed, count)
         return Part(
             packed, count, lambda: self._bus.compute_after(self._arrived[turn]), lambda: self._read(number)
@@ -282,32 +279,47 @@ class ExpertStream:
         self._taken += 1
         self._give()
 
-    # -- graphs of layers, in which all travel ---
+    # -- graphs of layers ---
 
     @property
     def holds_layers(self) -> bool:
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
-        most = max(layer.places for layer in self._layers if layer is not None)
-        return 2 * -(-most // self._ring.experts) <= self._ring.parts
+        return self._ring.holds(max(layer.places for layer in self._layers if layer is not None))
 
     @contextmanager
-    def recording(self) -> Iterator[list[int]]:
-        """Around a capture after `begin`: nothing is waited for or given. The list is filled with the layers that are
-        computed; whoever replays the graph calls `arrive` of each before, and `leave` after."""
-        found: list[int] = []
-        self._recorded = found
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Around a capture after `begin`: nothing is waited for or given. Cuts around a layer's experts do that."""
+        self.recorder = recorder
         try:
-            yield found
+            yield
         finally:
-            self._recorded = None
+            self.recorder = None
 
     def arrive(self, index: int) -> None:
+        """Before experts of a layer are computed by a graph."""
         for number in _numbers(self._deliveries, index):
             self._bus.compute_after(self._arrived[number % self._ring.parts])
 
     def leave(self, index: int) -> None:
+        """After it."""
         for number in _numbers(self._deliveries, index):
             self._read(number)
+
+
+def _layer(layers: Sequence[StreamedLayer | None], index: int) -> StreamedLayer:
+    layer = layers[index]
+    assert layer is not None
+    return layer
+
+
+def _planned(layers: Sequence[StreamedLayer | None], share: float, split: bool) -> dict[int, int]:
+    """Of each layer, how many places travel. split: both sides have a part of every layer, as its graph expects."""
+    if share <= 0 and not split:
+        return {}
+    places = {i: layer.places for i, layer in enumerate(layers) if layer is not None}
+    if split:
+        return {i: max(1, min(round(share * count), count - 1)) for i, count in places.items()}
+    return {i: round(share * count) for i, count in places.items() if round(share * count)}
 
 
 def _numbers(deliveries: Sequence[_Delivery], index: int) -> list[int]:

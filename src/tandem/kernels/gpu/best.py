@@ -70,9 +70,10 @@ def _of_row(values, ids, best, vocab, parts, BLOCK: tl.constexpr, OVERLAP: tl.co
     tl.store(best + row * 2 + 1, value.to(tl.float64))
 
 
-def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
+def best_of(logits: Tensor, masks: Tensor | None = None, best: Tensor | None = None) -> Tensor:
     """logits float32 [R, vocab] -> float64 [R, 2], as `engine.sampling.logits.best_of`; of equal ones the first.
 
+    best: where they are written, on the device or in pinned memory, without a copy that would wait behind others.
     masks: int64 [R + 1], addresses of masks and of a word, see `engine.sampling.graph_masks`. They may lie in pinned
     memory of the host.
     """
@@ -81,7 +82,8 @@ def best_of(logits: Tensor, masks: Tensor | None = None) -> Tensor:
     parts, device = triton.cdiv(vocab, PART), logits.device
     values = torch.empty(rows, parts, device=device)
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    best = torch.empty(rows, 2, dtype=torch.float64, device=device)
+    if best is None:
+        best = torch.empty(rows, 2, dtype=torch.float64, device=device)
     overlap = overlapped(device)
     masked = masks is not None
     if masks is not None:

@@ -45,22 +45,19 @@ def _edges(counts, heads, first, ends, keys, BLOCK: tl.constexpr):
     tl.store(ends + key, begin + count, key < keys)
 
 
-@triton.jit(do_not_specialize=["pairs", "limit"], do_not_specialize_on_alignment=["table"])
-def _keyed(ids, slots, table, keys, pairs, limit, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["table"])
+def _keyed(ids, slots, table, keys, pairs, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + i, i < pairs, other=-1)
     key = tl.load(table + tl.load(ids + i, i < pairs, other=0), i < pairs, other=-1)
-    key = tl.where(slot >= 0, slot, tl.where(key < limit, key, -1))
-    tl.store(keys + i, key, i < pairs)
+    tl.store(keys + i, tl.where(slot >= 0, slot, key), i < pairs)
 
 
-def keyed(ids: Tensor, slots: Tensor, table: Tensor, limit: int) -> Tensor:
-    """int32 [T, k]: the slot of each pair; where that is below 0 its expert's key in `table` if it is below `limit`;
-    else -1. ids: of experts in `table`."""
+def keyed(ids: Tensor, slots: Tensor, table: Tensor) -> Tensor:
+    """int32 [T, k]: the slot of each pair; where that is below 0 its expert's key in `table`, or -1. ids: of experts in
+    `table`."""
     keys, pairs = torch.empty_like(slots), slots.numel()
-    _keyed[(triton.cdiv(pairs, BLOCK),)](
-        ids, slots, table, keys, pairs, limit, BLOCK=BLOCK, num_warps=4
-    )  # fmt: skip
+    _keyed[(triton.cdiv(pairs, BLOCK),)](ids, slots, table, keys, pairs, BLOCK=BLOCK, num_warps=4)
     return keys
 
 
