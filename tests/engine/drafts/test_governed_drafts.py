@@ -125,7 +125,7 @@ def test_it_gains_nearly_what_the_best_width_does(acceptance: float, shape: str,
     gain, best = world.run(3000), max(fixed(SHAPES[shape], acceptance, width) for width in range(MOST + 1))
     print(f"{shape}, {sequences}: {gain:.3f}, best {best:.3f}")
     gain *= 1.01  # a step in a hundred takes twice as long, with guesses or without
-    assert gain >= (0.97 if best == 1.0 else 0.85 * best if "dear" in shape else 0.93 * best)
+    assert gain >= (0.97 if best == 1.0 else 0.85 * best if "dear" in shape and acceptance < 0.9 else 0.93 * best)
 
 
 class Drifting(World):
