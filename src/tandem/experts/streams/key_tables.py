@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.gpu import pinned
+from tandem.kernels.gpu.memory import pinned
 
 UNKNOWN = -1  # no number of moves
 

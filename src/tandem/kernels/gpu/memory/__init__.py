@@ -1,0 +1,1 @@
+"""Between memory of the host and that of the GPU, by kernels."""
