@@ -55,7 +55,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     layers = tuple(_layer(_attention(keys, kind, i), body, norm) for i, kind in enumerate(kinds))
     cap, tied = keys.optional("final_logit_softcapping", 0.0), keys.optional("tie_word_embeddings", True)
     found = assembled(keys, generation, layers, norm)
-    return replace(found, tied_embeddings=tied, embedding_scale=found.hidden**0.5, logit_cap=cap)
+    found = replace(found, embedding_scale=found.hidden**0.5, embedding_scale_rounded=True)
+    return replace(found, tied_embeddings=tied, logit_cap=cap)
 
 
 def _refuse_others(keys: JsonKeys) -> None:

@@ -54,6 +54,7 @@ class ModelConfig:
     drafter: Drafts | None = None  # ... and the same, if it is loaded
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
+    embedding_scale_rounded: bool = False  # it is of the activations' type
     logit_scale: float = 1.0  # logits are multiplied with it
     logit_cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
 

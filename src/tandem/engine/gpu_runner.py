@@ -259,10 +259,9 @@ class GpuRunner:
         rows = len(batch.seq_lens)
         if len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
             return None
-        size = next((size for size in self._graphs if size >= rows), None)
-        if size is None:
-            return None
-        return (self._settled if batch.folded is None else {}).get(size, self._graphs[size])
+        settled = self._settled if batch.folded is None else {}
+        sizes = [size for graphs in (settled, self._graphs) for size in graphs if size >= rows]
+        return None if not sizes else settled.get(sizes[0], self._graphs[sizes[0]])
 
     # -- graphs ---
 
@@ -274,7 +273,7 @@ class GpuRunner:
             self._graphs[size] = graph
             if size in self._plan.settled:
                 self._settled[size] = self._captured(graph.inputs, pool, settled=True)
-        self._graphs = dict(sorted(self._graphs.items()))
+        self._graphs, self._settled = (dict(sorted(each.items())) for each in (self._graphs, self._settled))
         if self._graphs:
             _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
 

@@ -195,7 +195,9 @@ def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:
     find, dtype = b.lookup("model.embed_tokens.weight", b.config.vocab, b.config.hidden), b.dtype
     if b.config.embedding_scale == 1.0:
         return find
-    scale = torch.tensor(b.config.embedding_scale).to(dtype).item()
+    scale = b.config.embedding_scale
+    if b.config.embedding_scale_rounded:
+        scale = torch.tensor(scale).to(dtype).item()
     return lambda ids: find(ids).to(dtype) * scale
 
 

@@ -215,5 +215,5 @@ def test_a_trial_that_no_number_of_guesses_deserves_ends_at_once() -> None:
     governor.times.observe(1, 0, 0.01)
     governor._fastest = lambda *_, **__: 0
     governor._without = PROBE_EVERY
-    assert governor._best(1, Chances(*[[(0.9, 0), (0.8, 0)]] * 3)) == 0
+    assert governor._best(1, Chances(lambda _: [(0.9, 0), (0.8, 0)])) == 0
     assert (governor._without, governor._patience) == (0, 2 * PROBE_EVERY)

@@ -61,6 +61,7 @@ def _sizes(model: ModelConfig) -> dict[str, object]:
         "first MoE layer": layers[0] if layers else None,
         "number of experts": model.moe.router.num_experts,
         "expert width": model.moe.experts.width,
+        "channels that experts read": model.expert_channels,
     }
 
 

@@ -8,7 +8,9 @@ not. So a step without guesses costs nothing more, and still tells whether they 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from tandem.engine.sequence import Sequence
@@ -52,13 +54,27 @@ class Beliefs(NamedTuple):
     chances: list[float]
 
 
-class Chances(NamedTuple):
-    """Of guesses that they come, with their drafts' numbers: the likeliest first. low: by what is sure, from which the
-    choice is made; likely: by the mean; high: by what may be hoped."""
+class Chances:
+    """Of guesses that they come, with their drafts' numbers: the likeliest first. Each is worked out when it is asked
+    for: most steps need the first one only."""
 
-    low: list[tuple[float, int]]
-    likely: list[tuple[float, int]]
-    high: list[tuple[float, int]]
+    def __init__(self, by: Callable[[float], list[tuple[float, int]]]) -> None:
+        """by: so many deviations above the mean."""
+        self._by = by
+
+    @cached_property
+    def low(self) -> list[tuple[float, int]]:
+        """By what is sure; from these the choice is made."""
+        return self._by(-1.0)
+
+    @cached_property
+    def likely(self) -> list[tuple[float, int]]:
+        return self._by(0.0)
+
+    @cached_property
+    def high(self) -> list[tuple[float, int]]:
+        """By what may be hoped."""
+        return self._by(1.0)
 
 
 class Widths(Protocol):
@@ -94,9 +110,9 @@ class Governor:
         self._narrow = 0  # steps since one had all guesses that might pay
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
-        chances = Chances(*(self._chances(sequences, drafts, each)[:room] for each in (-1.0, 0.0, 1.0)))
+        chances = Chances(lambda deviations: self._chances(sequences, drafts, deviations)[:room])
         widths = [0] * len(drafts)
-        if not chances.high or self.times.plain(len(sequences)) is None:
+        if not (chances.low or chances.high) or self.times.plain(len(sequences)) is None:
             return widths
         best = self._best(len(sequences), chances)
         more = self._wider(len(sequences), chances, best) if best and not self._trying else 0

@@ -294,6 +294,7 @@ class ExpertStream:
             yield
         finally:
             self.recorder = None
+            self._last = None  # made-up rows choose too few experts: their times say nothing
 
     def arrive(self, index: int) -> None:
         """Before experts of a layer are computed by a graph."""

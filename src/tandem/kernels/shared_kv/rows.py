@@ -25,6 +25,7 @@ class StepRows:
     cache_slots: Tensor  # int64 [T]
     sequence: Tensor  # int64 [T]: whose row
     slots: Tensor  # int64 [S]
+    copied: Tensor  # int64 [S]: itself, or the last real one, of which it is a copy that fills up a graph
     begins: Tensor  # int64 [S]: the first row of each …
     first: Tensor  # int64 [S]: … and its position
     last: Tensor  # int64 [S]: position of its last row
@@ -80,10 +81,11 @@ def step_rows(batch: BatchLayout) -> StepRows:
     rows, sequences = len(batch.positions), len(slots)
     each = torch.arange(max(rows, sequences), device=slots.device)
     real = (slots > 0).sum() - 1
+    copied = torch.minimum(each[:sequences], real).clamp(min=0)
     return StepRows(
         positions=batch.positions, cache_slots=batch.cache_slots,
         sequence=torch.searchsorted(starts[1:], each[:rows], right=True),
-        slots=slots[torch.minimum(each[:sequences], real).clamp(min=0)],
+        slots=slots[copied], copied=copied,
         begins=starts[:-1], first=lens - starts.diff(), last=lens - 1, tables=batch.block_tables.long(),
         alone=rows == sequences,
     )  # fmt: skip

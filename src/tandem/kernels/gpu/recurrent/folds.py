@@ -61,4 +61,5 @@ class GpuFolds(TorchFolds):
             CORRECTS=tokens.beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns, num_warps=4,
             **overlapped(values.device),
         )  # fmt: skip
-        return out
+        # A copy must give what its row gives: it writes keys and values to the same places.
+        return out.index_select(0, step.rows.copied) if step.rows.alone else out
