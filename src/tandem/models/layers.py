@@ -72,8 +72,7 @@ class BuiltBlock:
     @property
     def first(self) -> AfterNorm | None:
         """What a router takes may be normed with its product (`Pass.product`)."""
-        found: object = self.operator.first if isinstance(self.operator, MoEBlock) else None
-        return found if isinstance(found, AfterNorm) else None
+        return self.operator.first if isinstance(self.operator, MoEBlock) else None
 
     def leave(self, y: Tensor) -> Tensor:
         """What the stream is given of the operator's result."""

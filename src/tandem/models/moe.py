@@ -15,7 +15,7 @@ from tandem.config.layers import Beside, Dense, Moe
 from tandem.config.model_config import moe_index
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
-from tandem.kernels.joined import Beginning
+from tandem.kernels.joined import AfterNorm, Beginning
 from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -61,11 +61,9 @@ class MoEBlock:
         self.joins_late = False  # whoever takes the result adds the shared expert's, which is left in the pass
         if shape.shared is not None and not self.fused:
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
-
-    @property
-    def first(self) -> Linear | None:
-        """What x is multiplied with first, in its type."""
-        return None if self.router.float32_logits else self.gate
+        # What x is multiplied with first, if its norm may be a part of that. Here, as protocols take long to look up.
+        self.first = None if self.router.float32_logits or not isinstance(self.gate, AfterNorm) else self.gate
+        self._begin = self.shared.begin if isinstance(self.shared, Beginning) else None
 
     def reads(self) -> list[SureRead]:
         """Weights in the order of `__call__`."""
@@ -110,7 +108,7 @@ class MoEBlock:
         """The shared expert, which is ended later."""
         if self.shared is None:
             return None
-        return self.shared.begin(x) if isinstance(self.shared, Beginning) else partial(self.shared, x)
+        return partial(self.shared, x) if self._begin is None else self._begin(x)
 
     def _routed(self, logits: Tensor, p: Pass, named: Tensor | None) -> Routing:
         """Counts who is chosen."""
