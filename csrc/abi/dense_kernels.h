@@ -99,6 +99,11 @@ struct DenseKernels {
   // out[c] = silu(sum over j of weights[j][c] * rows[j][c]) of n channels, rounded to `type`; weights `stride` apart.
   void (*conv_silu)(const void* const* rows, const float* weights, int64_t stride, int64_t width, float* out, int64_t n,
                     DType type);
+  // The same sum of channels, rounded to `type`, times their gates: rows of `type`, as `out`.
+  void (*conv_gated)(const void* const* rows, const float* weights, int64_t stride, int64_t width, const void* gate,
+                     void* out, int64_t n, DType type);
+  // out = x times y, of n elements.
+  void (*multiply)(const void* x, const void* y, void* out, int64_t n, DType type);
   // state [k_dim][v_dim]: decays, learns v at k as far as beta says, and answers q.
   void (*delta_step)(float* state, const DeltaToken* token, int64_t k_dim, int64_t v_dim);
   // state [k_dim][v_dim]: decays, takes in values at what is written, and answers what is asked. corrected: as

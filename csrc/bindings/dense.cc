@@ -218,24 +218,26 @@ struct Ops {
     perform(*this, [this, &batch, shape, call] { tandem::fold(dense, batch, shape, call); });
   }
 
-  void convolve(const BatchView& batch, nb::handle rows, nb::handle weights, bool bias, nb::handle ring,
+  void convolve(const BatchView& batch, nb::handle rows, nb::handle weights, bool bias, bool gated, nb::handle ring,
                 nb::handle out) const {
     const TensorView in = activations(rows, "rows", {batch.rows(), kAnySize});
-    const int64_t channels = in.shape[1];
+    expect(!gated || in.shape[1] % 3 == 0, "convolve: rows are not two gates and values");
+    const int64_t channels = gated ? in.shape[1] / 3 : in.shape[1];
     const TensorView w = view_of(weights, "weights", {Element::f32}, {kAnySize, channels});
     const TensorView kept = slots_of(ring, "ring", {in.element}, {kAnySize, kAnySize, channels});
-    const TensorView y = view_of(out, "out", {Element::f32}, {batch.rows(), channels}, true);
+    const TensorView y = view_of(out, "out", {gated ? in.element : Element::f32}, {batch.rows(), channels}, true);
     expect(w.shape[0] > bias, "convolve: there are no taps");
     const ConvolutionCall call{in.data,
                                static_cast<float*>(w.data),
                                kept.data,
-                               static_cast<float*>(y.data),
+                               y.data,
                                channels,
                                w.shape[0] - bias,
                                kept.shape[1],
                                kept.shape[0],
                                kept.row_stride * (in.type() == DType::bf16 ? 2 : 4),
                                bias,
+                               gated,
                                in.type()};
     if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
     perform(*this, [this, &batch, call] { tandem::convolve(dense, batch, call); });
@@ -360,7 +362,7 @@ void bind_dense(nb::module_& m) {
       .def("fold", &Ops::fold, nb::arg("batch"), nb::arg("corrects"), nb::arg("asked"), nb::arg("written"),
            nb::arg("values"), nb::arg("decay"), nb::arg("beta").none(), nb::arg("memory"), nb::arg("out"))
       .def("convolve", &Ops::convolve, nb::arg("batch"), nb::arg("rows"), nb::arg("weights"), nb::arg("bias"),
-           nb::arg("ring"), nb::arg("out"))
+           nb::arg("gated"), nb::arg("ring"), nb::arg("out"))
       .def("fill_memory", &Ops::fill_memory, nb::arg("data"), nb::arg("value"), "What read_memory is to read.")
       .def("read_ranges", &Ops::read_ranges, nb::arg("of_node"), "Reads each node's ranges once, with all workers.")
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");

@@ -15,16 +15,40 @@ struct DeltaRule : Rows<Isa> {
 
   TANDEM_INLINE static Vec silu(Vec x) { return Isa::mul(x, vector_sigmoid<Isa>(x)); }
 
+  // Channels [i, i + m) of `width` rows, m <= 16.
+  template <DType type>
+  TANDEM_INLINE static Vec convolved(const void* const* rows, const float* weights, int64_t stride, int64_t width,
+                                     int64_t i, int64_t m) {
+    Vec sum = Isa::zero();
+    for (int64_t j = 0; j < width; ++j)
+      sum = Isa::fma(R::template load_n<DType::f32>(weights + j * stride, i, m),
+                     R::template load_n<type>(rows[j], i, m), sum);
+    return R::template rounded<type>(sum);
+  }
+
   template <DType type>
   static void conv_silu(const void* const* rows, const float* weights, int64_t stride, int64_t width, float* out,
                         int64_t n) {
     R::for_runs(n, [&](int64_t i, int64_t m) {
-      Vec sum = Isa::zero();
-      for (int64_t j = 0; j < width; ++j)
-        sum = Isa::fma(R::template load_n<DType::f32>(weights + j * stride, i, m),
-                       R::template load_n<type>(rows[j], i, m), sum);
-      const Vec convolved = R::template rounded<type>(sum);
-      R::template store_n<DType::f32>(out, i, m, R::template rounded<type>(silu(convolved)));
+      const Vec x = convolved<type>(rows, weights, stride, width, i, m);
+      R::template store_n<DType::f32>(out, i, m, R::template rounded<type>(silu(x)));
+    });
+  }
+
+  template <DType type>
+  static void conv_gated(const void* const* rows, const float* weights, int64_t stride, int64_t width, const void* gate,
+                         void* out, int64_t n) {
+    R::for_runs(n, [&](int64_t i, int64_t m) {
+      const Vec x = convolved<type>(rows, weights, stride, width, i, m);
+      R::template store_n<type>(out, i, m, Isa::mul(R::template load_n<type>(gate, i, m), x));
+    });
+  }
+
+  template <DType type>
+  static void multiply(const void* x, const void* y, void* out, int64_t n) {
+    R::for_runs(n, [&](int64_t i, int64_t m) {
+      const Vec product = Isa::mul(R::template load_n<type>(x, i, m), R::template load_n<type>(y, i, m));
+      R::template store_n<type>(out, i, m, product);
     });
   }
 
@@ -146,6 +170,19 @@ void conv_silu(const void* const* rows, const float* weights, int64_t stride, in
                DType type) {
   type == DType::bf16 ? DeltaRule<Isa>::template conv_silu<DType::bf16>(rows, weights, stride, width, out, n)
                       : DeltaRule<Isa>::template conv_silu<DType::f32>(rows, weights, stride, width, out, n);
+}
+
+template <class Isa>
+void conv_gated(const void* const* rows, const float* weights, int64_t stride, int64_t width, const void* gate,
+                void* out, int64_t n, DType type) {
+  type == DType::bf16 ? DeltaRule<Isa>::template conv_gated<DType::bf16>(rows, weights, stride, width, gate, out, n)
+                      : DeltaRule<Isa>::template conv_gated<DType::f32>(rows, weights, stride, width, gate, out, n);
+}
+
+template <class Isa>
+void multiply(const void* x, const void* y, void* out, int64_t n, DType type) {
+  type == DType::bf16 ? DeltaRule<Isa>::template multiply<DType::bf16>(x, y, out, n)
+                      : DeltaRule<Isa>::template multiply<DType::f32>(x, y, out, n);
 }
 
 template <class Isa>

@@ -16,7 +16,6 @@ void check(const BatchView& batch, int64_t slots, const char* what) {
   const std::string name(what);
   if (int64_t(batch.slots.size()) != batch.sequences())
     throw std::invalid_argument(name + ": the batch does not say which slots its sequences have");
-  if (!batch.folded.empty()) throw std::invalid_argument(name + ": a memory cannot take guesses back");
   for (int32_t slot : batch.slots)
     if (slot < 0 || slot >= slots) throw std::invalid_argument(name + ": a slot is not there");
 }
@@ -50,7 +49,8 @@ void fold_head(const DenseKernels& kernels, const Span& span, const FoldShape& s
   }
 }
 
-// One sequence's rows of channels [first, first + n).
+// One sequence's rows of channels [first, first + n). A row goes into the ring before it is convolved from there: its
+// place was that of a token that no row asks for any more.
 class ChannelRun {
  public:
   ChannelRun(const DenseKernels& kernels, const Span& span, const ConvolutionCall& call, int64_t first, int64_t n)
@@ -68,24 +68,43 @@ class ChannelRun {
   }
 
   void run() {
-    const void* rows[kMostTaps];
-    if (call_.bias) rows[call_.taps] = ones_.data();
     for (int64_t t = 0; t < span_.count; ++t) {
-      for (int64_t j = 0; j < call_.taps; ++j) rows[j] = input(t - (call_.taps - 1) + j);
-      kernels_.conv_silu(rows, call_.weights + first_, call_.channels, call_.taps + call_.bias,
-                         call_.out + (span_.first + t) * call_.channels + first_, n_, call_.type);
+      keep(t);
+      convolve(t);
     }
-    for (int64_t t = std::max<int64_t>(0, span_.count - call_.places); t < span_.count; ++t)
-      std::memcpy(kept(t), input(t), size_t(n_ * size_));
   }
 
  private:
   char* kept(int64_t t) const { return ring_ + ((span_.known + t) % call_.places * call_.channels + first_) * size_; }
 
-  // Of token t of this step, or of one before it.
-  const void* input(int64_t t) const {
-    if (t < 0) return span_.known + t < 0 ? zeros_.data() : kept(t);
-    return static_cast<const char*>(call_.rows) + ((span_.first + t) * call_.channels + first_) * size_;
+  // Of token t of this step. gated: 0 the gate before, 1 the gate behind, 2 the values.
+  const char* given(int64_t t, int64_t part) const {
+    const int64_t parts = call_.gated ? 3 : 1;
+    return static_cast<const char*>(call_.rows) +
+           (((span_.first + t) * parts + part) * call_.channels + first_) * size_;
+  }
+
+  void keep(int64_t t) {
+    if (call_.gated)
+      kernels_.multiply(given(t, 0), given(t, 2), kept(t), n_, call_.type);
+    else
+      std::memcpy(kept(t), given(t, 0), size_t(n_ * size_));
+  }
+
+  void convolve(int64_t t) const {
+    const void* rows[kMostTaps];
+    for (int64_t j = 0; j < call_.taps; ++j) {
+      const int64_t from = t - (call_.taps - 1) + j;
+      rows[j] = span_.known + from < 0 ? zeros_.data() : kept(from);
+    }
+    if (call_.bias) rows[call_.taps] = ones_.data();
+    const float* weights = call_.weights + first_;
+    const int64_t width = call_.taps + call_.bias, at = (span_.first + t) * call_.channels + first_;
+    if (call_.gated)
+      kernels_.conv_gated(rows, weights, call_.channels, width, given(t, 1), static_cast<char*>(call_.out) + at * size_,
+                          n_, call_.type);
+    else
+      kernels_.conv_silu(rows, weights, call_.channels, width, static_cast<float*>(call_.out) + at, n_, call_.type);
   }
 
   const DenseKernels& kernels_;
@@ -100,6 +119,7 @@ class ChannelRun {
 
 void fold(const DenseOps& dense, const BatchView& batch, const FoldShape& shape, const FoldCall& call) {
   check(batch, call.slots, "fold");
+  if (!batch.folded.empty()) throw std::invalid_argument("fold: a memory cannot take guesses back");
   dense.pool.for_each(batch.sequences() * shape.heads, [&](int64_t task, const Worker&) {
     fold_head(dense.kernels, Span(batch, task / shape.heads), shape, call, task % shape.heads);
   });
@@ -107,7 +127,7 @@ void fold(const DenseOps& dense, const BatchView& batch, const FoldShape& shape,
 
 void convolve(const DenseOps& dense, const BatchView& batch, const ConvolutionCall& call) {
   check(batch, call.slots, "convolve");
-  if (call.taps + call.bias > kMostTaps || call.places + 1 < call.taps)
+  if (call.taps + call.bias > kMostTaps || call.places < call.taps)
     throw std::invalid_argument("convolve: too many taps, or a ring that is too short");
   const int64_t blocks = (call.channels + kChannels - 1) / kChannels;
   dense.pool.for_each(batch.sequences() * blocks, [&](int64_t task, const Worker&) {

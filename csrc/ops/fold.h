@@ -27,17 +27,18 @@ struct FoldCall {
 void fold(const DenseOps& dense, const BatchView& batch, const FoldShape& shape, const FoldCall& call);
 
 struct ConvolutionCall {
-  const void* rows;      // [rows, channels]
+  const void* rows;      // [rows, channels]; gated: [rows, 3, channels], a gate before, a gate behind, and values
   const float* weights;  // [taps, channels], oldest token first; with `bias` one row more, which is added
   void* ring;            // of each slot [places, channels]: the row of position p in place p % places
-  float* out;            // [rows, channels]: silu of what is convolved, rounded to `type`
+  void* out;             // [rows, channels], of what is convolved and rounded to `type`: its silu, rounded, in float
   int64_t channels, taps, places, slots, ring_stride;
   bool bias;
+  bool gated;  // values are multiplied before, of which the ring has the products; the result, of `type`, behind
   DType type;
 };
 
-// A causal convolution of each channel over the last tokens; zeros stand for those before a sequence began. Throws as
-// `fold`, and when the ring is too short.
+// A causal convolution of each channel over the last tokens; zeros stand for those before a sequence began. Throws when
+// the ring is too short, or when a slot is not there. Guesses may be among the rows.
 void convolve(const DenseOps& dense, const BatchView& batch, const ConvolutionCall& call);
 
 }  // namespace tandem

@@ -23,6 +23,8 @@
       fit_panel<Isa>,                       \
       xxh3_blocks<Isa>,                     \
       conv_silu<Isa>,                       \
+      conv_gated<Isa>,                      \
+      multiply<Isa>,                        \
       DeltaRule<Isa>::step,                 \
       Fold<Isa>::template step<false>,      \
       Fold<Isa>::template step<true>,       \

@@ -250,7 +250,7 @@ class DenseOps:
         out: object,
     ) -> None: ...
     def convolve(
-        self, batch: BatchView, rows: object, weights: object, bias: bool, ring: object, out: object
+        self, batch: BatchView, rows: object, weights: object, bias: bool, gated: bool, ring: object, out: object
     ) -> None: ...
     def fill_memory(self, data: object, value: float) -> None:
         """What read_memory is to read."""

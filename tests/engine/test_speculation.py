@@ -388,7 +388,7 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("variant", ["deepseek_v4", "qwen3_next"])
+@pytest.mark.parametrize("variant", ["deepseek_v4", "lfm2_moe", "qwen3_next"])
 def test_what_lies_in_slots_is_taken_back(tiny_models, tmp_path: Path, variant: str, acceptance: float) -> None:
     """Bit for bit, where prefixes are found at snapshots, and where sequences lose their slots."""
     tier = "avx512" if "amx" in Machine.detect().tiers else "auto"

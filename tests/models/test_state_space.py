@@ -16,10 +16,10 @@ from tandem.config import EngineConfig, ModelConfig
 from tandem.config.choices.deferral import deferred_experts
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.recurrent.folds import Folds, Step, Taps, Tokens, TorchFolds
-from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.recurrent.folds import Folds, Step, Taps, Tokens, TorchFolds, taps_of
 from tandem.kernels.this_machine import this_machine
 from tandem.models import ForwardBatch
+from tandem.models.passing import Pass
 from tandem.quality.stream import Variant
 from tiny import COMMON, VARIANTS
 
@@ -65,7 +65,24 @@ def step_of(pieces: list[tuple[int, int, int]]) -> Step:
         positions, positions, positions, starts, torch.tensor([first + count for _, first, count in pieces]).int(),
         torch.zeros(len(pieces), 1).int(), torch.arange(sum(rows)), torch.tensor([slot for slot, _, _ in pieces]).int(),
     )  # fmt: skip
-    return Step(batch, step_rows(batch))
+    return Pass(batch, torch.empty(0))
+
+
+def taps_for(g: torch.Generator, channels: int, biased: bool) -> Taps:
+    conv = torch.randn(channels, TAPS, generator=g)
+    return taps_of(conv, torch.randn(channels, generator=g) if biased else None)
+
+
+def mixed(taps: Taps, rows: Tensor) -> Tensor:
+    """A convolution of one sequence from nothing, float64, rounded to the rows' type."""
+    padded = torch.cat([torch.zeros(TAPS - 1, rows.shape[1]), rows.float()]).double()
+    found = sum(padded[i : i + len(rows)] * taps.weights[i].double() for i in range(TAPS))
+    return (found if taps.bias is None else found + taps.bias.double()).to(rows.dtype)
+
+
+def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """A sum may be rounded to the number beside."""
+    return torch.allclose(found.float(), wanted.float(), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
 
 
 CUTS = [[150], [1, 2, 147], [64, 64, 22], [149, 1], [3] * 50]
@@ -97,7 +114,7 @@ def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], corrects
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_cut_is_convolved_alike(tier: str, dtype: torch.dtype, cuts: list[int], biased: bool) -> None:
     channels, g, folds = 300, torch.Generator().manual_seed(1), folds_of(tier)
-    taps = Taps(torch.randn(TAPS, channels, generator=g), torch.randn(channels, generator=g) if biased else None)
+    taps = taps_for(g, channels, biased)
     each = [torch.randn(LENGTH, channels, generator=g).to(dtype) for _ in range(2)]
     ring, at, found = torch.randn(4, TAPS, channels, generator=g).to(dtype), 0, [list[Tensor](), list[Tensor]()]
     for count in cuts:
@@ -107,10 +124,29 @@ def test_every_cut_is_convolved_alike(tier: str, dtype: torch.dtype, cuts: list[
             kept.append(part)
         at += count
     for kept, part in zip(found, each, strict=True):
-        padded = torch.cat([torch.zeros(TAPS - 1, channels), part.float()]).double()
-        mixed = sum(padded[i : i + LENGTH] * taps.weights[i].double() for i in range(TAPS))
-        wanted = F.silu((mixed if taps.bias is None else mixed + taps.bias.double()).to(dtype)).to(dtype)
-        assert torch.allclose(torch.cat(kept), wanted.float(), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
+        assert close(torch.cat(kept), F.silu(mixed(taps, part)), dtype)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_cut_is_gated_alike(tier: str, dtype: torch.dtype, cuts: list[int], biased: bool) -> None:
+    """Between the cuts comes a wrong guess, whose row nobody asks for later."""
+    channels, g, folds = 300, torch.Generator().manual_seed(2), folds_of(tier)
+    taps, found = taps_for(g, channels, biased), [list[Tensor](), list[Tensor]()]
+    each = [torch.randn(LENGTH, 3 * channels, generator=g).to(dtype) for _ in range(2)]
+    ring, at = torch.randn(4, TAPS + 1, channels, generator=g).to(dtype), 0
+    for count in cuts:
+        rows = torch.cat([part[at : at + count] for part in each])
+        seen = folds.gated(rows, step_of([(3, at, count), (1, at, count)]), ring, taps)
+        for kept, part in zip(found, seen.split(count), strict=True):
+            kept.append(part)
+        at += count
+        folds.gated(torch.randn(1, 3 * channels, generator=g).to(dtype), step_of([(3, at, 1)]), ring, taps)
+    for kept, part in zip(found, each, strict=True):
+        before, behind, values = part.chunk(3, dim=1)
+        assert close(torch.cat(kept), behind * mixed(taps, before * values), dtype)
 
 
 def test_what_a_memory_cannot_do_is_refused() -> None:
@@ -123,6 +159,9 @@ def test_what_a_memory_cannot_do_is_refused() -> None:
     step.batch.folded, step.batch.sure = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
     with pytest.raises(ValueError, match="fold: a memory cannot take guesses back"):
         folds.folded(tokens, step, memory)
+    ring = torch.zeros(4, TAPS - 1, 8)
+    with pytest.raises(ValueError, match="convolve: too many taps, or a ring that is too short"):
+        folds.convolved(torch.zeros(LENGTH, 8), step, ring, Taps(torch.zeros(TAPS, 8)))
 
 
 @pytest.mark.parametrize(

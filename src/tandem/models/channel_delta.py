@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.kernels.delta import UNIT_EPS
 from tandem.kernels.ops import SureRead
-from tandem.kernels.recurrent.folds import Step, Taps, Tokens
+from tandem.kernels.recurrent.folds import Tokens, taps_of
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -33,7 +33,7 @@ class ChannelDeltaNet:
         self.gate = b.linear([name + "g_b_proj"], [s.inner], s.dim)
         self.decay = -b.float_tensor(forget + "A_log", 1, 1, s.heads, 1).view(s.heads, 1).exp()
         self.bias = b.float_tensor(forget + "dt_bias", s.inner)
-        self.taps = Taps(_convolution(b, s, name))
+        self.taps = taps_of(_convolution(b, s, name), None)
         self.norm = b.float_tensor(name + "o_norm.weight", s.dim)
         self.out = b.linear([name + "o_proj"], [hidden], s.inner)
 
@@ -41,13 +41,13 @@ class ChannelDeltaNet:
         return sure_reads(self.qkv, self.small, self.forget, self.gate, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        s, ((ring,), (memory,)), step = self.shape, states, Step(p.batch, p.rows)
-        mixed = self.folds.convolved(self.qkv(x), step, ring, self.taps).unflatten(1, (3, s.heads, s.dim))
+        s, ((ring,), (memory,)) = self.shape, states
+        mixed = self.folds.convolved(self.qkv(x), p, ring, self.taps).unflatten(1, (3, s.heads, s.dim))
         q, k, v = mixed.unbind(1)
         forget, gate, beta = self.small(x).split([s.dim, s.dim, s.heads], dim=1)
         passed = F.softplus(self.forget(forget.contiguous()).float() + self.bias).unflatten(1, (s.heads, s.dim))
         tokens = Tokens(_unit(q) * s.dim**-0.5, _unit(k), v, passed * self.decay, beta.sigmoid().float())
-        seen = self.folds.folded(tokens, step, memory).to(x.dtype)
+        seen = self.folds.folded(tokens, p, memory).to(x.dtype)
         return self.out(self._normed(seen, self.gate(gate.contiguous())))
 
     def _normed(self, seen: Tensor, gate: Tensor) -> Tensor:
@@ -63,9 +63,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _convolution(b: Builder, shape: ChannelDelta, name: str) -> Tensor:
-    """Of q, k and v, each apart or all in one, float32 [taps, 3 * inner]."""
+    """Of q, k and v, each apart or all in one, float32 [3 * inner, taps]."""
     if f"{name}conv1d.weight" in b.checkpoint:
         found = [b.float_tensor(f"{name}conv1d.weight", 3 * shape.inner, 1, shape.taps)]
     else:
         found = [b.float_tensor(f"{name}{part}_conv1d.weight", shape.inner, 1, shape.taps) for part in PARTS]
-    return torch.cat(found)[:, 0].T.contiguous()
+    return torch.cat(found)[:, 0]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.kernels.ops import SureRead
-from tandem.kernels.recurrent.folds import Step, Taps, Tokens
+from tandem.kernels.recurrent.folds import Tokens, taps_of
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -22,8 +22,8 @@ class StateSpaceBlock:
         rows, hidden, name = shape.inner + shape.channels + shape.heads, b.config.hidden, name + "."
         self.shape, self.folds = shape, b.ops.folds
         self.projected = b.linear([name + "in_proj"], [rows], hidden, bias=shape.bias)
-        conv = b.float_tensor(name + "conv1d.weight", shape.channels, 1, shape.taps)[:, 0].T.contiguous()
-        self.taps = Taps(conv, b.float_tensor(name + "conv1d.bias", shape.channels) if shape.conv_bias else None)
+        conv = b.float_tensor(name + "conv1d.weight", shape.channels, 1, shape.taps)[:, 0]
+        self.taps = taps_of(conv, b.float_tensor(name + "conv1d.bias", shape.channels) if shape.conv_bias else None)
         self.decay = -b.float_tensor(name + "A_log", shape.heads).exp()
         self.step_bias = b.float_tensor(name + "dt_bias", shape.heads)
         self.through = b.float_tensor(name + "D", shape.heads)
@@ -34,14 +34,14 @@ class StateSpaceBlock:
         return sure_reads(self.projected, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        s, ((ring,), (memory,)), step = self.shape, states, Step(p.batch, p.rows)
+        s, ((ring,), (memory,)) = self.shape, states
         gate, new, steps = self.projected(x).split([s.inner, s.channels, s.heads], dim=1)
-        mixed = self.folds.convolved(new, step, ring, self.taps)
+        mixed = self.folds.convolved(new, p, ring, self.taps)
         values, wide = mixed[:, : s.inner].unflatten(1, (s.heads, s.head_dim)), s.groups * s.state
         written, asked = (part.unflatten(1, (s.groups, s.state)) for part in mixed[:, s.inner :].split(wide, dim=1))
         long = F.softplus(steps.float() + self.step_bias)
         tokens = Tokens(asked, written, values * long[..., None], (long * self.decay)[..., None])
-        seen = self.folds.folded(tokens, step, memory).addcmul_(values, self.through[:, None])
+        seen = self.folds.folded(tokens, p, memory).addcmul_(values, self.through[:, None])
         return self.out(self._normed(seen.flatten(1), gate))
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:

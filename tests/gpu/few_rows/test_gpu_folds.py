@@ -7,9 +7,9 @@ import torch
 
 from gpu import DEVICE, needs_triton
 from tandem.kernels.gpu.recurrent.folds import GpuFolds
-from tandem.kernels.recurrent.folds import Step, Tokens
-from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.recurrent.folds import Tokens
 from tandem.models.batch import ForwardBatch
+from tandem.models.passing import Pass
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 HEADS, GROUPS, KEYS, VALUES = 4, 2, 16, 16
@@ -31,6 +31,6 @@ def test_copies_give_what_the_last_real_row_gives(real: int) -> None:
         return torch.randn(3, *size, device=DEVICE)[torch.arange(3).clamp(max=real - 1)]
 
     tokens = Tokens(rows(GROUPS, KEYS), rows(GROUPS, KEYS), rows(HEADS, VALUES), -rows(HEADS, 1).abs(), None)
-    out = GpuFolds().folded(tokens, Step(batch, step_rows(batch)), torch.randn(3, HEADS, KEYS, VALUES, device=DEVICE))
+    out = GpuFolds().folded(tokens, Pass(batch, torch.empty(0)), torch.randn(3, HEADS, KEYS, VALUES, device=DEVICE))
     assert all(out[row].equal(out[real - 1]) for row in range(real, 3))
     assert real == 1 or not out[0].equal(out[1])

@@ -17,11 +17,15 @@ class CpuFolds:
         self._dense, self._view_of = dense, view_of
 
     def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
-        weights, biased = taps.weights, taps.bias is not None
-        if taps.bias is not None:
-            weights = torch.cat([weights, taps.bias[None]])
         out = new.new_empty(new.shape, dtype=torch.float32)
-        self._dense.convolve(self._view_of(step.batch), new.contiguous(), weights, biased, ring, out)
+        view = self._view_of(step.batch)
+        self._dense.convolve(view, new.contiguous(), taps.rows, taps.biased, gated=False, ring=ring, out=out)
+        return out
+
+    def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+        out = projected.new_empty((len(projected), taps.rows.shape[1]))
+        view = self._view_of(step.batch)
+        self._dense.convolve(view, projected, taps.rows, taps.biased, gated=True, ring=ring, out=out)
         return out
 
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:

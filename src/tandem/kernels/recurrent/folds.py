@@ -15,18 +15,38 @@ from tandem.kernels.shared_kv.rows import StepRows
 CHUNK = 64  # rows of a prompt that are multiplied together
 
 
-class Step(NamedTuple):
-    """Rows of a step, none of which is a guess."""
+class Step(Protocol):
+    """Rows of a step: none is a guess, where nothing else is said. The C++ core asks for `batch` alone."""
 
-    batch: BatchLayout
-    rows: StepRows
+    @property
+    def batch(self) -> BatchLayout: ...
+
+    @property
+    def rows(self) -> StepRows: ...
 
 
 class Taps(NamedTuple):
     """Of a convolution of C channels, float32."""
 
-    weights: Tensor  # [taps, C], oldest token first
-    bias: Tensor | None = None  # [C]
+    rows: Tensor  # [taps, C], oldest token first; biased: then one that is added
+    biased: bool = False
+
+    @property
+    def weights(self) -> Tensor:
+        return self.rows[:-1] if self.biased else self.rows
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.rows[-1] if self.biased else None
+
+
+def taps_of(conv: Tensor, bias: Tensor | None) -> Taps:
+    """conv [C, taps] and bias [C], as checkpoints have them."""
+    weights = conv.T.contiguous()
+    if bias is None:
+        return Taps(weights)
+    bias = bias.to(weights.device)  # of a model of headers alone it is elsewhere
+    return Taps(torch.cat([weights, bias[None]]), biased=True)
 
 
 class Tokens(NamedTuple):
@@ -47,6 +67,12 @@ class Folds(Protocol):
         [slots, R, C] takes in the new rows."""
         ...
 
+    def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+        """[T, C] of projected [T, 3 C]: a gate before, a gate behind, and values. Values times the gate before are what
+        ring [slots, R, C] takes in; their convolution, rounded, is multiplied with the gate behind. Rows may be
+        guesses."""
+        ...
+
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
         """float32 [T, H, V]: what each row's memory answers once it has decayed and taken the row in. memory [slots, H,
         K, V] goes on."""
@@ -59,6 +85,11 @@ class TorchFolds:
     def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
         mixed = convolved(new.contiguous(), step.rows, ring, taps.weights, taps.bias)
         return F.silu(mixed.to(new.dtype)).float()
+
+    def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+        before, behind, values = projected.chunk(3, dim=1)
+        mixed = convolved(before * values, step.rows, ring, taps.weights, taps.bias)
+        return behind * mixed.to(projected.dtype)
 
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
         shared = tokens.values.shape[1] // tokens.asked.shape[1]
