@@ -2,10 +2,13 @@
 
     python benchmarks/decode_turns.py /tmp/old src --config qwen3-30b-a3b --layers 24
 
-Each version (a folder with `tandem` and its extension) gets a process, which holds its own model with made-up weights:
-the same ones in both, for numbers go by hashes of names.
-They are loaded in turn, then steps are timed in pairs; who comes first alternates. Prints milliseconds of each pair,
-the median ratio of speeds (second version to first; above 1: the second is faster) and seconds of loading.
+Each version (a folder with `tandem` and its extension) gets two processes with a model of made-up weights each. They
+are loaded as first, second, second, first: who is loaded early decodes some per cent faster, and so this cancels out.
+In a round each process is timed once; every second round goes backwards. `--once` loads each version only once.
+
+Prints the median ratio of speeds over the rounds (second version to first; above 1: the second is faster), seconds of
+loading, and for each process the medians of a step: milliseconds, microseconds of a layer until the CPU was asked and
+until it answered, and experts that the CPU computed for a layer. Versions may choose other experts, so compare these.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ class Version:
             env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
         )
 
-    def ask(self, what: str, value: float = 0.0) -> float:
+    def ask(self, what: str, value: float = 0.0) -> list[float]:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(f"{what} {value}\n")
         self.process.stdin.flush()
         while line := self.process.stdout.readline():
             if line.startswith("answer "):
-                return float(line.split()[1])
+                return [float(each) for each in line.split()[1:]]
         raise SystemExit(f"the process of {self.folder} ended")
 
 
@@ -58,7 +61,8 @@ def bench_module() -> Any:
 
 
 def serve(asked: argparse.Namespace) -> None:
-    """Requests by line: load SHARE, time 0. Answers in seconds."""
+    """Requests by line: load SHARE, time 0. Answers: seconds; of "time" also those of a post until the CPU was asked
+    and until it answered, and experts of a post."""
     import torch
 
     bench = bench_module()
@@ -78,22 +82,40 @@ def serve(asked: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             print("answer", perf_counter() - started, flush=True)
         else:
-            print("answer", next(iter(bench.step_times(built, 1, request))), flush=True)
+            before = built.counts()
+            step = next(iter(bench.step_times(built, 1, request)))
+            counts = built.counts().since(before)
+            of_post = (counts.wait_seconds, counts.serve_seconds, counts.cpu_experts)
+            print("answer", step, *(each / max(1, counts.posts) for each in of_post), flush=True)
 
 
-def compare(versions: list[Version], share: float, pairs: int) -> dict[str, Any]:
-    loaded = [each.ask("load", share) for each in versions]
-    times: list[list[float]] = [[], []]
-    for i in range(pairs + 1):
-        for v in (0, 1) if i % 2 == 0 else (1, 0):
-            seconds = versions[v].ask("time")
-            if i:  # the first pair warms up
-                times[v].append(seconds)
-    ratios = [old / new for old, new in zip(*times, strict=True)]
+def compare(versions: list[Version], share: float, rounds: int) -> dict[str, Any]:
+    """Rows give figures in the order of loading."""
+    loaded = [each.ask("load", share)[0] for each in versions]
+    found: list[list[list[float]]] = [[] for _ in versions]
+    for i in range(rounds + 1):
+        for v in range(len(versions))[:: 1 if i % 2 == 0 else -1]:
+            figures = versions[v].ask("time")
+            if i:  # the first round warms up
+                found[v].append(figures)
+    ratios = [_ratio(versions, [each[i][0] for each in found]) for i in range(rounds)]
+    middle = [[statistics.median(column) for column in zip(*each, strict=True)] for each in found]
     return {
-        "gpu_share": share, "ratio": round(statistics.median(ratios), 4), "ratios": [round(r, 4) for r in ratios],
-        "step_ms": [[round(t * 1e3, 3) for t in each] for each in times], "load_s": [round(s, 2) for s in loaded],
+        "gpu_share": share, "ratio": round(statistics.median(ratios), 4),
+        "loaded": [str(each.folder) for each in versions], "load_s": [round(s, 2) for s in loaded],
+        "step_ms": [round(each[0] * 1e3, 3) for each in middle],
+        "wait_us": [round(each[1] * 1e6, 1) for each in middle],
+        "cpu_us": [round(each[2] * 1e6, 1) for each in middle],
+        "cpu_experts": [round(each[3], 2) for each in middle], "ratios": [round(r, 4) for r in ratios],
     }  # fmt: skip
+
+
+def _ratio(versions: list[Version], seconds: list[float]) -> float:
+    """Speed of the second version to that of the first, in one round."""
+    first = versions[0].folder
+    of_first = [s for each, s in zip(versions, seconds, strict=True) if each.folder == first]
+    of_second = [s for each, s in zip(versions, seconds, strict=True) if each.folder != first]
+    return statistics.mean(of_first) / statistics.mean(of_second)
 
 
 def main() -> None:
@@ -107,16 +129,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--gpu-share", type=float, action="append", help="default: 0, 0.5, 1")
     parser.add_argument("--steps", type=int, default=32, help="of each turn")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--once", action="store_true", help="a process of each, where four models find no room"
+    )
     parser.add_argument("--json", type=Path, help="where the rows are written")
     asked = parser.parse_args()
     if asked.serve:
         return serve(asked)
-    versions = [Version(folder, asked) for folder in asked.versions]
+    first, second = asked.versions
+    folders = [first, second] if asked.once else [first, second, second, first]
+    versions = [Version(folder, asked) for folder in folders]
     about = {"bench": "decode_turns", "config": asked.config, "format": asked.format, "layers": asked.layers}
     rows = []
     for share in asked.gpu_share or [0.0, 0.5, 1.0]:
-        rows.append(about | compare(versions, share, asked.pairs))
+        rows.append(about | compare(versions, share, asked.rounds))
         print(json.dumps(rows[-1]), flush=True)
         if asked.json:
             asked.json.write_text(json.dumps(rows, indent=1) + "\n")

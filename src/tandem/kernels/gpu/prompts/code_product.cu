@@ -86,14 +86,6 @@ __device__ inline void load_steps(Step (&words)[2][STEPS], const u8* panel, cons
                         : Step{};
 }
 
-// a times b, added to nothing: no register has to become zero.
-__device__ inline void mma_alone(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%10, %10, %10, %10};"
-      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
-}
-
 // A chunk's products. Those that are scaled together are summed on their own, a whole number of times in a chunk.
 template <int EIGHTS>
 __device__ inline void add_chunk(float (&sums)[2][EIGHTS][4], const Step (&words)[2][STEPS], const uint4* rows) {

@@ -1,0 +1,107 @@
+"""Every CUDA source is compiled to machine code for real GPUs, which takes NVRTC and no GPU; nothing is launched.
+
+Two sources that are put together must not define the same thing twice: only a compiler sees that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config.layers import SILU, Activation, DeltaRule
+from tandem.config.mechanisms.norm import Norm
+from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
+from tandem.kernels.gpu.delta import rows
+from tandem.kernels.gpu.mma import code_mma, expert_mma
+from tandem.kernels.gpu.mma.mma_source import Kind
+from tandem.kernels.gpu.nvrtc import COMMON
+from tandem.kernels.gpu.prompts import code_product
+
+GPUS = (80, 86, 89, 90, 100, 120)
+KINDS = [Kind(*each) for each in product(MMA_CODES, MMA_SCALES, (False, True))]
+ONE_OF_EACH = [
+    Kind("int4", "f32", True),
+    Kind("int8", "bf16", False),
+    Kind("fp8", "f32", True),
+    Kind("fp4", "e8m0", True),
+]
+CLAMPED = Activation("swiglu_clamp", limit=7.0)
+
+
+def kind_by_full(kind: Kind) -> Any:
+    """All kinds take minutes."""
+    return pytest.param(
+        kind, id="-".join(map(str, kind)), marks=() if kind in ONE_OF_EACH else pytest.mark.full
+    )
+
+
+@cache
+def nvrtc() -> ctypes.CDLL | None:
+    """NVIDIA's compiler, from its own package or from what PyTorch brings along."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        for library in sorted(Path(folder).glob("*/lib/libnvrtc.so.*")):
+            return ctypes.CDLL(str(library))
+    return None
+
+
+pytestmark = pytest.mark.skipif(
+    nvrtc() is None, reason="NVRTC is not installed: pip install nvidia-cuda-nvrtc"
+)
+
+
+def compile_log(source: str, gpu: int) -> str:
+    """What the compiler says of a source; nothing where it made machine code of it."""
+    library, program = nvrtc(), ctypes.c_void_p()
+    assert library is not None
+    text = (COMMON + source).encode()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), text, b"source.cu", 0, None, None) == 0
+    options = [b"--std=c++17", f"--gpu-architecture=sm_{gpu}".encode()]
+    failed = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return log.value.decode() or f"error {failed}" if failed else ""
+
+
+def sources_of(kind: Kind) -> Iterator[str]:
+    """Each program that experts and dense matrices of such codes may ask for, by what differs in its text."""
+    for blocks in (code_mma.Blocks(1, 1, 4, 4, 6), code_mma.Blocks(2, 2, 8, 2, 2)):
+        yield code_mma.source(kind, blocks)
+    yield code_mma.source(kind, code_mma.Blocks(2, 1, 16, 2, 1), SILU, ready=True)
+    yield from (expert_mma.source(kind, each) for each in (SILU, CLAMPED))
+    for product_blocks in (code_product.Blocks(16, 4, 8, 4, 4), code_product.Blocks(64, 2, 3, 4, 2)):
+        for ending in (None, SILU):
+            yield code_product.source(kind, product_blocks, 1, ending)
+
+
+def one_of_each_source(kind: Kind) -> list[str]:
+    delta = DeltaRule(2, 4, rows.HEAD, rows.HEAD, 4, Norm(1e-6), "heads")
+    blocks = code_mma.Blocks(1, 1, 4, 4, 6), code_product.Blocks(32, 4, 4, 4, 3)
+    experts = expert_mma.source(kind), code_product.source(kind, blocks[1], 1, SILU)
+    return [code_mma.source(kind, blocks[0]), *experts, rows.source(delta, 3, 2048)]
+
+
+@pytest.mark.parametrize("kind", [kind_by_full(each) for each in KINDS])
+def test_every_kind_of_codes_compiles(kind: Kind) -> None:
+    for source in sources_of(kind):
+        assert compile_log(source, 90) == ""
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_card_has_machine_code(gpu: int) -> None:
+    for source in one_of_each_source(ONE_OF_EACH[GPUS.index(gpu) % len(ONE_OF_EACH)]):
+        assert compile_log(source, gpu) == ""
+
+
+def test_a_definition_that_comes_twice_is_found() -> None:
+    assert "already been defined" in compile_log("__device__ void f() {}\n" * 2, 90)
