@@ -68,14 +68,14 @@ def _why_no_gpu(model_type: str) -> str:
 
 def _run(model_type: str, path: Path) -> tuple[str, str, float]:
     """How it runs, why so, and the largest difference."""
-    from every_type import OWN_EXPERTS
+    from every_type import OWN_EXPERTS, tiny_config
     from sessions import Session, ours, worst
     from tandem.architectures import FAMILIES
     from tandem.checkpoint import load_model_config
     from tandem.config import ModelConfig
 
     if model_type in OWN_EXPERTS and model_type not in FAMILIES:
-        ModelConfig.from_dict({"model_type": model_type})
+        ModelConfig.from_dict(json.loads(tiny_config(model_type).to_json_string(use_diff=False)))
     wanted = _saved(model_type, path)
     config = load_model_config(path)
     if config.foreign is None:

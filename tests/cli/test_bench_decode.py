@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,10 +60,25 @@ def test_rows_are_written_as_json(monkeypatch, tmp_path, capsys) -> None:
     request = bench_decode.Request("demo", ("BF16",), (1,), 4, 1, False, False, None)
     row = bench_decode._row(request, "tandem", "bf16", 1, 60.0, 100.0, 34.8)
     assert row.share == 0.6 and row.config == "demo"
-    monkeypatch.setattr(bench_decode, "measure", lambda _: [row])
+    monkeypatch.setattr(bench_decode, "measure", lambda *_: [row])
     bench_decode.run(request, tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == [dataclasses.asdict(row)]
     assert "60%" in capsys.readouterr().out
+
+
+def test_what_takes_seconds_is_told_before_it_is_done(monkeypatch) -> None:
+    """Nothing was shown for 20 seconds: a user does not know if anything happens."""
+    parts = SimpleNamespace(plan=fake_plan(expert_format="bf16"), model_config=SimpleNamespace(vocab=VOCAB))
+    told, loaded = [], []
+    monkeypatch.setattr(bench_decode, "load_parts", lambda _: loaded.append(len(told)) or parts)
+    monkeypatch.setattr(bench_decode.Engine, "from_parts", lambda _: None)
+    monkeypatch.setattr(bench_decode, "decode_rate", lambda *_: (float(len(told)), 1.0))
+    monkeypatch.setattr(bench_decode, "bytes_per_step", lambda *_: 1.0)
+    monkeypatch.setattr(bench_decode, "model_directory", lambda name: name)
+    request = bench_decode.Request("demo", ("BF16",), (1, 8), 4, 1, False, False, 2)
+    rows = list(bench_decode.measure(request, told.append))
+    assert told == ["loading demo with BF16 experts", "measuring BF16, batch 1", "measuring BF16, batch 8"]
+    assert loaded == [1] and [row.tok_s for row in rows] == [2.0, 3.0]
 
 
 def test_a_missing_peer_is_named_before_anything_is_measured(monkeypatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tandem.bench import rows
 from tandem.bench.rows import folder_name, keep, of_bench, stamp, write
@@ -77,6 +79,17 @@ def test_a_row_without_its_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="machine"):
         keep([{"bench": "decode", "tok_s": 1.0}], tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_row_is_json_for_programs_and_a_line_for_people() -> None:
+    asked = {"config": "c", "format": "INT4", "strategy": "uniform", "gpu_share": 0.5, "tok_s": 182.18}
+    for terminal, text in (
+        (True, "INT4, uniform, 50% of the experts on the GPU: 182.2 tokens/s\n"),
+        (False, json.dumps(asked) + "\n"),
+    ):
+        out = io.StringIO()
+        rows.say(Console(file=out, force_terminal=terminal, width=200), asked)
+        assert out.getvalue() == text
 
 
 def test_who_computed_is_not_the_bench() -> None:

@@ -16,6 +16,7 @@ from repo_scripts import script_module
 from tandem.architectures import FAMILIES
 from tandem.architectures.model_types import PUBLISHED, Runs, read_table, type_of_name
 from tandem.cli.app import app
+from tandem.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 TABLE = read_table()
@@ -86,7 +87,7 @@ def test_all_types_are_printed() -> None:
 def test_one_type_is_explained() -> None:
     assert told("qwen3_moe") == ("qwen3_moe: native, Tandem's own code, on the CPU or beside a GPU\n", 0)
     text, code = told("jetmoe")
-    assert code == 1 and "refused, does not run: " in text and "registry of experts" in text
+    assert code == 1 and "refused, does not run: " in text and "in code of its own (JetMoeMoE)" in text
     entry = json.loads(told("jamba", "--json")[0])
     assert entry["how"] == "alone" and "states of their own" in entry["why"]
 
@@ -95,14 +96,54 @@ def test_a_directory_is_looked_at(tiny_models, tmp_path) -> None:
     assert told(str(tiny_models["minimax_m2"]))[0].startswith("minimax_m2: native")
     (tmp_path / "config.json").write_text('{"model_type": "nllb-moe"}')
     text, code = told(str(tmp_path))
-    assert code == 1 and "refused" in text and "no class of 'nllb-moe' that makes text" in text
+    assert code == 1 and "refused" in text and "it reads with an encoder" in text
+
+
+@pytest.mark.parametrize("written", ["", '{"model_type": "qwen3_moe",'])
+def test_what_is_no_model_is_an_error_and_not_a_model_that_is_refused(tmp_path, written) -> None:
+    if written:
+        (tmp_path / "config.json").write_text(written)
+    with pytest.raises(CheckpointError, match="config.json"):
+        told(str(tmp_path))
+    for name in (str(tmp_path / "nowhere"), "./nowhere"):
+        with pytest.raises(CheckpointError, match="nowhere does not exist"):
+            told(name)
 
 
 def test_a_name_that_is_nothing_is_an_error_with_near_ones() -> None:
-    with pytest.raises(
-        Exception, match="no model or type with experts of that name is known; near it are .*glm4_moe"
-    ):
-        told("glm4moe")
+    with pytest.raises(ConfigError, match="known by the name glm4_mo3; near it are .*glm4_moe"):
+        told("glm4_mo3")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("glm", "glm4_moe", {"glm_moe_dsa", "glm4v_moe", "glm5_next"}),
+        ("Qwen3", "qwen3_5_moe", {"qwen3_moe", "qwen3_next"}),
+        ("DeepSeek-V4", "deepseek_v4", set()),
+    ],
+)
+def test_how_names_begin_shows_all_of_them(name, first, others) -> None:
+    text, code = told(name)
+    assert code == 0 and text.split("\n")[0 if not others else 1].startswith(first)
+    assert all(f"\n{other} " in text for other in others)
+    assert "native" in text and "mixtral" not in text
+
+
+def test_one_type_may_be_written_as_people_write_it() -> None:
+    assert told("Mixtral") == told("mixtral")
+
+
+def test_several_types_are_one_list_of_json() -> None:
+    found = json.loads(told("minimax", "--json")[0])  # a type's own name, and not the others that begin so
+    assert found["model_type"] == "minimax"
+    found = json.loads(told("deepseek", "--json")[0])
+    assert {"deepseek_v3", "deepseek_v4"} <= {each["model_type"] for each in found}
+
+
+def test_dbrx_says_what_is_missing_in_our_words() -> None:
+    text, code = told("databricks/dbrx-instruct")
+    assert code == 1 and "experts in code of its own" in text and "Error" not in text
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,10 @@ def test_experts_without_a_gate_are_known_by_their_numbers():
 @pytest.mark.parametrize(
     ("model_type", "changes", "why"),
     [
-        ("gpt2", {}, "registry of experts has none of it"),
+        ("gpt2", {}, "it has no experts, and Tandem is for models that have"),
+        ("dbrx", {"attn_config": {"rope_theta": 1e4}}, r"in code of its own \(DbrxExperts\)"),
+        ("dbrx", {"attn_config": {}}, "it asks DbrxAttentionConfig for 'rope_theta', which is not there"),
+        ("switch_transformers", {}, "it reads with an encoder"),
         ("flex_olmo", {"hidden_act": "relu"}, "its activation is none of those that are known"),
         ("no_such_model", {}, "has no 'no_such_model' either"),
     ],

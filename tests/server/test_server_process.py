@@ -22,7 +22,7 @@ from quiet_clock import PATIENCE, QuietClock
 from server_harness import ServerProcess, echo_code, running, spawn, spawn_echo
 from tandem.config import EngineConfig
 from tandem.errors import EngineError
-from tandem.server import load_progress
+from tandem.server import launch, load_progress
 from tandem.server.engine_process import load_engine
 from tandem.server.launch import greeting
 
@@ -188,6 +188,14 @@ def test_long_streams_end_with_the_time_that_they_were_given(tmp_path: Path):
             assert "the server is stopping" in stream.result().text
         assert server.process.wait(timeout=PATIENCE) == 0
         assert began.seconds() < 0.5 + 5.0
+    assert "stopping; 8 requests may finish (again Ctrl+C: stop now)" in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("requests", "said"), [(0, ""), (1, "; 1 request may finish"), (2, "; 2 requests may finish")]
+)
+def test_a_server_that_stops_says_whom_it_waits_for(requests, said):
+    assert launch._who_may_finish(requests).partition(" (again")[0] == said
 
 
 def test_two_signals_do_not_wait(tmp_path: Path):

@@ -17,13 +17,16 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "bailing_hybrid": ("Ling-3.0",),
     "bailing_moe_v2": ("Ling-flash-2.0", "Ring-flash-2.0", "Ling-1T", "Ring-1T"),
     "cohere2_moe": ("Command-A-Plus",),
+    "dbrx": ("DBRX",),
     "deepseek_v2": ("DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-Coder-V2"),
     "deepseek_v3": ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1"),
     "deepseek_v32": ("DeepSeek-V3.2",),
     "deepseek_v4": ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro"),
     "dots1": ("dots.llm1",),
     "ernie4_5_moe": ("ERNIE-4.5-21B-A3B", "ERNIE-4.5-300B-A47B"),
+    "ernie4_5_vl_moe": ("ERNIE-4.5-VL-28B-A3B", "ERNIE-4.5-VL-424B-A47B"),
     "exaone_moe": ("K-EXAONE-236B",),
+    "flex_olmo": ("FlexOlmo-7x7B",),
     "gemma4": ("Gemma-4-26B-A4B",),
     "glm4_moe": ("GLM-4.5", "GLM-4.5-Air", "GLM-4.6", "GLM-4.7"),
     "glm4_moe_lite": ("GLM-4.7-Flash",),
@@ -37,6 +40,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "hy_v3": ("Hy3",),
     "hy_v4": ("Hy4",),
     "jamba": ("Jamba",),
+    "jetmoe": ("JetMoE-8B",),
     "kimi_k2": ("Kimi-K2",),
     "kimi_k25": ("Kimi-K2.5", "Kimi-K2.6"),
     "kimi_linear": ("Kimi-Linear-48B-A3B",),
@@ -110,6 +114,17 @@ def type_of_name(name: str) -> str | None:
         if any(said[at : at + len(words)] == words for at in range(len(said)))
     }
     return found[max(found)] if found else None
+
+
+def rows_called(table: Table, name: str) -> list[Runs]:
+    """Those whose type, or a name published of it, begins with `name`'s letters and digits: "glm", "Qwen3"."""
+    said = "".join(_words(name))
+
+    def begins(row: Runs) -> bool:
+        names = (row.model_type, *PUBLISHED.get(row.model_type, ()))
+        return any("".join(_words(each)).startswith(said) for each in names)
+
+    return [row for row in table.rows if said and begins(row)]
 
 
 def _words(name: str) -> list[str]:

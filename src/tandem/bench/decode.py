@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 
@@ -66,9 +66,12 @@ def run(request: Request, out: Path | None) -> None:
     if request.llama_cpp:
         check_installed("llama_cpp", "--llama-cpp")
     console, rows = Console(), []
-    for row in measure(request):
-        rows.append(row)
-        console.print(_line(row), highlight=False)
+    with Console(stderr=True).status("loading …") as status:
+        for row in measure(request, lambda what: status.update(f"{what} …")):
+            rows.append(row)
+            status.stop()  # its line is rewritten in place
+            console.print(_line(row), highlight=False)
+            status.start()
     console.print(table(rows))
     if out is not None:
         found = [dataclasses.asdict(row) for row in rows]
@@ -76,21 +79,24 @@ def run(request: Request, out: Path | None) -> None:
         console.print(f"Written to {out}")
 
 
-def measure(request: Request) -> Iterator[Row]:
+def measure(request: Request, tell: Callable[[str], None] = lambda _: None) -> Iterator[Row]:
+    """tell: hears what is done next, which takes seconds."""
     for fmt in request.formats:
-        yield from _own_rows(request, fmt)
+        yield from _own_rows(request, fmt, tell)
     directory = model_directory(request.model)
     threads = request.threads or Machine.detect().max_threads
     if request.transformers:
         for batch in request.batches:
+            tell(f"Transformers, batch {batch}")
             rate = transformers_rate(directory, batch, PROMPT_TOKENS, threads)
             yield _row(request, "transformers generate", "bf16", batch, rate)
     if request.llama_cpp:
+        tell("llama.cpp")
         rate = llama_cpp_rate(PROMPT_TOKENS, request.steps, threads)
         yield _row(request, "llama.cpp, dense base", "Q4_1", 1, rate)
 
 
-def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
+def _own_rows(request: Request, fmt: str, tell: Callable[[str], None]) -> Iterator[Row]:
     config = EngineConfig.from_keywords(
         request.model,
         kt_method=fmt,
@@ -99,9 +105,11 @@ def _own_rows(request: Request, fmt: str) -> Iterator[Row]:
         enable_deterministic_inference=request.deterministic,
         max_running_requests=max(request.batches),
     )
+    tell(f"loading {request.model} with {fmt} experts")
     parts = load_parts(config)
     plan, model = parts.plan, parts.model_config
     for batch in request.batches:
+        tell(f"measuring {fmt}, batch {batch}")
         rate, gbps = decode_rate(Engine.from_parts(parts), model.vocab, batch, request)
         bound = batch * gbps * 1e9 / bytes_per_step(model, plan.dtype, plan.expert_format, batch)
         name = "tandem, deterministic" if request.deterministic else "tandem"

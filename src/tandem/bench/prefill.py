@@ -22,7 +22,7 @@ from rich.console import Console
 from tandem.bench import hybrid
 from tandem.bench.ceilings import measure_flops
 from tandem.bench.probes import GpuSpeeds, gpu_speeds
-from tandem.bench.rows import machine_name, stamp
+from tandem.bench.rows import machine_name, say, stamp
 from tandem.bench.stored import format_name
 from tandem.config import Machine, ModelConfig
 from tandem.config.forecast.attention import attention_flops
@@ -107,7 +107,7 @@ def run(request: Request, out: Path | None) -> None:
     console, rows, where = Console(), [], stamp(machine_name(Machine.detect(), request.threads))
     for row in measure(request):
         rows.append(row | where)
-        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+        say(console, row)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(rows, indent=1) + "\n")

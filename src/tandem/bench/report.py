@@ -79,7 +79,10 @@ def software() -> dict[str, str]:
 
 
 def write(config: EngineConfig, out: Path) -> dict[str, Any]:
-    found = made(config)
+    from rich.console import Console
+
+    with Console(stderr=True).status("measuring this machine, and some layers of the model …"):
+        found = made(config)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1, default=str) + "\n")
     print(f"written to {out}", file=sys.stderr)

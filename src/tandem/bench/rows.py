@@ -15,14 +15,19 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.machine import Machine
 from tandem.config.small_files import write_whole
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Row = dict[str, Any]
 _STARTED = perf_counter()
 STAMP = ("machine", "commit", "command", "date")
+ASKED = {"format": "", "strategy": "", "batch": " sequences", "tokens": " tokens"}
+"""Of a row, with their units: what `say` shows."""
 RESULTS = ":(top,exclude)benchmarks/results"  # each run writes there, and the next one measures the same commit
 
 
@@ -80,15 +85,25 @@ def shown(found: Iterable[Row], table: Callable[[list[Row]], Any], out: Path | N
     """Prints stamped rows as they are measured, then their table; writes them to `out`."""
     from rich.console import Console
 
-    console, rows = Console(), []
+    console, rows = Console(), list[Row]()
     for row in found:
         rows.append(row)
-        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+        say(console, row)
     console.print(table(rows))
     if out is not None:
         write(rows, out)
         console.print(f"Written to {out}")
     return rows
+
+
+def say(console: Console, row: Row) -> None:
+    """A row as soon as it is measured: JSON for a program, on a terminal what was asked, and the rate."""
+    if not console.is_terminal:
+        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+        return
+    asked = ", ".join(f"{row[key]}{unit}" for key, unit in ASKED.items() if row.get(key) is not None)
+    gpu = f", {row['gpu_share']:.0%} of the experts on the GPU" if row.get("gpu_share") is not None else ""
+    console.print(f"{asked}{gpu}: {row['tok_s']:.1f} tokens/s", highlight=False, markup=False)
 
 
 def write_json_file(content: Row | list[Row], out: Path) -> None:

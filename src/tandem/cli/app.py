@@ -48,20 +48,20 @@ app.command(
     add_help_option=False,
 )(serve)
 app.command()(chat)
-app.command()(convert)
-app.command()(version)
 app.command()(models)
-app.command()(doctor)
 app.command(
     # As with serve: what is not one of its own flags is one of EngineConfig's.
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     options_metavar="MODEL [OPTIONS] [FLAGS OF kt serve]",
 )(plan)
-app.command()(demo)
+app.command()(doctor)
+app.command()(convert)
 app.command()(quality)
 app.command()(stats)
-app.add_typer(bench, name="bench")
+app.command()(demo)
+app.command()(version)
 app.add_typer(model, name="model")
+app.add_typer(bench, name="bench")
 
 
 def run(argv: Sequence[str] | None = None) -> None:

@@ -347,7 +347,10 @@ def experts(
     bench_placement.run(request, simulate, out, plot)
 
 
-@bench.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@bench.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    options_metavar="[MODEL] [OPTIONS] [FLAGS OF kt serve]",
+)
 def report(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="the file")] = Path("tandem-report.json"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tandem.architectures.model_types import Runs, Table
+    from tandem.errors import ConfigError
 
 HOW = {
     "native": "Tandem's own code, on the CPU or beside a GPU",
@@ -38,7 +40,11 @@ def models(
     if not name:
         _show_all(table, as_json)
         return
-    found = _of_path(Path(name)) if Path(name).exists() else _of_type(table, name)
+    looked = _of_name(table, name)
+    if isinstance(looked, list):
+        _show_several(looked, as_json)
+        return
+    found = looked
     if as_json:
         typer.echo(json.dumps(_entry(found)))
     else:
@@ -47,34 +53,52 @@ def models(
     raise typer.Exit(1 if found.how == "refused" else 0)
 
 
-def _of_type(table: Table, name: str) -> Runs:
-    from difflib import get_close_matches
+def _of_name(table: Table, name: str) -> Runs | list[Runs]:
+    """Of a path, a model or a type; several where `name` is how more than one begin. Raises TandemError."""
+    from tandem.architectures.model_types import rows_called, type_of_name
+    from tandem.config.env import DEMO
+    from tandem.hub.names import may_be_path
 
-    from tandem.architectures.model_types import type_of_name
-    from tandem.errors import ConfigError
-
-    row = table.row(name) or table.row(type_of_name(name) or "")
+    if name == DEMO or may_be_path(name):
+        return _of_path(name)
+    row = table.row(name.lower()) or table.row(type_of_name(name) or "")
     if row is not None:
         return row
+    rows = rows_called(table, name)
+    if not rows:
+        raise _unknown(table, name)
+    return rows if len(rows) > 1 else rows[0]
+
+
+def _unknown(table: Table, name: str) -> ConfigError:
+    from difflib import get_close_matches
+
+    from tandem.errors import ConfigError
+
     near = get_close_matches(name, [each.model_type for each in table.rows], 3, 0.5)
     hint = f"; near it are {', '.join(near)}" if near else ""
-    raise ConfigError(
-        f"{name} is no directory, and no model or type with experts of that name is known{hint}; kt models lists "
-        f"all; if it is a name of the hub, kt plan {name} looks at its configuration"
+    hub = f"; kt plan {name} looks at its configuration on the hub" if "/" in name else ""
+    return ConfigError(
+        f"no model with experts is known by the name {name}{hint}; Tandem is for such models, and kt models lists "
+        f"them{hub}"
     )
 
 
-def _of_path(path: Path) -> Runs:
-    """As a start would find it."""
+def _of_path(name: str) -> Runs:
+    """As a start would find it. Raises CheckpointError where there is no model, or a damaged one."""
+    from tandem.cli.serve import tell_at_once
+
+    tell_at_once(f"looking at {name} …")
     from tandem.architectures.model_types import Runs
-    from tandem.checkpoint import load_model_config
+    from tandem.checkpoint import load_model_config, resolve_model
     from tandem.config.gpu_plan import without_kernels
     from tandem.config.model_config import why_alone
-    from tandem.errors import CheckpointError, ConfigError
+    from tandem.errors import ConfigError
 
+    path = resolve_model(name)
     try:
         config = load_model_config(path)
-    except (ConfigError, CheckpointError) as error:
+    except ConfigError as error:
         return Runs(path.name, "refused", str(error))
     if config.foreign is None:
         return Runs(config.model_type, "native", gpu=without_kernels(config))
@@ -98,6 +122,24 @@ def _show_all(table: Table, as_json: bool) -> None:
         found = {"transformers": table.transformers, "types": [_entry(row) for row in table.rows]}
         typer.echo(json.dumps(found, indent=2))
         return
+    _show(table.rows)
+    typer.echo(f"\nTypes with experts of Transformers {table.transformers}, each run on a tiny random model.")
+    for how, means in HOW.items():
+        typer.echo(f"{how}: {sum(row.how == how for row in table.rows)}, {means}")
+
+
+def _show_several(rows: Sequence[Runs], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps([_entry(row) for row in rows], indent=2))
+        return
+    _show(rows)
+    typer.echo()
+    for how in sorted({row.how for row in rows}, key=list(HOW).index):
+        typer.echo(f"{how}: {HOW[how]}")
+
+
+def _show(rows: Sequence[Runs]) -> None:
+    """As a table, the best first."""
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -106,15 +148,8 @@ def _show_all(table: Table, as_json: bool) -> None:
 
     made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("type", "runs", "models, or why not"):
-        made.add_column(column, no_wrap=column in ("type", "runs"))
-    for row in sorted(table.rows, key=lambda row: list(HOW).index(row.how)):
+        made.add_column(column, no_wrap=column in ("type", "runs"), overflow="fold")
+    for row in sorted(rows, key=lambda row: list(HOW).index(row.how)):
         said = row.why if row.how == "refused" else ", ".join(PUBLISHED.get(row.model_type, ()))
         made.add_row(Text(row.model_type), Text(row.how, style=STYLES[row.how]), Text(said))
-    console = Console()
-    console.print(made)
-    console.print(
-        f"\nTypes with experts of Transformers {table.transformers}, each run on a tiny random model."
-    )
-    for how, means in HOW.items():
-        count = sum(row.how == how for row in table.rows)
-        console.print(f"{how}: {count}, {means}", markup=False, highlight=False, soft_wrap=True)
+    Console().print(made)

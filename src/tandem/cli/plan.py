@@ -71,11 +71,11 @@ def plan(
     if verify:
         _check_here(wish)
     asked, refused = _config(context.args, config)
+    model, stored = _subject(asked, config)  # before anything is measured: there may be no such model
     here = _this_machine()
     machine = wished_machine(wish, here)
     probe = _probe(here) if verify else None
     speeds = wished_speeds(wish, machine, _speeds_here(wish, here, probe))
-    model, stored = _subject(asked, config)
     question = Question(asked, model, machine, stored, speeds)
     wanted = Asked(tokens, prompt)
     found, measured = report(asked.model, question, refused, wanted), None

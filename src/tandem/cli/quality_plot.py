@@ -22,16 +22,21 @@ def draw(path: Path, measured: tuple[Measured, ...]) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FormatStrFormatter
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
     for each in measured:
         layers = [error.layer for error in each.layers]
-        [line] = axes.plot(layers, [error.total for error in each.layers], label=f"{each.label}, total")
-        own = [error.own for error in each.layers]
+        total = [100 * error.total for error in each.layers]
+        [line] = axes.plot(layers, total, label=f"{each.label}, all layers up to it")
+        own = [100 * error.own for error in each.layers]
         axes.plot(
             layers, own, linestyle="--", color=line.get_color(), label=f"{each.label}, this layer alone"
         )
-    axes.set(yscale="log", xlabel="layer", ylabel="relative error of hidden states")
+    axes.set(yscale="log", xlabel="layer", ylabel="relative error of hidden states, %")
+    for shown in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        shown(FormatStrFormatter("%g"))
+    axes.grid(alpha=0.3)
     if measured:
         axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ _THREADS = "give --kt-cpuinfer"
 _STEP = "give --chunked-prefill-size"
 _CACHE_TYPE = "give --kv-cache-dtype: fp8_e4m3 is half as large"
 _PER_REQUEST = "each request has its own: a field of its body"
+_TEXT = "text alone is read; leave the flag out"
 _ONE_GPU = "one GPU is used; set CUDA_VISIBLE_DEVICES to choose it"
 
 FOREIGN = {
@@ -96,6 +97,29 @@ FOREIGN = {
     "--log-requests": "give --log-level debug",
     "--moe-runner-backend": _FOUND,
     "--fp8-gemm-backend": _FOUND,
+    "-n": _PER_REQUEST,
+    "--n-predict": _PER_REQUEST,
+    "--predict": _PER_REQUEST,
+    "--chat-template-kwargs": _PER_REQUEST,
+    "-p": "start the server, then ask it: kt chat",
+    "--prompt": "start the server, then ask it: kt chat",
+    "-cb": "requests are always batched as they come; leave the flag out",
+    "--cont-batching": "requests are always batched as they come; leave the flag out",
+    "--no-warmup": "give --skip-server-warmup",
+    "--mmproj": _TEXT,
+    "--no-mmproj": _TEXT,
+    "--no-kv-offload": "keys and values are where attention is computed: --device cpu has both in CPU memory",
+    "--gguf_path": "give the GGUF file as MODEL; --kt-weight-path FILE takes experts alone from it",
+    "--optimize_config_path": f"what runs where is in no file: {_FOUND}",
+    "--optimize_rule_path": f"what runs where is in no file: {_FOUND}",
+    "--cpu_infer": _THREADS,
+    "--max_new_tokens": _PER_REQUEST,
+    "--cache_lens": "give --max-total-tokens",
+    "--chunk_size": _STEP,
+    "--max_batch_size": "give --max-running-requests",
+    "--backend_type": "there is one engine; leave the flag out",
+    "--use_cuda_graph": "decode steps are CUDA graphs; leave the flag out",
+    "--force_think": "each request says if the model reasons: chat_template_kwargs or reasoning_effort",
     "--schedule-policy": "requests are served in their order; leave the flag out",
     "--schedule-conservativeness": "requests are preempted when the KV cache is full; leave the flag out",
 }  # fmt: skip

@@ -138,9 +138,8 @@ class Source:
         for module in converted:
             found = module.input_type
             if wanted not in ("auto", found):
-                raise ConfigError(
-                    f"{module.name} is stored as {found}, not as --input-type {wanted}: say {found}, or auto"
-                )
+                say = f"say {found}, or auto" if found in INPUT_TYPES else "say auto"
+                raise ConfigError(f"{module.name} is stored as {found}, not as --input-type {wanted}: {say}")
             if found == {"MXFP4": "fp4"}.get(method, method.lower()):
                 raise ConfigError(
                     f"{module.name} is stored as {module.format} already: rounding it to {method} again could "

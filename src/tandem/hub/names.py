@@ -33,9 +33,14 @@ def hub_name(text: str) -> HubName | None:
     for url in _URLS:
         if text.startswith(url):
             return _parsed(text.removeprefix(url).rstrip("/"))
-    if text.startswith(("/", ".", "~")) or Path(text).exists() or Path(text.split("/")[0]).is_dir():
+    if may_be_path(text) or Path(text.split("/")[0]).is_dir():
         return None
     return _parsed(text)
+
+
+def may_be_path(text: str) -> bool:
+    """Whether it is one here, or is written as one."""
+    return text.startswith(("/", ".", "~")) or Path(text).exists()
 
 
 def _parsed(text: str) -> HubName | None:

@@ -164,8 +164,7 @@ class _Server:
     async def _drain(self) -> None:
         """New requests get 503; running ones may finish, for `--shutdown-timeout` at most."""
         self._state.draining = True
-        if self._state.http_active:
-            log.info("stopping; %d requests may finish (again Ctrl+C: stop now)", self._state.http_active)
+        log.info("stopping%s", _who_may_finish(self._state.http_active))
         ends = asyncio.get_running_loop().time() + self._config.shutdown_timeout
         while self._state.http_active and self._signals < 2 and asyncio.get_running_loop().time() < ends:
             await asyncio.sleep(_POLL_SECONDS)
@@ -175,6 +174,12 @@ class _Server:
         while not (self._state.client.ready and self._http.started):
             await asyncio.sleep(_POLL_SECONDS)
         print(greeting(self._config, self._state.model_name, self._socket.getsockname()[1]), flush=True)
+
+
+def _who_may_finish(requests: int) -> str:
+    if not requests:
+        return ""
+    return f"; {requests} request{'s' * (requests > 1)} may finish (again Ctrl+C: stop now)"
 
 
 def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:

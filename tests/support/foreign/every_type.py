@@ -67,12 +67,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "axk1": LATENT | settings(head_dim=8),
     "axk2": LATENT,
     "bailing_hybrid": LATENT | settings(layer_group_size=2),
+    "dbrx": settings(attn_config={"rope_theta": 1e4}),  # as every published one has it
     "deepseek_ocr2": SPARSE,
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
     "deepseek_v4": VARIANTS["deepseek_v4"][1] | settings(num_key_value_heads=1),
     "diffusion_gemma": GEMMA,
+    "doge": settings(is_moe=True),
     "dots3_note": LATENT | settings(per_layer_config={}, head_dim=20),
     "dots3_note_text": LATENT | settings(per_layer_config={}, head_dim=20),
     "ernie4_5_vl_moe": settings(moe_intermediate_size=[20, 20], rope_parameters=settings(

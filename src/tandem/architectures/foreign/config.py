@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from tandem.config.model_config import ForeignCode, ModelConfig
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
 
+_EXPERTS = re.compile(r"experts|moe$", re.IGNORECASE)  # in the name of a module's class
 UNGATED = 32  # rows that kernels take together, half of them for either part of what they know as gate and up
 LONGEST = 1 << 17  # tokens, where a configuration names no limit
 NORM = Norm(1e-6)  # whose numbers nobody asks: Transformers' modules have their own
@@ -32,7 +34,7 @@ def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConf
     model = skeleton(text)
     experts = expert_modules(model)
     if not experts:
-        raise ConfigError("Transformers' registry of experts has none of it: there are none, or its code computes them")
+        raise ConfigError(_why_no_experts(model))
     found = observe(model)
     part = model.config.get_text_config()
     return ModelConfig(
@@ -46,6 +48,14 @@ def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConf
         eos_ids=generation.integers("eos_token_id") or JsonKeys(values).integers("eos_token_id"),
         foreign=ForeignCode(text, found.alone),
     )
+
+
+def _why_no_experts(model: Any) -> str:
+    """Why no module of it lets others compute its experts."""
+    kinds = sorted({kind for module in model.modules() if _EXPERTS.search(kind := type(module).__name__)})
+    if not kinds:
+        return "it has no experts, and Tandem is for models that have (Mixture of Experts)"
+    return f"Transformers computes its experts in code of its own ({kinds[0]}), where Tandem's cannot stand in"
 
 
 def _layers(model: Any, experts: dict[str, Any], found: Observation) -> tuple[Layer, ...]:

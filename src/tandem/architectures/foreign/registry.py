@@ -54,6 +54,8 @@ def model_class(config: Any) -> tuple[Any, Any]:
     ):
         if type(part) in mapping:
             return mapping[type(part)], part
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError("it reads with an encoder and answers with a decoder; only models that go on with a text run")
     raise ConfigError(
         f"Transformers {installed_version()} has no class of {config.model_type!r} that makes text"
     )

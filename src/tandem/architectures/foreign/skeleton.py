@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def skeleton(config_json: str, dtype: torch.dtype = torch.float32, attention: st
     """
     register()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)  # nothing a user can change
     read = json.loads(config_json, object_hook=_special_float)
     values = {k: v for k, v in read.items() if k not in NOT_FOR_MODULES}
     try:
@@ -35,11 +37,20 @@ def skeleton(config_json: str, dtype: torch.dtype = torch.float32, attention: st
     except ConfigError:
         raise
     except Exception as error:  # whatever a class makes of these keys
-        why = f"{type(error).__name__}: {error}"
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            why = "a part of it takes no attention but its own, so Tandem's pages cannot serve it"
-        raise ConfigError(f"Transformers {installed_version()} cannot build it from config.json: {why}") from error
+        raise ConfigError(_why_not_built(error)) from error
     return model.eval()
+
+
+def _why_not_built(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (NAME,):
+        return "a part of it computes attention in a way of its own, which has no place for Tandem's KV cache"
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, AttributeError) and type(error.obj).__name__.endswith("Config"):
+        why = f"it asks {type(error.obj).__name__} for {error.name!r}, which is not there"
+    return (
+        "Tandem has no code for it, and Transformers "
+        f"{installed_version()} cannot build its own from config.json: {why}"
+    )
 
 
 def _special_float(value: dict[str, Any]) -> Any:

@@ -8,7 +8,6 @@ then says how long a step takes, and every result says "simulated".
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tandem.bench.placement.plot import check_matplotlib, draw
 from tandem.bench.placement.request import SIMULATED, Request, shape_columns, traffic
 from tandem.bench.placement.simulation import simulate_live, simulate_static
 from tandem.bench.placement.traces import ROUTINGS
-from tandem.bench.rows import stamp, write
+from tandem.bench.rows import say, stamp, write
 from tandem.bench.stored import expert_bytes
 from tandem.config import Machine, ModelConfig
 from tandem.experts.live.cost import StepCost
@@ -45,7 +44,7 @@ def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -
     found = simulated_rows(request) if simulated else _measured_rows(request)
     for row in found:
         rows.append(row | _where(request, machine, simulated))
-        console.print(json.dumps(row), highlight=False, soft_wrap=True)
+        say(console, row)
     console.print(table(rows))
     if out is not None:
         write(rows, out)
