@@ -127,6 +127,11 @@ class StateLayout:
         """Of one sequence, beside its pages."""
         return sum(self.slot_sizes())
 
+    @property
+    def rewritten_bytes(self) -> int:
+        """Of a slot, that every step writes anew: what folds have become."""
+        return sum(a.nbytes(self.dtype) for s in self.states if isinstance(s, Fold) for a in s.arrays)
+
     def slot_sizes(self) -> list[int]:
         """Bytes of each array of a slot, padded, one after the other."""
         own = (s for s in self.states if not isinstance(s, Pages))

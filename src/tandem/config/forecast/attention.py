@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.config.forecast.memories import memory_flops
 from tandem.config.layers import DeltaRule, Gqa
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -27,7 +28,7 @@ def _of_mixer(mixer: object, rows: int, before: int, per_head: bool) -> float:
     if isinstance(mixer, Gqa):
         channels = mixer.heads * (mixer.head_dim + mixer.value_dim)
         return 2.0 * pairs(rows, before, mixer.window or before + rows) * channels
-    return 0.0
+    return memory_flops(mixer, rows)
 
 
 def _of_latent(mixer: Latent, rows: int, before: int, per_head: bool) -> float:

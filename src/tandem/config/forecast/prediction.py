@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tandem.config.cuda_graphs import prompt_graph_rows, split_sizes
 from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
+from tandem.config.forecast.memories import OPERATION_SECONDS, prompt_seconds, small
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import CODES_PAIRS, ring_of
@@ -92,8 +93,9 @@ class Case:
         return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.experts / everyone
 
     def state_bytes(self, batch: int, context: int) -> float:
-        """That a step reads of so many sequences' past."""
-        slots = self.model.state_layout(self.plan.dtype).slot_bytes
+        """That a step reads of so many sequences' past, or writes anew."""
+        layout = self.model.state_layout(self.plan.dtype)
+        slots = layout.slot_bytes + layout.rewritten_bytes
         return float(batch * (past_bytes(self.model, self.plan.dtype, context) + slots))
 
 
@@ -168,8 +170,14 @@ def _decode_on_cpu(case: Case, batch: int, context: int) -> dict[str, float]:
         "dense layers": case.dense_bytes / rate,
         "KV cache": case.state_bytes(batch, context) / rate,
         "experts": on_cpu * case.expert_bytes / case.speeds.dram_gbps / 1e9 / case.dram_share,
-        "between layers": len(model.layers) * CPU_LAYER_SECONDS,
+        "between layers": _between_layers(model),
     }
+
+
+def _between_layers(model: ModelConfig) -> float:
+    """On a CPU."""
+    calls = sum(small(mixer).operations for mixer in model.mixers)
+    return len(model.layers) * CPU_LAYER_SECONDS + calls * OPERATION_SECONDS
 
 
 def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
@@ -203,12 +211,12 @@ def _mixer_kernels(mixer: object) -> int:
     if isinstance(mixer, Latent):
         chooses = mixer.index is not None and mixer.index.reuse is None
         return LATENT_KERNELS + (INDEX_KERNELS if chooses else 0)
-    return DELTA_KERNELS if isinstance(mixer, DeltaRule) else 0
+    return DELTA_KERNELS if isinstance(mixer, DeltaRule) else small(mixer).kernels
 
 
 def _eager_kernels(layer: Layer) -> int:
     more = {SharedKv: EAGER_SHARED_KEYS, Latent: EAGER_LATENT}.get(type(layer.mixer), 0)
-    return EAGER_KERNELS + _stream_kernels(layer) + more
+    return EAGER_KERNELS + _stream_kernels(layer) + more + small(layer.mixer).launches
 
 
 def _stream_kernels(layer: Layer) -> int:
@@ -241,8 +249,7 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
     if case.plan.gpu is None:
         peak, rate = speeds.cpu_flops * _cpu_share(case), speeds.dram_gbps * 1e9 * DRAM_SHARE
         return {
-            "dense layers": max(dense_flops / peak, case.dense_bytes / rate)
-            + len(model.layers) * CPU_LAYER_SECONDS,
+            "dense layers": max(dense_flops / peak, case.dense_bytes / rate) + _between_layers(model),
             "attention": attention / _cpu_attention_flops(case),
             "experts": on_cpu,
         }
@@ -261,7 +268,8 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     passes = 2.0 * rows * model.hidden * ROW_PASSES / speeds.gpu_gbps / 1e9 + PROMPT_KERNELS * speeds.kernel_seconds
     others = {
         "dense layers": dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE + len(model.layers) * passes,
-        "attention": attention_flops / speeds.gpu_flops / GPU_ATTENTION_SHARE,
+        "attention": attention_flops / speeds.gpu_flops / GPU_ATTENTION_SHARE
+        + sum(prompt_seconds(mixer, rows, speeds.gpu_gbps) for mixer in model.mixers),
     }
     there = case.gpu_share + (1 - case.gpu_share) * travelling
     ways = [
