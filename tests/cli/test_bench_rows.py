@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,16 @@ def test_a_file_is_one_list(tmp_path: Path) -> None:
     write(rows, tmp_path / "new" / "rows.json")
     assert json.loads((tmp_path / "new" / "rows.json").read_text()) == rows
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["rows.json"]
+
+
+def test_what_was_measured_before_an_error_is_written(tmp_path: Path) -> None:
+    def found() -> Iterator[rows.Row]:
+        yield {"bench": "some", "tok_s": 1.0}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rows.shown(found(), lambda _: "", tmp_path / "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text()) == [{"bench": "some", "tok_s": 1.0}]
 
 
 def test_what_the_repository_keeps_can_be_read() -> None:

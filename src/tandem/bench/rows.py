@@ -28,7 +28,9 @@ _STARTED = perf_counter()
 STAMP = ("machine", "commit", "command", "date")
 ASKED = {"format": "", "strategy": "", "batch": " sequences", "tokens": " tokens"}
 """Of a row, with their units: what `say` shows."""
-RESULTS = ":(top,exclude)benchmarks/results"  # each run writes there, and the next one measures the same commit
+RESULTS = (
+    ":(top,exclude)benchmarks/results"  # each run writes there, and the next one measures the same commit
+)
 
 
 def commit() -> str | None:
@@ -82,17 +84,20 @@ def progress(what: str) -> None:
 
 
 def shown(found: Iterable[Row], table: Callable[[list[Row]], Any], out: Path | None) -> list[Row]:
-    """Prints stamped rows as they are measured, then their table; writes them to `out`."""
+    """Prints stamped rows as they are measured, then their table; writes them to `out`, also those before an error or
+    Ctrl+C."""
     from rich.console import Console
 
     console, rows = Console(), list[Row]()
-    for row in found:
-        rows.append(row)
-        say(console, row)
-    console.print(table(rows))
-    if out is not None:
-        write(rows, out)
-        console.print(f"Written to {out}")
+    try:
+        for row in found:
+            rows.append(row)
+            say(console, row)
+        console.print(table(rows))
+    finally:
+        if out is not None and rows:
+            write(rows, out)
+            console.print(f"Written to {out}")
     return rows
 
 
