@@ -37,7 +37,9 @@ from tandem.kernels.ops import (
     Routing,
     Tally,
 )
+from tandem.kernels.recurrent.folds import Tokens
 from tandem.kernels.token_index import IndexWeights
+from tandem.models.passing import Pass
 
 if HAS_TRITON and not INTERPRETED:
     import triton
@@ -396,6 +398,27 @@ def test_latent_attention_over_chosen_tokens(
     hopper = card.target.arch == 90  # where one kernel takes any number of parts
     # Of all keys; of chosen ones.
     assert (counts["decode_hopper" if hopper else "_decode"], counts["_merge"]) == (2 if hopper else 3, 2)
+
+
+SPACES = {"nemotron": (64, 8, 128, 64), "granite": (128, 1, 128, 64), "awkward": (6, 2, 12, 21)}
+
+
+@pytest.mark.parametrize("sizes", SPACES.values(), ids=SPACES)
+def test_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int]) -> None:
+    """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""
+    heads, groups, keys, width = sizes
+    memory = torch.zeros(20, heads, keys, width)
+    for spans, single in [
+        ([(9, 10)], 1), ([(9, 10)] * 3, 3), ([(40, 41), (0, 30)], 1), ([(0, 64)] * 16, 0),
+        ([(9, 10)] * 16 + [(0, 130)], 16),
+    ]:  # fmt: skip
+        tables, _ = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        rows, shared = len(batch.positions), torch.zeros(len(batch.positions), groups, keys)
+        tokens = Tokens(shared, shared, torch.zeros(rows, heads, width), torch.zeros(rows, heads, 1))
+        ops.folds.folded(tokens, Pass(batch, torch.empty(0)), memory)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1}
 
 
 @pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (2, 6, 20, 40, 3)], ids=["qwen3-next", "awkward"])

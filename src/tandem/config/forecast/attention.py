@@ -28,7 +28,7 @@ def _of_mixer(mixer: object, rows: int, before: int, per_head: bool) -> float:
     if isinstance(mixer, Gqa):
         channels = mixer.heads * (mixer.head_dim + mixer.value_dim)
         return 2.0 * pairs(rows, before, mixer.window or before + rows) * channels
-    return memory_flops(mixer, rows)
+    return memory_flops(mixer, rows, chunked=per_head)
 
 
 def _of_latent(mixer: Latent, rows: int, before: int, per_head: bool) -> float:

@@ -8,6 +8,8 @@ from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.short_conv import CONVOLVED_BYTES
 from tandem.config.state import Array, Fold, Ring, State
 
+SCAN_CHUNK = 64  # rows of a prompt that a GPU multiplies together
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpace:
@@ -43,7 +45,7 @@ class StateSpace:
     @property
     def chunk_row_bytes(self) -> int:
         """What a prompt's row leaves between the GPU's kernels."""
-        return CONVOLVED_BYTES * self.channels + 16 * self.inner
+        return CONVOLVED_BYTES * self.channels + 16 * self.inner + 4 * SCAN_CHUNK * self.groups
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.state, self.head_dim), "float32")

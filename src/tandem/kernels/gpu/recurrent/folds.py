@@ -1,4 +1,4 @@
-"""`Folds` on a GPU: the recurrence in Triton, row by row, so that steps may be captured and no cut changes a bit."""
+"""`Folds` on a GPU: the recurrence in Triton. Rows that decode, and all of memories that correct, go row by row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.recurrent.scan import scan, scans
 from tandem.kernels.recurrent.folds import Step, Tokens, TorchFolds
 
 COLUMNS = 32  # of a memory that a program holds
@@ -47,19 +49,31 @@ def _fold(asked, written, values, decay, beta, out, memory, starts, lens, slots,
 
 
 class GpuFolds(TorchFolds):
-    """The convolution is torch's, of static shapes where every sequence has one row."""
+    """The convolution is torch's, of static shapes where every sequence has one row. Prompts that decay as one are
+    scanned in chunks; their last bits depend on where those begin."""
 
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
+        beta = None if tokens.beta is None else tokens.beta.contiguous()
         asked, written, values, decay = (part.contiguous() for part in tokens[:4])
-        (heads, width), (groups, keys) = values.shape[1:], asked.shape[1:]
-        out, batch = torch.empty_like(values), step.batch
-        beta = values if tokens.beta is None else tokens.beta.contiguous()
-        columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
-        _fold[(len(batch.seq_lens) * heads, triton.cdiv(width, columns))](
-            asked, written, values, decay, beta, out, memory, batch.query_starts, batch.seq_lens, batch.slots,
-            memory.stride(0), HEADS=heads, GROUP=heads // groups, KEYS=keys, VALUES=width, APART=decay.shape[2] > 1,
-            CORRECTS=tokens.beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns, num_warps=4,
-            **overlapped(values.device),
-        )  # fmt: skip
+        tokens = Tokens(asked, written, values, decay, beta)
+        out, batch, alone = torch.empty_like(tokens.values), step.batch, len(step.batch.seq_lens) == len(tokens.values)
+        single = len(batch.seq_lens) if alone or not scans(tokens) else batch.single_rows
+        if single:
+            _row_by_row(tokens, batch, single, memory, out)
+        if single < len(batch.seq_lens):
+            scan(tokens, batch, single, memory, out)
         # A copy must give what its row gives: it writes keys and values to the same places.
-        return out.index_select(0, step.rows.copied) if step.rows.alone else out
+        return out.index_select(0, step.rows.copied) if alone else out
+
+
+def _row_by_row(tokens: Tokens, batch: BatchLayout, sequences: int, memory: Tensor, out: Tensor) -> None:
+    """The first `sequences`."""
+    asked, written, values, decay, beta = tokens
+    (heads, width), (groups, keys) = values.shape[1:], asked.shape[1:]
+    columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
+    _fold[(sequences * heads, triton.cdiv(width, columns))](
+        asked, written, values, decay, values if beta is None else beta, out, memory, batch.query_starts,
+        batch.seq_lens, batch.slots, memory.stride(0), HEADS=heads, GROUP=heads // groups, KEYS=keys, VALUES=width,
+        APART=decay.shape[2] > 1, CORRECTS=beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns,
+        num_warps=4, **overlapped(values.device),
+    )  # fmt: skip
