@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from echo_engine import CONTEXT
 from server_harness import ServerProcess, running, spawn_echo
 from tandem.bench import architectures, load_client
 from tandem.bench.gaps import made_up, rows
-from tandem.bench.gaps.readers import FIRST_PIECES, Gap, Prompt, Seen, Wanted
+from tandem.bench.gaps.readers import FIRST_PIECES, OWN_TOKENS, Gap, LongPrompts, Prompt, Seen, Wanted
 from tandem.bench.load_client import Answer, LoadError
 from tandem.config import EngineConfig
 from tandem.engine.protocol import GenerateRequest, SamplingParams
@@ -51,6 +52,20 @@ def test_a_gap_is_beside_a_prompt_if_it_overlaps_it() -> None:
     assert found.idle_gaps() == [Gap(1, 2), Gap(2, 3)]
     assert found.gaps_beside() == [Gap(3, 5), Gap(4, 9)]
     assert list(Seen(answers=[answer(1, 2)]).gaps()) == [Gap(1, 2)] == Seen(answers=[answer(1, 2)]).idle_gaps()
+
+
+def test_pieces_are_counted_soon() -> None:
+    found = Seen(answers=[answer(1, 2, 3, 5, 6), answer(4, 9), Answer(0.0, 5, pieces=[1.0, 2.0])])
+    assert found.pieces() == 7 and found.pieces(2.5, 5.5) == 3 and found.pieces(10.0) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, OWN_TOKENS, 3 * OWN_TOKENS])
+def test_long_prompts_begin_differently(tokens: int) -> None:
+    prompts = LongPrompts("echo", tokens, random.Random(3))
+    first, second = (json.loads(prompts.next()) for _ in range(2))
+    assert len(first["prompt"]) == len(second["prompt"]) == tokens and first["max_tokens"] == 1
+    assert first["prompt"][OWN_TOKENS:] == second["prompt"][OWN_TOKENS:]
+    assert tokens == 1 or first["prompt"][:OWN_TOKENS] != second["prompt"][:OWN_TOKENS]
 
 
 def test_a_row_says_medians_and_the_longest() -> None:

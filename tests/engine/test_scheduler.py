@@ -393,3 +393,17 @@ def test_no_more_is_admitted_than_a_step_can_share() -> None:
         engine.add(request(name, [ord(name) % 60, *LONG[: 3 * STEP]], max_tokens=1))
     engine.step()
     assert [s.request_id for s in engine._scheduler.running] == ["a", "b"]
+
+
+def test_a_prompt_is_findable_chunk_by_chunk() -> None:
+    """Another that begins alike takes up what is computed of it, long before it ends."""
+    engine = fake_engine(max_step_tokens=16)
+    prompt = [3 + i % 50 for i in range(60)]
+    engine.add(request("a", prompt, max_tokens=1))
+    engine.step()
+    engine.step()
+    assert len(engine._kv._tree.match(prompt, 60)) == 2 * 16 // 4
+    engine.add(request("b", [*prompt[:32], 1, 2], max_tokens=1))
+    outputs = run(engine)
+    assert outputs["b", 0][0].cached_tokens == 32
+    check_pages(engine)

@@ -16,6 +16,7 @@ from tandem.errors import TandemError
 
 # A queued request may wait for all those before it.
 _TIMEOUT = httpx.Timeout(30.0, read=3600.0)
+_JSON = {"Content-Type": "application/json"}
 FIRST_ID, LAST_ID = 200, 10_000  # of prompt tokens: words in every vocabulary, no control tokens
 
 
@@ -145,18 +146,19 @@ async def _timed(load: Load) -> AsyncIterator[tuple[list[int], int]]:
             await asyncio.sleep(dice.expovariate(load.rate))
 
 
-def body_of(model: str, prompt: list[int], length: int) -> dict[str, Any]:
-    """A streamed completion of exactly `length` tokens."""
-    return {
+def body_of(model: str, prompt: list[int], length: int) -> bytes:
+    """A streamed completion of exactly `length` tokens, as JSON."""
+    body: dict[str, Any] = {
         "model": model, "prompt": prompt, "max_tokens": length, "temperature": 0.0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
-async def ask(http: httpx.AsyncClient, body: dict[str, Any], answer: Answer, started: float) -> None:
+async def ask(http: httpx.AsyncClient, body: bytes, answer: Answer, started: float) -> None:
     """Fills `answer` as its pieces come, with times after `started`; an error is in it."""
     try:
-        async with http.stream("POST", "/v1/completions", json=body) as response:
+        async with http.stream("POST", "/v1/completions", content=body, headers=_JSON) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 answer.error = f"{response.status_code}: {text[:300]}"

@@ -82,16 +82,21 @@ class Scheduler:
         decoding = len(chunks)
         if self.held:
             return chunks
+        chunks += self.prompts(decoding, pauses)
+        # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
+        return self._with_guesses(chunks) if chunks and len(chunks) == decoding else chunks
+
+    def prompts(self, decoding: int, pauses: bool = True) -> list[Chunk]:
+        """Chunks of prompts beside so many rows that decode, whose step may be under way: nobody loses pages."""
         tokens = self.pace.step_tokens(decoding, pauses) - decoding
-        rows = MAX_PROMPT_LOGITS_ROWS
+        chunks, rows = list[Chunk](), MAX_PROMPT_LOGITS_ROWS
         for sequence, most in self._allotted(self._prefilling(tokens), tokens):
             chunk = self._chunk(sequence, most, rows)
             if not chunk.length:  # the windows of those before take all there is, until the next step has run
                 break
             chunks.append(chunk)
             rows -= chunk.logits - 1
-        # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
-        return self._with_guesses(chunks) if chunks and len(chunks) == decoding else chunks
+        return chunks
 
     def _with_guesses(self, chunks: list[Chunk]) -> list[Chunk]:
         """Decode rows, and behind them rows of guesses. Nobody loses a page for a guess: each can have its next one."""
@@ -108,14 +113,15 @@ class Scheduler:
         ]
 
     def advance(self, chunk: Chunk) -> None:
-        """The model has run `chunk`: its rows of tokens that the sequence has count. A finished prompt becomes a cached
-        prefix and wakes the other answers."""
+        """The model has run `chunk`: its rows of tokens that the sequence has count. A prompt becomes a cached prefix
+        chunk by chunk: all at once would take as long as a step. A finished one wakes the other answers."""
         sequence, done = chunk.sequence, chunk.samples
         sequence.advance(chunk.sure)
         sequence.folded_len = sequence.computed_len
         self._store.mark(sequence)
-        if done and sequence.answer_len == 0:
+        if sequence.answer_len == 0:
             self._store.remember(sequence)
+        if done and sequence.answer_len == 0:
             self._wake_siblings(sequence)
         self._store.slide(sequence)
 

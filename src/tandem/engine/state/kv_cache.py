@@ -84,6 +84,8 @@ class KVCache:
         if self._tree is None:
             return pages
         kept = self._tree.insert(tokens, pages)
+        if kept == pages:
+            return pages
         swapped = [(old, new) for old, new in zip(pages, kept, strict=True) if old != new]
         self.share(new for _, new in swapped)
         self.release([old for old, _ in swapped])

@@ -47,11 +47,13 @@ class PrefixTree:
         """Makes `pages` findable as the prefix tokens[: len(pages) * page_size].
 
         Returns the page that stands for each position afterwards. Where the tree knew the prefix already, its own page
-        stays. The caller uses that one and lets go of the duplicate.
+        stays. The caller uses that one and lets go of the duplicate. Up to a page of the tree the caller's are the
+        tree's: so a prompt that grows is looked at where it is new.
         """
-        node = self._root
-        kept: list[int] = []
-        for key, page in zip(self._keys(tokens, len(pages) * self._page_size), pages, strict=True):
+        known = next((n for n in range(len(pages), 0, -1) if pages[n - 1] in self._node_of_page), 0)
+        node = self._node_of_page[pages[known - 1]] if known else self._root
+        kept = pages[:known]
+        for key, page in zip(self._keys(tokens, len(pages) * self._page_size, known), pages[known:], strict=True):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(key, page, node)
@@ -66,6 +68,8 @@ class PrefixTree:
         assert node.parent is not None
         del node.parent.children[node.key]
 
-    def _keys(self, tokens: list[int], limit: int) -> Iterator[tuple[int, ...]]:
+    def _keys(self, tokens: list[int], limit: int, first: int = 0) -> Iterator[tuple[int, ...]]:
+        """Of whole pages of tokens[:limit], from number `first` on."""
         size = self._page_size
-        return (tuple(tokens[i : i + size]) for i in range(0, min(limit, len(tokens)) // size * size, size))
+        ends = range(first * size, min(limit, len(tokens)) // size * size, size)
+        return (tuple(tokens[i : i + size]) for i in ends)

@@ -159,6 +159,7 @@ class ExpertStream:
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
         self._deliveries: list[_Delivery] = []
+        self._of: dict[int, range] = {}  # numbers of a layer's
         self._given = self._taken = 0
         self.recorder: Recorder | None = None  # while graphs of layers are captured
         self.rows = 0  # of this step
@@ -198,7 +199,11 @@ class ExpertStream:
         share = 1.0 if layers is Layers.WHOLE and share > 0 else share
         self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
         self._counts = _planned(self._layers, share, layers is Layers.SPLIT)
-        self._deliveries = [each for layer in self._counts for each in self._cut(layer, layers is not Layers.GIVEN)]
+        self._deliveries, self._of = [], {}
+        for layer in self._counts:
+            first, made = len(self._deliveries), self._cut(layer, layers is not Layers.GIVEN)
+            self._deliveries += made
+            self._of[layer] = range(first, first + len(made))
         self._given = self._taken = 0
         if self._deliveries:
             self._tables.tell(self._layers, self._counts, self._followed.moves())
@@ -259,7 +264,7 @@ class ExpertStream:
         return layer is not None and self._counts[index] < layer.places
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
-        mine = _numbers(self._deliveries, index)
+        mine = self._of.get(index, range(0))
         if self.recorder is None and (not mine or mine[0] != self._taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
         return [self._part(i, layer) for i in mine]
@@ -298,12 +303,12 @@ class ExpertStream:
 
     def arrive(self, index: int) -> None:
         """Before experts of a layer are computed by a graph."""
-        for number in _numbers(self._deliveries, index):
+        for number in self._of.get(index, ()):
             self._bus.compute_after(self._arrived[number % self._ring.parts])
 
     def leave(self, index: int) -> None:
         """After it."""
-        for number in _numbers(self._deliveries, index):
+        for number in self._of.get(index, ()):
             self._read(number)
 
 
@@ -321,8 +326,3 @@ def _planned(layers: Sequence[StreamedLayer | None], share: float, split: bool) 
     if split:
         return {i: max(1, min(round(share * count), count - 1)) for i, count in places.items()}
     return {i: round(share * count) for i, count in places.items() if round(share * count)}
-
-
-def _numbers(deliveries: Sequence[_Delivery], index: int) -> list[int]:
-    """Of a layer's."""
-    return [i for i, each in enumerate(deliveries) if each.layer == index]
