@@ -1,7 +1,8 @@
 """`Aside`: prompts that are computed between steps of those who decode, a slice at a time.
 
 A step of decoding rows and a slice take turns, so a reader waits for both, and never for a whole chunk. A slice is as
-many layers as fit into a share of a decoding step's time; or, where a device computes, as many as keep it busy.
+many layers as fit into a share of a decoding step's time. Where a device computes, it is as many as keep it busy, and
+the host gives them while the device is busy with a step: the end of one chunk and the begin of the next, too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from typing import Protocol
 from weakref import WeakMethod
 
 from tandem.engine.paused_pass import Pausing
+from tandem.engine.protocol import TokenOutput
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
+from tandem.engine.turns import Ran
+
+Tried = Callable[[list[Chunk], Callable[[], Logits | None]], Ran]
+"""Runs a slice of these chunks, and settles them where it was the last."""
 
 
 class PausingRunner(Protocol):
@@ -46,6 +52,19 @@ class Aside:
     def chunks(self) -> list[Chunk]:
         """Of the pass under way."""
         return list(self._scheduler.held)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a device computes the pass under way, if there is one, while steps run."""
+        return self._pass is not None and self._pass.overlaps
+
+    def beside(self, step: list[Chunk], tried: Tried, pauses: bool) -> Beside:
+        """What is to be done of the pass under way in this step of the engine. pauses: another pass may follow it."""
+        return Beside(self, step, tried, bool(step) and self._runner.runs_beside(step), pauses)
+
+    def follow(self, step: list[Chunk]) -> None:
+        """The next pass begins, while this step runs."""
+        self.take([*step, *self._scheduler.prompts(len(step))])
 
     def take(self, chunks: list[Chunk]) -> list[Chunk]:
         """A step's chunks without the prompts that are computed aside from now on."""
@@ -91,6 +110,34 @@ class Aside:
         paused, self._pass, self._scheduler.held = self._pass, None, []
         if paused is not None:
             paused.drop()
+
+
+class Beside:
+    """A slice of the pass under way, once in a step of the engine, and what became of its sequences."""
+
+    def __init__(self, aside: Aside, step: list[Chunk], tried: Tried, runs: bool, follows: bool) -> None:
+        """step: its chunks; runs: it can run while a pass is under way; else it waits for the pass's end. follows: the
+        next pass may begin at once."""
+        self._aside, self._step, self._tried, self._runs, self._follows = aside, step, tried, runs, follows
+        self.outputs: list[TokenOutput] = []
+        self.under_way = self._left = bool(aside.chunks)
+        self.waits = runs and aside.overlaps  # until a device computes the step
+        self.overtook = 0.0  # seconds of the step's time
+
+    def __call__(self) -> None:
+        if not self._left:
+            return
+        started, self._left = perf_counter(), False
+        self._slice()
+        if self.waits and self._follows and not self._aside.chunks:
+            self._aside.follow(self._step)
+            self._slice()
+        if self.waits:
+            self.overtook = perf_counter() - started
+
+    def _slice(self) -> None:
+        if chunks := self._aside.chunks:
+            self.outputs += self._tried(chunks, lambda: self._aside.slice(not self._runs)).outputs
 
 
 class _Broken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
 
 import msgspec
@@ -213,33 +214,32 @@ class Engine:
         drawing = perf_counter() - started  # guesses
         if pauses:
             chunks = self._aside.take(chunks)
-        if aside := self._aside.chunks:
-            whole = not chunks or not self._runner.runs_beside(chunks)
-            outputs += self._tried(aside, lambda: self._aside.slice(whole), None).outputs
+        beside = self._aside.beside(chunks, partial(self._tried, step=False), pauses)
+        if not beside.waits:
+            beside()
         if not chunks:
-            if not outputs and not aside and self.grammars:
+            outputs += beside.outputs
+            if not outputs and not beside.under_way and self.grammars:
                 self.grammars.wait()
             return outputs
         started, prompts = perf_counter(), any(chunk.prefills for chunk in chunks)
-        ran = self._tried(chunks, lambda: self._runner.run(chunks), self._recorder)
-        outputs += ran.outputs
-        seconds = perf_counter() - started
+        ran = self._tried(chunks, lambda: self._runner.run(chunks, beside))
+        outputs += [*beside.outputs, *ran.outputs]
+        seconds = perf_counter() - started - beside.overtook
         _tell(self._speculation, ran.turns, seconds + drawing)
         if prompts:
             self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
         else:
-            self._scheduler.pace.decoded(seconds, beside=bool(aside))
+            self._scheduler.pace.decoded(seconds, beside=beside.under_way)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return outputs
 
-    def _tried(
-        self, chunks: list[Chunk], run: Callable[[], Logits | None], recorder: ExpertRecorder | None
-    ) -> Ran:
+    def _tried(self, chunks: list[Chunk], run: Callable[[], Logits | None], step: bool = True) -> Ran:
         """What became of these chunks. An error fails them all, whatever it was: the engine goes on."""
         try:
             logits = run()
-            return Ran([], []) if logits is None else self._settled(chunks, logits, recorder)
+            return Ran([], []) if logits is None else self._settled(chunks, logits, step)
         except Exception as error:
             _log.exception("a step of %d sequences failed", len(chunks))
             self._runner.after_failure()
@@ -291,7 +291,7 @@ class Engine:
                 outputs += [self._end(a, _refusal(a, error), keep=False) for a in answers]
         return outputs
 
-    def _settled(self, chunks: list[Chunk], logits: Logits, recorder: ExpertRecorder | None) -> Ran:
+    def _settled(self, chunks: list[Chunk], logits: Logits, step: bool) -> Ran:
         turns = list(turns_of(chunks))
         for turn in turns:
             if turn.sequence.scores_prompt:
@@ -300,8 +300,9 @@ class Engine:
         while going:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, going)
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
-        _count(turns, self._meter, recorder)
-        self._runner.settled(sum(turn.rows for turn in turns))
+        _count(turns, self._meter, self._recorder if step else None)
+        if step:
+            self._runner.settled(sum(turn.rows for turn in turns))
         return Ran([output for turn in turns if (output := turn.output) is not None], turns)
 
     def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:

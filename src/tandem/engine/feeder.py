@@ -69,12 +69,15 @@ class Feeder:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Pieces are given meanwhile: the engine's thread only waits. One may still be under way at the end."""
+        """Pieces are given meanwhile: the engine's thread only waits. One may still be under way at the end. Within
+        itself nothing changes."""
+        before = self._open.is_set()
         self._open.set()
         try:
             yield
         finally:
-            self._open.clear()
+            if not before:
+                self._open.clear()
 
     def look(self) -> None:
         """Raises what a piece raised."""

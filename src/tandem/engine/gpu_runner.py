@@ -71,8 +71,8 @@ def nothing_begins(batch: ForwardBatch, captured: bool) -> None:
     """Where no backend plans its steps."""
 
 
-def _all_made() -> None:
-    """Where masks are made before the step."""
+def _nothing() -> None:
+    """Where masks are made before the step, and where no pass goes on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,13 @@ class GpuRunner:
             self._capture_all()
             self._capture_prompts()
 
-    def run(self, chunks: Rows[Chunk]) -> DeviceLogits:
-        """Logits rows of all chunks, in order; valid until the model runs again."""
+    def run(self, chunks: Rows[Chunk], meanwhile: Callable[[], None] = _nothing) -> DeviceLogits:
+        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: as `logits`."""
         batch = self._arrays.fill(chunks)
         self._guessing = any(chunk.guesses for chunk in chunks)
         with torch.inference_mode():
-            return self.logits(batch, _masks(chunks), lambda: make_masks([chunk.sequence for chunk in chunks]))
+            make = partial(make_masks, [chunk.sequence for chunk in chunks])
+            return self.logits(batch, _masks(chunks), make, meanwhile)
 
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
@@ -154,10 +155,15 @@ class GpuRunner:
             raise EngineError(f"the GPU stopped working: {error}") from error
 
     def logits(
-        self, batch: ForwardBatch, masks: RowMasks = (), make: Callable[[], None] = _all_made
+        self,
+        batch: ForwardBatch,
+        masks: RowMasks = (),
+        make: Callable[[], None] = _nothing,
+        meanwhile: Callable[[], None] = _nothing,
     ) -> DeviceLogits:
         """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
-        where a graph is replayed; `DeviceLogits.chosen` wants them anyway."""
+        where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
+        CPU has done its part."""
         graph, rows = self._graph_of(batch), len(batch.seq_lens)
         if graph is None:
             return self._prompt(batch, make) or self._alone(batch, make)
@@ -170,6 +176,8 @@ class GpuRunner:
         self._move_experts()
         with nullcontext() if self._feeder is None else self._feeder.opened():
             self._handoff.serve(graph.posts)
+            with torch.inference_mode(False):  # what begins and ends in it is no part of the step
+                meanwhile()
             return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
     def _alone(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits:

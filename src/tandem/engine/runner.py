@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import partial
 from typing import Protocol
@@ -44,8 +45,9 @@ class ModelRunner:
         made = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
         self._arrays, self._paused = made(), made()
 
-    def run(self, chunks: Rows[Chunk]) -> HostLogits:
-        """Logits rows of all chunks, in order; valid until the model runs again."""
+    def run(self, chunks: Rows[Chunk], meanwhile: Callable[[], None] | None = None) -> HostLogits:
+        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: of no use here: no device
+        computes while the host does something else."""
         batch = self._arrays.fill(chunks)
         with torch.inference_mode():
             if self._usage is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from fake_model import FakeModel, check_pages, fake_engine, greedy_reference, request, run, token_ids
+from pausing_model import DEPTH, LONG, FakePass, PausingFake
 from sessions import Session, prompts
 from tandem import _core
 from tandem.engine.aside import Aside
@@ -21,41 +21,6 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.kernels.cpu_ops import CpuOps
 from tiny import VARIANTS
-
-DEPTH = 5
-
-
-@dataclass
-class FakePass:
-    batch: Any
-    tallies: Any = None
-
-
-class PausingFake(FakeModel):
-    """Reads and writes its pages in its last layer: whoever drops it before has changed nothing."""
-
-    depth = DEPTH
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers_run: list[int] = []
-        self.fail_in: int | None = None
-
-    def begin(self, batch) -> FakePass:
-        return FakePass(batch)
-
-    def layer(self, p: FakePass, index: int, states) -> None:
-        self.layers_run.append(index)
-        if index == self.fail_in:
-            raise RuntimeError("a layer failed")
-        if index == DEPTH - 1:
-            self.made = super().forward(p.batch, states)
-
-    def logits(self, p: FakePass, states) -> torch.Tensor:
-        return self.made
-
-
-LONG = [3, 5, 7, 11, 13, 17, 19] * 12
 
 
 def engine_of(model: FakeModel, **plan) -> Engine:
