@@ -292,6 +292,16 @@ def test_a_call_ends_reasoning_that_was_not_closed():
     assert answer.reasoning == "Hm." and answer.text == ""
 
 
+def test_half_an_end_marker_is_shown_to_nobody():
+    """`max_tokens` ended between the call and the end of its marker: clients showed "</tool_call"."""
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n'
+    for half in ("</tool_call>"[:end] for end in range(1, 12)):
+        answer = read(rules("hermes"), call + half, "length")
+        assert (answer.text, [c.name for c in answer.calls], answer.finish_reason) == ("", ["now"], "length")
+    assert read(rules("hermes"), call + "</tool", "stop").text == "</tool"  # the model's own words
+    assert read(rules("hermes"), call + "</thing", "length").text == "</thing"
+
+
 def test_reasoning_that_is_cut_is_reasoning():
     answer = read(rules(None, "qwen3"), "<think>Hm, h", "length")
     assert said(answer) == ("", "Hm, h", [], "length")

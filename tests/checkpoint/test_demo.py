@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.checkpoint import demo, demo_source, open_checkpoint
 from tandem.checkpoint.demo_weights import DemoWeights
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.hub import demo_check
 from tandem.hub.demo_check import known_whole
 
@@ -80,6 +80,31 @@ def test_a_whole_model_is_not_built_again_and_a_broken_one_is(demo_dir, tmp_path
     demo.build_demo(out)
     assert len(built) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == [".demo.lock", "demo"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "pictures/cat.png", "config.json", "model-00001-of-00002.safetensors"])
+def test_a_directory_with_anything_else_is_left_alone(tmp_path, monkeypatch, name):
+    """What is there is replaced as a whole: `kt demo --out ~` removed all that was in it."""
+    monkeypatch.setattr(demo, "_build", lambda scratch, report: fake_model(scratch / "model"))
+    out = tmp_path / "mine"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"mine holds {name.split('/')[0]}, which is no demo model's"):
+        demo.build_demo(out)
+    assert (out / name).read_text() == "mine"
+    fake_model(tmp_path / "demo")
+    (tmp_path / "demo" / "config.json").write_text("[]")
+    (tmp_path / "demo" / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"demo holds mine\.txt"):
+        demo.build_demo(tmp_path / "demo")
+    with pytest.raises(ConfigError, match=r"mine\.txt holds mine\.txt"):
+        demo.build_demo(tmp_path / "demo" / "mine.txt")
+
+
+def test_an_empty_directory_is_filled(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_build", lambda scratch, report: fake_model(scratch / "model"))
+    (tmp_path / "new").mkdir()
+    assert demo.demo_is_whole(demo.build_demo(tmp_path / "new"))
 
 
 def test_a_model_that_was_read_once_is_read_again_when_it_has_changed(tmp_path, monkeypatch):

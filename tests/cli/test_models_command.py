@@ -154,6 +154,8 @@ def test_dbrx_says_what_is_missing_in_our_words() -> None:
         ("deepseek-ai/DeepSeek-V3-0324", "deepseek_v3"),
         ("zai-org/GLM-5.3-Flash", "glm5_next"),
         ("mixtral-8x7b", "mixtral"),
+        ("inclusionAI/Ling-mini-2.0", "bailing_moe_v2"),
+        ("moonshotai/Kimi-VL-A3B-Instruct", "deepseek_v3"),
         ("Qwen/Qwen3.5-27B", None),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", None),
         ("zai-org/GLM-4.6V-Flash", None),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,12 +24,16 @@ from tandem.checkpoint.demo_source import base_gguf, sha256_of, trained_parts
 from tandem.checkpoint.demo_text import RECIPE, write_text_files
 from tandem.checkpoint.demo_weights import LAYERS, DemoWeights
 from tandem.checkpoint.mapped.shards import INDEX
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.hub.demo_check import known_whole, remember_whole, state_of
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of how much is done
 
 MANIFEST = "manifest.json"
+_FILES = re.compile(
+    r"\.checked(\.\d+)?|model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json"
+    r"|(config|generation_config|manifest|tokenizer|tokenizer_config)\.json"
+)
 LAYERS_PER_SHARD = 5  # memory is bounded by one shard: 190 MB
 WEIGHTS_SHA256 = "ef1ec7a0d52b23225a25c42392dff595b88f9f7404c2e103fac1a8bdc5ae2b90"
 
@@ -38,7 +43,7 @@ def build_demo(out_dir: str | Path, progress: Progress | None = None) -> Path:
 
     Atomic: built beside `out_dir` and renamed. Two builders at once: one waits for the other. Raises
     CheckpointError when the base weights cannot be had, the files cannot be written or the result is not what it
-    should be.
+    should be, ConfigError when `out_dir` holds anything else.
     """
     out, report = Path(out_dir), progress or (lambda _name, _done, _total: None)
     if known_whole(out) or demo_is_whole(out):  # perhaps where this process may only read
@@ -47,6 +52,7 @@ def build_demo(out_dir: str | Path, progress: Progress | None = None) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _locked(out.with_name(f".{out.name}.lock")):
             if not demo_is_whole(out):
+                _refuse_other_files(out)
                 with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
                     _build(Path(scratch), report)
                     _put_in_place(Path(scratch) / "model", out)
@@ -124,6 +130,16 @@ def _write_shards(weights: DemoWeights, model: Path, report: Progress) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _refuse_other_files(out: Path) -> None:
+    """What is there is replaced as a whole, so it may be a demo model that is damaged or older, and nothing else."""
+    if not out.exists():
+        return
+    found = sorted(file.name for file in out.iterdir()) if out.is_dir() else [out.name]
+    others = [name for name in found if not _FILES.fullmatch(name)]
+    if others or (found and MANIFEST not in found):
+        raise ConfigError(f"{out} holds {(others or found)[0]}, which is no demo model's: give a new directory")
 
 
 def _put_in_place(model: Path, out: Path) -> None:

@@ -144,7 +144,7 @@ class AnswerReader:
         outcome = yield from self._body(tools, bool(marker))
         if outcome == "complete":
             found = yield from source.behind_space(tools.close)
-            source.take_behind_space(found)
+            source.take_behind_space(found or source.half_of(tools.close))
         return outcome
 
     def _body(self, tools: ToolFormat, marked: bool) -> Reading[CallOutcome | None]:

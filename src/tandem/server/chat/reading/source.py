@@ -82,6 +82,11 @@ class Source:
         """What `behind_space` has found, and the space before it."""
         return self.take(len(self.text) - len(self.text.lstrip(_SPACE)) + len(option)) if option else ""
 
+    def half_of(self, options: Sequence[str]) -> str:
+        """What came of one of `options`, behind white space, when no more was allowed; "": it is none."""
+        rest = self.text.lstrip(_SPACE) if self.cut and self.ended else ""
+        return rest if rest and any(option.startswith(rest) for option in options) else ""
+
     def until(
         self,
         stops: Sequence[str],
