@@ -94,17 +94,17 @@ class BatchArrays:
         """The chunks in host memory; valid until the next `fill`."""
         apart = self._each_row or (self._apart and any(chunk.guesses for chunk in chunks))
         sequences = sum(chunk.length for chunk in chunks) if apart else len(chunks)
+        folds = self._guessing and (self._each_row or not all(map(_settled, chunks)))
         for places in self._places:
             places.begin(chunks, sequences)
         s = row = logits = 0
         for chunk in chunks:
             self._place(row, chunk)
             row += chunk.length
-            s += self._describe(s, chunk, row, apart)
+            s += self._describe(s, chunk, row, apart, folds)
             self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         whole, *others = self._places
-        folds = self._guessing and (self._each_row or not all(map(_settled, chunks)))
         batch = ForwardBatch(
             input_ids=torch.from_numpy(self._input_ids[:row]),
             positions=torch.from_numpy(self._positions[:row]),
@@ -123,15 +123,16 @@ class BatchArrays:
             batch.windows = replace(batch, cache_slots=own.slots(row), block_tables=tables)
         return batch
 
-    def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool) -> int:
-        """The chunk as sequence s, or its rows as sequences from s on; how many that are."""
+    def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool, folds: bool) -> int:
+        """The chunk as sequence s, or its rows as sequences from s on; how many that are. folds: whether somebody asks
+        what their slots hold."""
         sequence, count = chunk.sequence, chunk.length if apart else 1
         which, end = slice(s, s + count), sequence.computed_len + chunk.length
         for i in range(count):
             left = count - 1 - i
             self._query_starts[s + i + 1], self._seq_lens[s + i] = row_end - left, end - left
         self._slots[which] = sequence.slot
-        if self._guessing:
+        if folds:
             self._folded[which], self._sure[which] = sequence.folded_len, chunk.sure
         for places in self._places:
             places.describe(which, sequence)

@@ -107,6 +107,8 @@ class Scheduler:
         found = self._guesser.guesses(
             [c.sequence for c in chunks], room, lambda sequence, n: self._store.grow(sequence, n, left)
         )
+        if not any(found):
+            return chunks
         return [
             Chunk(c.sequence, 1 + len(guesses), 1 + len(guesses), guesses) if guesses else c
             for c, guesses in zip(chunks, found, strict=True)

@@ -61,8 +61,11 @@ class World:
     def propose(self, sequence: Text, most: int) -> Draft:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
 
+    def behind(self, sequence: Text) -> int:
+        return len(sequence.tokens) - self._made.get(sequence, 0)
+
     def draw(self, wanted: Rows[tuple[Text, int]]) -> list[tuple[int, ...]]:
-        behind = [len(s.tokens) - self._made.get(s, 0) for s, _ in wanted]
+        behind = [self.behind(s) for s, _ in wanted]
         self._made |= {s: len(s.tokens) for s, _ in wanted}
         self.unusual = max(behind) > self.times.recorded_rows
         passes = max(width for _, width in wanted)

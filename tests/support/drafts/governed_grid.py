@@ -87,8 +87,11 @@ class Layer:
     def propose(self, sequence: Text, most: int) -> Draft:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
 
+    def behind(self, sequence: Text) -> int:
+        return sequence.total_len - self._made.get(sequence, 0)
+
     def draw(self, wanted: Rows[tuple[Text, int]]) -> list[tuple[int, ...]]:
-        behind = [s.total_len - self._made.get(s, 0) for s, _ in wanted]
+        behind = [self.behind(s) for s, _ in wanted]
         self._made |= {s: s.total_len for s, _ in wanted}
         self.unusual, shape = max(behind) > self._shape.recorded_rows, self._shape
         passes = max(width for _, width in wanted) * (1.0 + 0.03 * (len(wanted) - 1))

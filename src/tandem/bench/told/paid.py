@@ -31,5 +31,8 @@ class Paid:
             pass
         return [() if draft is None else draft.tokens for draft in drafts]
 
+    def behind(self, sequence: Sequence) -> int:
+        return 0
+
     def forget(self, sequence: Sequence) -> None:
         """There is nothing to forget."""

@@ -104,4 +104,4 @@ class GraphInputs:
 def _numbers(source: ForwardBatch, name: str) -> Any:
     """Where a batch says nothing of folds, they hold all tokens before its own."""
     found: Tensor | None = getattr(source, name)
-    return (source.seq_lens - 1 if found is None else found).numpy()
+    return source.seq_lens.numpy() - 1 if found is None else found.numpy()

@@ -39,6 +39,10 @@ class Drawing(Protocol):
         """So many guesses of each sequence, which has pages for them; none of one that is not ready yet."""
         ...
 
+    def behind(self, sequence: Sequence) -> int:
+        """Rows that drawing its guesses has to make first."""
+        ...
+
     @property
     def unusual(self) -> bool:
         """Whether the last call did more than a usual one: its time says nothing."""

@@ -56,6 +56,9 @@ class Instead:
         said = (self._said.propose(sequence, width) for sequence, width in wanted)
         return [() if draft is None or not own else draft.tokens for own, draft in zip(drawn, said, strict=True)]
 
+    def behind(self, sequence: Sequence) -> int:
+        return self._drawing.behind(sequence)
+
     def forget(self, sequence: Sequence) -> None:
         self._layer.forget(sequence)
         self._said.forget(sequence)

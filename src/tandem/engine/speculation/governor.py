@@ -20,6 +20,7 @@ from tandem.engine.speculation.step_times import StepTimes
 LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
 LEAST_CHANCE = 0.02  # of a guess that is looked at
 PROBE_EVERY = 64  # steps with guesses, then one without; likewise steps without, then a trial
+ASKED_EVERY = 64  # steps without guesses, where not even what may be hoped for would pay
 LONGEST_PATIENCE = 1024  # of those steps: each trial that changes nothing doubles them
 CLOSE_PATIENCE = 192  # at most, where a trial loses little: not much has to change
 _SHORT_TRIAL, _LONG_TRIAL = 3, 8  # steps: of any trial, and of one that loses little
@@ -96,6 +97,15 @@ class Widths(Protocol):
         """Of steps of so many sequences with up to `most` guesses each; empty where nothing depends on it."""
         ...
 
+    @property
+    def stays(self) -> int:
+        """Steps of these sequences for which the last answer stays none, if nothing is learnt meanwhile."""
+        ...
+
+    def rested(self, steps: int) -> None:
+        """For so many it was not asked."""
+        ...
+
 
 class Governor:
     """`Widths`, by what was measured. One per engine. `times`: of its steps, which whoever runs them observes."""
@@ -108,11 +118,16 @@ class Governor:
         self._trying = self._tried = 0  # guesses of a trial under way, and its steps
         self._patience = PROBE_EVERY
         self._narrow = 0  # steps since one had all guesses that might pay
+        self.stays = 0
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
         chances = Chances(lambda deviations: self._chances(sequences, drafts, deviations)[:room])
-        widths = [0] * len(drafts)
-        if not (chances.low or chances.high) or self.times.plain(len(sequences)) is None:
+        widths, self.stays = [0] * len(drafts), 0
+        if self.times.plain(len(sequences)) is None:
+            return widths
+        if not (chances.low or chances.high):
+            self._without += 1
+            self.stays = ASKED_EVERY
             return widths
         best = self._best(len(sequences), chances)
         more = self._wider(len(sequences), chances, best) if best and not self._trying else 0
@@ -132,6 +147,9 @@ class Governor:
 
     def forget(self, sequence: Sequence) -> None:
         self._known.pop(sequence, None)
+
+    def rested(self, steps: int) -> None:
+        self._without += steps
 
     def believed(self, sequences: int, most: int) -> Beliefs:
         plain, cost = self.times.plain(sequences), self.times.curve(sequences)
@@ -181,7 +199,11 @@ class Governor:
             self._with, self._without, self._trying, self._patience = self._with + 1, 0, 0, PROBE_EVERY
             return best
         self._without += 1
-        return self._trial(sequences, chances) if self._trying or self._without > self._patience else 0
+        if self._trying or self._without > self._patience:
+            return self._trial(sequences, chances)
+        if self._fastest(sequences, chances.high) == 0:
+            self.stays = min(ASKED_EVERY, self._patience - self._without)
+        return 0
 
     def _trial(self, sequences: int, chances: Chances) -> int:
         """As if rows were cheap and guesses good: they may have become so. What was drawn for its first step may have
@@ -226,6 +248,8 @@ class Governor:
 class FixedWidth:
     """`Widths`: every draft gets all its rows. For `--disable-speculative-governor`."""
 
+    stays = 0
+
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
         widths = []
         for draft in drafts:
@@ -238,6 +262,9 @@ class FixedWidth:
 
     def forget(self, sequence: Sequence) -> None:
         """There is nothing to forget."""
+
+    def rested(self, steps: int) -> None:
+        """It is asked in every step."""
 
     def believed(self, sequences: int, most: int) -> Beliefs:
         return Beliefs([], [])

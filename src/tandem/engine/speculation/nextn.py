@@ -30,6 +30,9 @@ class NextN:
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
 
+    def behind(self, sequence: Sequence) -> int:
+        return sequence.computed_len - self._rows.made(sequence)[0]
+
     def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
         a failure no row counts as made."""

@@ -10,6 +10,7 @@ from tandem.engine.speculation.draft import Draft
 SHADOW_EVERY = 64  # steps that could have had guesses, and had none: at least so many between two
 SHADOW_SHARE = 0.005  # of all time, for drawing them
 LONGEST_REST = 4096  # steps: a drawing that compiled kernels is forgotten then
+CHEAP_ROWS = 256  # that a sequence lacks: others' prompts, which may be long, are not made up for by shadows
 MOST_FOLLOWED = 6  # drawings in a row that found a right guess
 
 
@@ -31,6 +32,21 @@ class Shadows:
             return False
         rested = self._without >= SHADOW_EVERY and self._credit >= self._cost
         return self._follows or rested or self._without >= LONGEST_REST
+
+    @property
+    def stays(self) -> int:
+        """Steps for which nothing can become due."""
+        if self._cast or self._follows:
+            return 0
+        return SHADOW_EVERY - self._without - 1 if self._without < SHADOW_EVERY else SHADOW_EVERY
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._cast)
+
+    def rested(self, steps: int) -> None:
+        """So many could have had guesses, and were not asked for."""
+        self._without += steps
 
     def cast(self, drafts: Mapping[Sequence, Draft], seconds: float) -> None:
         """seconds: that drawing them took."""

@@ -13,12 +13,13 @@ from tandem.engine.scheduler import Grow
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft, Drafter, Drawing
 from tandem.engine.speculation.governor import FixedWidth, Governor, Widths
-from tandem.engine.speculation.shadows import Shadows
+from tandem.engine.speculation.shadows import CHEAP_ROWS, Shadows
 from tandem.engine.speculation.step_times import StepTimes
 from tandem.engine.turns import Turn
 
 LOG_SECONDS = 60.0
 RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without guesses after a drawing that failed; each doubles it
+OBSERVED_EVERY = 8  # steps in which nobody is asked: what one of them takes is booked
 MOST_UNUSUAL = 2  # drawings in a row whose time is left out of account: more are what is usual
 
 _log = logging.getLogger(__name__)
@@ -26,16 +27,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Asked:
-    """The step that guesses were last asked for. usual: its time says what such steps take."""
+    """The step that guesses were last asked for. drafts: of those that go on; guessing: whether there were any. usual:
+    its time says what such steps take."""
 
     sequences: list[Sequence]
     drafts: dict[Sequence, Draft] = field(default_factory=dict)
     usual: bool = True
+    guessing: bool = False
 
     def was(self, turns: Rows[Turn]) -> bool:
         """Whether these are its turns. A step that failed has none, and its sequences never run again."""
         same = len(turns) == len(self.sequences)
         return same and all(turn.sequence is each for turn, each in zip(turns, self.sequences, strict=True))
+
+
+_NOBODY = _Asked([])
+
+
+def _cheapest(
+    drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None]
+) -> list[tuple[Sequence, int]]:
+    """Whose guesses are drawn to be compared, and how many: of all that lack few rows, or of the one that lacks
+    fewest."""
+    lacks = {s: drawing.behind(s) for s, offer in zip(sequences, offers, strict=True) if offer}
+    most = max(CHEAP_ROWS, min(lacks.values(), default=0))
+    found = [(s, len(offer.kinds)) for s, offer in zip(sequences, offers, strict=True) if offer and lacks[s] <= most]
+    return found if most == CHEAP_ROWS else found[:1]
 
 
 class Speculation:
@@ -60,14 +77,22 @@ class Speculation:
         self._drawing = drafter if isinstance(drafter, Drawing) else None
         self._shadows, self._clock, self._unusual = Shadows(), clock, 0
         self._rests, self._rested_until = RETRY_SECONDS, float("-inf")  # after a drawing that failed
-        self._asked = _Asked([])
+        self._asked = self._quiet = _NOBODY
+        self._quiet_left = self._skipped = 0  # steps that the quiet one stands for, still and until now
+        self._quiet_seconds = 0.0
         self._steps = self._with_guesses = self._guesses = self._right = self._tokens = 0
         self._widths, self._sequences = [0] * (most + 1), 1  # of the last step
         self._saved = 0.0
-        self._logged, self._logged_steps = monotonic(), 0
+        self._logged = monotonic()
 
     def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> list[tuple[int, ...]]:
-        """As `scheduler.Guesser`."""
+        """As `scheduler.Guesser`. Where none was made and nothing can change that soon, nobody is asked for a while."""
+        if self._quiet_left and self._quiet.sequences == sequences:
+            self._quiet_left -= 1
+            self._skipped += 1
+            self._asked = self._quiet
+            return [()] * len(sequences)
+        self._wake()
         self._asked = _Asked(list(sequences))
         drafts = [self._draft(sequence) for sequence in sequences]
         widths = self._governor.widths(sequences, drafts, room)
@@ -78,6 +103,9 @@ class Speculation:
         if self._drawing is not None:
             drafts = self._drawn(self._drawing, sequences, drafts, widths, grow)
         self._asked.drafts = {s: draft for s, draft in zip(sequences, drafts, strict=True) if draft is not None}
+        self._asked.guessing = bool(self._asked.drafts)
+        if self._drawing is not None and not self._asked.guessing and self._asked.usual:
+            self._quiet, self._quiet_left = self._asked, min(self._governor.stays, self._shadows.stays)
         return [
             () if draft is None else draft.tokens[:width]
             for draft, width in zip(drafts, widths, strict=True)
@@ -89,6 +117,13 @@ class Speculation:
         self._shadows.forget(sequence)
         self._asked.drafts.pop(sequence, None)
 
+    def _wake(self) -> None:
+        if self._skipped:
+            self._governor.rested(self._skipped)
+            self._shadows.rested(self._skipped)
+            self._shadows.passed(self._quiet_seconds)
+        self._quiet_left, self._skipped, self._quiet_seconds = 0, 0, 0.0
+
     def _drawn(
         self, drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None], widths: list[int], grow: Grow
     ) -> list[Draft | None]:
@@ -98,7 +133,7 @@ class Speculation:
         wanted = [(sequence, width) for sequence, _, width in each if width]
         shadow = not wanted and self._governed and self._shadows.due(any(offers))
         if shadow:
-            wanted = [(s, len(offer.kinds)) for s, offer, _ in each if offer and grow(s, len(offer.kinds))]
+            wanted = [(s, n) for s, n in _cheapest(drawing, sequences, offers) if grow(s, n)]
         if not wanted:
             self._unusual = 0  # what follows a pause makes up for it, and says nothing of steps in a row
             return [None] * len(each)
@@ -129,20 +164,38 @@ class Speculation:
         asked = self._asked
         if not turns or not asked.was(turns):  # a prompt was computed, or it failed
             return
-        self._asked = _Asked([])
-        for turn in turns:
-            self._note(turn, asked.drafts.get(turn.sequence))  # none if it has ended
-        guesses, tokens = sum(len(t.chunk.guesses) for t in turns), sum(t.tokens for t in turns)
+        self._asked = _NOBODY
+        if self._skipped and asked is self._quiet:
+            self._passed_quietly(len(turns), seconds)
+            return
+        guesses = sum(len(turn.chunk.guesses) for turn in turns) if asked.guessing else 0
+        if asked.guessing or self._shadows.waiting:
+            for turn in turns:
+                self._note(turn, asked.drafts.get(turn.sequence))  # none if it has ended
+        else:
+            self._widths[0] += len(turns)
         self._shadows.passed(seconds)
         if asked.usual:
             self._times.observe(len(turns), guesses, seconds)
         self._steps, self._sequences = self._steps + 1, len(turns)
         if guesses:
-            self._with_guesses += 1
-            self._tokens += tokens
-            plain = self._times.plain(len(turns))
-            self._saved += 0.0 if plain is None else plain * tokens / len(turns) - seconds
-        self._say()
+            self._gained(turns, seconds)
+            self._say()
+
+    def _passed_quietly(self, sequences: int, seconds: float) -> None:
+        """A step for which nobody was asked: little is done here, since nothing is computed meanwhile."""
+        self._steps += 1
+        self._widths[0] += sequences
+        self._quiet_seconds += seconds
+        if self._skipped % OBSERVED_EVERY == 0:
+            self._times.observe(sequences, 0, seconds)
+
+    def _gained(self, turns: Rows[Turn], seconds: float) -> None:
+        """By a step that had guesses."""
+        tokens, plain = sum(turn.tokens for turn in turns), self._times.plain(len(turns))
+        self._with_guesses += 1
+        self._tokens += tokens
+        self._saved += 0.0 if plain is None else plain * tokens / len(turns) - seconds
 
     def stats(self) -> SpeculationStats:
         believed = self._governor.believed(self._sequences, self._most)
@@ -180,9 +233,9 @@ class Speculation:
 
     def _say(self) -> None:
         now = monotonic()
-        if now - self._logged < LOG_SECONDS or self._with_guesses == self._logged_steps:
+        if now - self._logged < LOG_SECONDS:
             return
-        self._logged, self._logged_steps = now, self._with_guesses
+        self._logged = now
         _log.info(
             "speculation %s: %d of %d decode steps had guesses, %.0f %% of %d were right; %.1f s saved since start",
             self._algorithm, self._with_guesses, self._steps,
