@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner, Result
 
 from tandem import __version__
 from tandem.cli.app import app, run
+from tandem.cli.other_names import Commands, ModelCommands
 from tandem.cli.serve import tell_at_once
 from tandem.config.engine_config import FLAGS
 
@@ -132,6 +134,9 @@ def test_what_is_not_here_is_prepared_by_a_child(
         (["serve", "demo", "--tp", "2"], 2, "not available yet. Use 1"),
         (["serve", "--model", "/no/such/model"], 1, "/no/such/model does not exist"),
         (["serve", "--port", "30000"], 2, "try `kt serve demo`"),
+        (["run", "org/name"], 2, "there is no kt run: give kt serve MODEL, then kt chat"),
+        (["quant", "a", "b"], 2, "there is no kt quant: give kt convert MODEL OUT"),
+        (["model", "remove", "org/name"], 2, "there is no kt model remove: give kt model rm NAME"),
     ],
 )
 def test_errors_are_one_line(
@@ -144,6 +149,16 @@ def test_errors_are_one_line(
     assert shown.startswith("error: ")
     assert says in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_other_programs_names_are_of_no_command_of_ours_and_of_commands_that_exist() -> None:
+    found = typer.main.get_command(app)
+    for group, told in ((found, Commands), (found.commands["model"], ModelCommands)):
+        assert not set(told.instead) & set(group.commands)
+        for text in told.instead.values():
+            names = re.findall(r"kt ([a-z]+)(?: (pull|list|rm|kernels))?", text)
+            for name, inner in names:
+                assert name in found.commands and (not inner or inner in found.commands[name].commands)
 
 
 def test_files_that_cannot_be_written_are_one_line(

@@ -22,6 +22,7 @@ class FakeChatServer:
     words: int = 5
     thoughts: int = 0  # pieces of reasoning before the words
     fails: str = ""  # "400": refuses; "midway": an error event after the first word
+    loading: int = 0  # how often /health still says 503
     bodies: list[dict[str, Any]] = field(default_factory=list)
     client_left: threading.Event = field(default_factory=threading.Event)
 
@@ -49,6 +50,11 @@ def _handler(fake: FakeChatServer) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_GET(self) -> None:
+            if self.path == "/health":
+                fake.loading -= 1
+                return self._json(503 if fake.loading >= 0 else 200, {})
+            if fake.loading > 0:
+                return self._json(503, {"error": {"message": "the engine is starting"}})
             self._json(200, {"data": [{"id": "fake-model"}]}) if self._may() else self._refuse()
 
         def do_POST(self) -> None:

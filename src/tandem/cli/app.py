@@ -15,6 +15,7 @@ from tandem.cli.demo import demo
 from tandem.cli.doctor import doctor
 from tandem.cli.model import model
 from tandem.cli.models import models
+from tandem.cli.other_names import Commands
 from tandem.cli.plan import plan
 from tandem.cli.quality import quality
 from tandem.cli.serve import serve
@@ -24,6 +25,7 @@ from tandem.errors import TandemError, exit_status
 
 app = typer.Typer(
     name="kt",
+    cls=Commands,
     help="Tandem serves Mixture-of-Experts models that are larger than the GPU.\n\n"
     "Start with: kt serve demo, then kt chat in another terminal.",
     no_args_is_help=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from tandem.cli.chat_client import ChatClient
 
+_POLL_SECONDS = 0.25
 HELP = """  /help           this list
   /reset          forget what was said
   /system TEXT    set the system prompt and start afresh; alone: show it
@@ -57,12 +59,19 @@ class Conversation:
 
     def run(self) -> None:
         """Until /exit or the end of input. Raises ChatError when no server answers at the start."""
+        self._wait_for_model()
         name = self._client.model_name()
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() then has line editing and history
         self._console.print(f"[bold]{name}[/]  [dim]{self._client.url} · /help for commands[/]\n")
         while self._turn():
             pass
+
+    def _wait_for_model(self) -> None:
+        if self._client.waits_for_model():
+            with self._console.status("the server is loading its model …"):
+                while self._client.waits_for_model():
+                    time.sleep(_POLL_SECONDS)
 
     def _turn(self) -> bool:
         try:

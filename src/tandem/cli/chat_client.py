@@ -72,6 +72,13 @@ class ChatClient:
                 f"what answers at {self.url} is not Tandem; give the --host and --port that `kt serve` printed"
             ) from error
 
+    def waits_for_model(self) -> bool:
+        """Whether the server is there and its model is not yet. A server without such a route says it is."""
+        try:
+            return self._http.get("/health").status_code == httpx.codes.SERVICE_UNAVAILABLE
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+
     def reset(self) -> None:
         """Forgets what was said; the system prompt stays."""
         self.history.clear()
@@ -142,7 +149,9 @@ class ChatClient:
 
     def _unreachable(self, error: httpx.TransportError) -> ChatError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ChatError(f"no server answers at {self.url}; start one with: kt serve demo")
+            return ChatError(
+                f"no server answers at {self.url}; start one with: kt serve demo (it says when it is ready)"
+            )
         return ChatError(
             f"the connection to {self.url} broke off ({type(error).__name__}); is the server alive?"
         )

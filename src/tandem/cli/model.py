@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tandem.cli.other_names import ModelCommands
+
 if TYPE_CHECKING:
     from tandem.hub.names import HubName
 
 model = typer.Typer(
+    cls=ModelCommands,
     help="Models by name, in the Hugging Face hub's cache: fetch, list, remove.\n\n"
     "Example: kt model pull Qwen/Qwen3-30B-A3B",
     no_args_is_help=True,

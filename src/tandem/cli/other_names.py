@@ -1,0 +1,47 @@
+"""Commands that other programs have by other names: what to type instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from typer.core import TyperGroup
+
+from tandem.errors import ConfigError
+
+
+class _Told(TyperGroup):
+    """A group of commands that knows other programs' names of them."""
+
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Types: click's, which newer Typers have within them."""
+        if args and args[0] in self.instead and self.get_command(ctx, args[0]) is None:
+            raise ConfigError(f"there is no {ctx.command_path} {args[0]}: give {self.instead[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
+class Commands(_Told):
+    """Of `kt`. Names: KTransformers', Ollama's."""
+
+    instead: ClassVar[Mapping[str, str]] = {
+        "run": "kt serve MODEL, then kt chat in another terminal",
+        "server": "kt serve MODEL",
+        "quant": "kt convert MODEL OUT",
+        "microbench": "kt bench kernels",
+        "pull": "kt model pull NAME",
+        "list": "kt model list",
+        "rm": "kt model rm NAME",
+        "help": "kt --help",
+    }
+
+
+class ModelCommands(_Told):
+    """Of `kt model`."""
+
+    instead: ClassVar[Mapping[str, str]] = {
+        "download": "kt model pull NAME",
+        "remove": "kt model rm NAME",
+        "show": "kt models NAME",
+    }
