@@ -13,11 +13,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import hub_copies
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
-from gpu_sessions import Session, on_the_cpu, rms
+from gpu_sessions import PROMPT, ROWS, Session, on_the_cpu, rms
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import _core
@@ -38,6 +39,8 @@ VARIANTS = [
     "mistral4", "afmoe", "exaone_moe", "hunyuan_v1_moe", "laguna-element", "lfm2_moe",
     "granitemoeshared", "granitemoehybrid", "nemotron_h", "nemotron_h-latent", "kimi_linear", "solar_open",
 ]  # fmt: skip
+FOLDING = ["qwen3_next", "granitemoehybrid", "nemotron_h", "nemotron_h-latent", "kimi_linear", "lfm2_moe"]
+"""Whose memory of a sequence has a constant size, in all layers but some."""
 
 COPIES = {
     "bailing_moe_v2": ("glm4_moe", hub_copies.ling),
@@ -92,6 +95,20 @@ def test_float32_logits_equal_transformers(tiny_models, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_placement_does_not_change_the_logits(tiny_models, variant, share, graphs, together) -> None:
     check(path_of(tiny_models, variant), share, graphs, together)
+
+
+@needs_cuda
+@pytest.mark.parametrize("variant", FOLDING)
+def test_rows_that_fill_up_a_graph_change_nothing(tiny_models, variant: str) -> None:
+    """Five rows in a graph of eight give the bits that they give among eight, step after step, and the three others go
+    on from where they were."""
+    whole, few = (Session(path_of(tiny_models, variant), 1.0, (8,)) for _ in range(2))
+    everyone = list(range(ROWS))
+    for session in (whole, few):
+        session.step(everyone, 0, PROMPT)
+    expected = torch.cat(whole.decoded(everyone), 1)
+    assert torch.equal(torch.cat(few.decoded(everyone[:5]), 1), expected[:5])
+    assert torch.equal(torch.cat(few.decoded(everyone[5:]), 1), expected[5:])
 
 
 @needs_cuda

@@ -330,10 +330,11 @@ def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
         seq_lens=torch.full((batch,), context, dtype=torch.int32), block_tables=tables[:, : -(-context // page)],
         logits_rows=torch.arange(batch), slots=torch.arange(batch, dtype=torch.int32) + 1,
     )  # fmt: skip
+    ids = state.input_ids.numpy()  # filled anew, as the engine does with its arrays
 
     def step() -> None:
         with torch.inference_mode():
-            state.input_ids = built.runner.logits(state).best[:, 0].long()
+            ids[:] = built.runner.logits(state).best[:, 0]
 
     return step
 

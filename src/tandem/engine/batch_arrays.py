@@ -16,38 +16,58 @@ from tandem.engine.sequence import Chunk, Sequence
 from tandem.models.batch import ForwardBatch
 
 
+class _Numbers:
+    """An array whose first numbers are a step's. A step of as many as the one before has the same tensor: making one
+    takes longer than what is written into it."""
+
+    def __init__(self, count: int, dtype: type[np.int64 | np.int32]) -> None:
+        self.array = np.zeros(count, dtype=dtype)
+        self._first = torch.from_numpy(self.array)
+
+    def first(self, count: int) -> Tensor:
+        if self._first.shape[0] != count:
+            self._first = torch.from_numpy(self.array[:count])
+        return self._first
+
+
 class _Places:
     """Where rows lie in pages of one kind: those of all tokens, or those of windows."""
 
     def __init__(self, page_size: int, max_step_tokens: int, windowed: bool) -> None:
         self._page_size, self._windowed = page_size, windowed
-        self._cache_slots = np.zeros(max_step_tokens, dtype=np.int64)
+        self._cache_slots = _Numbers(max_step_tokens, np.int64)
         self._memory = np.zeros(0, dtype=np.int32)
-        self.tables = self._memory.reshape(0, 0)
+        self._show(0, 0)
 
     def begin(self, chunks: Rows[Chunk], sequences: int) -> None:
-        """tables: [S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
-        width = max(chunk.sequence.num_pages for chunk in chunks)
+        """Tables: [S, P] zeros, P the most pages any of these sequences has; the memory grows but is kept."""
+        width = max([chunk.sequence.num_pages for chunk in chunks])
         needed = sequences * width
         if len(self._memory) < needed:
             self._memory = np.zeros(2 * needed, dtype=np.int32)
-        self.tables = self._memory[:needed].reshape(sequences, width)
-        self.tables.fill(0)
+            self._show(sequences, width)
+        elif self._tables.shape != (sequences, width):
+            self._show(sequences, width)
+        self._tables.fill(0)
+
+    def _show(self, sequences: int, width: int) -> None:
+        self._tables = self._memory[: sequences * width].reshape(sequences, width)
+        self.tables = torch.from_numpy(self._tables)
 
     def place(self, row: int, sequence: Sequence, positions: npt.NDArray[np.int64] | int) -> None:
         """Rows from `row` on are at these positions."""
         table, size = self._table(sequence), self._page_size
         if isinstance(positions, int):
-            self._cache_slots[row] = int(table[positions // size]) * size + positions % size
+            self._cache_slots.array[row] = int(table[positions // size]) * size + positions % size
             return
         slots = table[positions // size].astype(np.int64) * size + positions % size
-        self._cache_slots[row : row + len(positions)] = slots
+        self._cache_slots.array[row : row + len(positions)] = slots
 
     def describe(self, which: slice, sequence: Sequence) -> None:
-        self.tables[which, : sequence.num_pages] = self._table(sequence)[: sequence.num_pages]
+        self._tables[which, : sequence.num_pages] = self._table(sequence)[: sequence.num_pages]
 
     def slots(self, rows: int) -> Tensor:
-        return torch.from_numpy(self._cache_slots[:rows])
+        return self._cache_slots.first(rows)
 
     def _table(self, sequence: Sequence) -> npt.NDArray[np.int32]:
         return sequence.window_table if self._windowed else sequence.page_table
@@ -80,14 +100,14 @@ class BatchArrays:
         self._apart, self._guessing, self._each_row = apart, guessing, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_Places(page_size, max_step_tokens, kind) for kind in kinds]
-        self._input_ids = np.zeros(max_step_tokens, dtype=np.int64)
-        self._positions = np.zeros(max_step_tokens, dtype=np.int64)
-        self._logits_rows = np.zeros(max_step_tokens, dtype=np.int64)
-        self._query_starts = np.zeros(max_step_tokens + 1, dtype=np.int32)
-        self._seq_lens = np.zeros(max_step_tokens, dtype=np.int32)
-        self._slots = np.zeros(max_step_tokens, dtype=np.int32)
-        self._folded = np.zeros(max_step_tokens, dtype=np.int32)
-        self._sure = np.zeros(max_step_tokens, dtype=np.int32)
+        self._input_ids = _Numbers(max_step_tokens, np.int64)
+        self._positions = _Numbers(max_step_tokens, np.int64)
+        self._logits_rows = _Numbers(max_step_tokens, np.int64)
+        self._query_starts = _Numbers(max_step_tokens + 1, np.int32)
+        self._seq_lens = _Numbers(max_step_tokens, np.int32)
+        self._slots = _Numbers(max_step_tokens, np.int32)
+        self._folded = _Numbers(max_step_tokens, np.int32)
+        self._sure = _Numbers(max_step_tokens, np.int32)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
@@ -102,25 +122,24 @@ class BatchArrays:
             self._place(row, chunk)
             row += chunk.length
             s += self._describe(s, chunk, row, apart, folds)
-            self._logits_rows[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
+            self._logits_rows.array[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         whole, *others = self._places
         batch = ForwardBatch(
-            input_ids=torch.from_numpy(self._input_ids[:row]),
-            positions=torch.from_numpy(self._positions[:row]),
+            input_ids=self._input_ids.first(row),
+            positions=self._positions.first(row),
             cache_slots=whole.slots(row),
-            query_starts=torch.from_numpy(self._query_starts[: sequences + 1]),
-            seq_lens=torch.from_numpy(self._seq_lens[:sequences]),
-            block_tables=torch.from_numpy(whole.tables),
-            logits_rows=torch.from_numpy(self._logits_rows[:logits]),
-            slots=torch.from_numpy(self._slots[:sequences]),
-            folded=torch.from_numpy(self._folded[:sequences]) if folds else None,
-            sure=torch.from_numpy(self._sure[:sequences]) if folds and not self._apart else None,
+            query_starts=self._query_starts.first(sequences + 1),
+            seq_lens=self._seq_lens.first(sequences),
+            block_tables=whole.tables,
+            logits_rows=self._logits_rows.first(logits),
+            slots=self._slots.first(sequences),
+            folded=self._folded.first(sequences) if folds else None,
+            sure=self._sure.first(sequences) if folds and not self._apart else None,
             single_rows=sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
         )
         for own in others:
-            tables = torch.from_numpy(own.tables)
-            batch.windows = replace(batch, cache_slots=own.slots(row), block_tables=tables)
+            batch.windows = replace(batch, cache_slots=own.slots(row), block_tables=own.tables)
         return batch
 
     def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool, folds: bool) -> int:
@@ -130,19 +149,19 @@ class BatchArrays:
         which, end = slice(s, s + count), sequence.computed_len + chunk.length
         for i in range(count):
             left = count - 1 - i
-            self._query_starts[s + i + 1], self._seq_lens[s + i] = row_end - left, end - left
-        self._slots[which] = sequence.slot
+            self._query_starts.array[s + i + 1], self._seq_lens.array[s + i] = row_end - left, end - left
+        self._slots.array[which] = sequence.slot
         if folds:
-            self._folded[which], self._sure[which] = sequence.folded_len, chunk.sure
+            self._folded.array[which], self._sure.array[which] = sequence.folded_len, chunk.sure
         for places in self._places:
             places.describe(which, sequence)
         return count
 
     def _place(self, row: int, chunk: Chunk) -> None:
         first, rows = chunk.sequence.computed_len, slice(row, row + chunk.length)
-        self._input_ids[rows] = chunk.tokens
+        self._input_ids.array[rows] = chunk.tokens
         positions = first if chunk.length == 1 else np.arange(first, first + chunk.length)
-        self._positions[rows] = positions
+        self._positions.array[rows] = positions
         for places in self._places:
             places.place(row, chunk.sequence, positions)
 

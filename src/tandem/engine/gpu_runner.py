@@ -164,7 +164,7 @@ class GpuRunner:
         """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
         where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
         CPU has done its part."""
-        graph, rows = self._graph_of(batch), len(batch.seq_lens)
+        graph, rows = self._graph_of(batch), batch.seq_lens.shape[0]
         if graph is None:
             return self._prompt(batch, make) or self._alone(batch, make)
         graph.inputs.fill(batch)
@@ -248,9 +248,10 @@ class GpuRunner:
         guesses they wait until wrong ones are no longer counted (`settled`)."""
         if self._live is not None and not self._guessing:
             self._live.after_step(tokens, self._end.passed)
+        made = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()
         self._handoff.check()
-        return DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
+        return made
 
     def _move_experts(self) -> None:
         """Beside a step that was started."""
@@ -264,8 +265,8 @@ class GpuRunner:
         return self._model.forward(batch, self._states)
 
     def _graph_of(self, batch: ForwardBatch) -> _Graph | None:
-        rows = len(batch.seq_lens)
-        if len(batch.input_ids) != rows or len(batch.logits_rows) != rows:
+        rows = batch.seq_lens.shape[0]
+        if batch.input_ids.shape[0] != rows or batch.logits_rows.shape[0] != rows:
             return None
         settled = self._settled if batch.folded is None else {}
         sizes = [size for graphs in (settled, self._graphs) for size in graphs if size >= rows]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,6 +43,38 @@ class GraphPlan:
         return 2 if self.windowed else 1
 
 
+class _Field:
+    """A batch's numbers of one name, in an image: one for every row, or a row of a table."""
+
+    def __init__(self, name: str, image: Tensor) -> None:
+        self.image: npt.NDArray[Any] = image.numpy()
+        self._name = name
+        self._held: Tensor | None = None  # what was copied last. Steps come in the same memory, one after the other
+        self._from = self._to = self._rest = self.image
+
+    def fill(self, source: ForwardBatch, rows: int) -> None:
+        found: Tensor = getattr(source, self._name)
+        if found is not self._held:
+            self._look_at(found, rows)
+        self._to[...] = self._from
+        if rows < len(self.image):  # a copy that had the sequence's slot would change its state twice
+            self._rest[...] = 0 if self._name == "slots" else self._from[-1]
+
+    def _look_at(self, found: Tensor, rows: int) -> None:
+        """Its numbers, and where they belong. That takes longer than copying them."""
+        self._held, self._from = found, found.numpy()
+        image = self.image if found.dim() == 1 else self.image[:, : found.shape[1]]
+        self._to, self._rest = image[:rows], image[rows:]
+
+
+def _fields(image: ForwardBatch, *names: str) -> list[_Field]:
+    return [_Field(name, getattr(image, name)) for name in names]
+
+
+_WINDOWED = ("cache_slots", "block_tables")
+_EACH_ROW = ("input_ids", "positions", "seq_lens", "slots", *_WINDOWED)
+
+
 class GraphInputs:
     """A graph's batch on the GPU and its image in pinned memory, each in one array: the graph begins with a copy.
 
@@ -56,11 +90,10 @@ class GraphInputs:
         self._there = self._host.to(device, copy=True)
         self.batch = self._views(self._there)
         self.counted = self._there[-4:].view(torch.int32)  # rows that are not copies
-        names = ["input_ids", "positions", "cache_slots", "seq_lens", "slots", "block_tables"]
-        names += ["folded"] if plan.guessing else []
-        self._rows = {name: getattr(self.image, name).numpy() for name in names}
-        own = [] if self.image.windows is None else ["cache_slots", "block_tables"]
-        self._window_rows = {name: getattr(self.image.windows, name).numpy() for name in own}
+        self._rows = _fields(self.image, *_EACH_ROW)
+        self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *_WINDOWED)
+        self._lens, folded = self.image.seq_lens.numpy(), self.image.folded
+        self._folded = None if folded is None else _Field("folded", folded)
         self._count = self._host[-4:].view(torch.int32).numpy()
 
     def _views(self, memory: Tensor) -> ForwardBatch:
@@ -83,25 +116,17 @@ class GraphInputs:
     def fill(self, source: ForwardBatch) -> None:
         """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few
         numbers. The step before ended with a wait, so the image is free."""
-        self._fill(self._rows, source)
-        self._fill(self._window_rows, source.windowed)
-        self._count[0] = len(source.seq_lens)
-
-    def _fill(self, image: dict[str, Any], source: ForwardBatch) -> None:
-        rows, width = len(source.seq_lens), source.block_tables.shape[1]
-        for name, to in image.items():
-            values = _numbers(source, name)
-            to = to[:, :width] if name == "block_tables" else to
-            to[:rows] = values
-            if rows < self._size:  # a copy that had the sequence's slot would change its state twice
-                to[rows:] = 0 if name == "slots" else values[-1]
+        rows = source.seq_lens.shape[0]
+        for field in self._rows:
+            field.fill(source, rows)
+        for field in self._window_rows:
+            field.fill(source.windowed, rows)
+        if self._folded is not None and source.folded is not None:
+            self._folded.fill(source, rows)
+        elif self._folded is not None:  # all tokens before the step
+            np.subtract(self._lens, 1, out=self._folded.image)
+        self._count[0] = rows
 
     def send(self) -> None:
         """The image to the GPU, in a graph at every replay."""
         to_gpu(self._host, self._there)
-
-
-def _numbers(source: ForwardBatch, name: str) -> Any:
-    """Where a batch says nothing of folds, they hold all tokens before its own."""
-    found: Tensor | None = getattr(source, name)
-    return source.seq_lens.numpy() - 1 if found is None else found.numpy()

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Rows
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -120,9 +121,10 @@ class DeviceLogits:
     """`Logits` that stay where they are: only what decides is fetched, and rows that penalties and biases change."""
 
     def __init__(self, logits: Tensor, best: Tensor, host: HostRows, *, masked: Rows[bool] = ()) -> None:
-        """best: of the same rows, see `best_of`, in host memory; masked: of the first rows, whether it is among the
-        tokens that the row may choose."""
-        self.logits, self.best, self._host, self._masked = logits, best, host, masked
+        """best: of the same rows, see `best_of`, in host memory, where it may still be on its way; masked: of the first
+        rows, whether it is among the tokens that the row may choose."""
+        self.logits, self._host, self._masked = logits, host, masked
+        self.best: npt.NDArray[np.float64] = best.numpy()  # PyTorch takes ten times as long to look at so few numbers
 
     def fetched(self, rows: slice) -> FloatRows:
         return self._host.copy_of(self.logits[rows])
@@ -133,7 +135,7 @@ class DeviceLogits:
         masks = masks or [None] * len(rows)
         here = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
         logits, best = self._among(here, rows, sequences, masks)
-        chosen = zip(here, choose(logits, best.numpy(), [sequences[i] for i in here]), strict=True)
+        chosen = zip(here, choose(logits, best, [sequences[i] for i in here]), strict=True)
         made = {i: sampled for i, sampled in chosen if sampled is not None}
         rest = [i for i in range(len(rows)) if i not in made]
         if rest:
@@ -144,7 +146,7 @@ class DeviceLogits:
 
     def _among(
         self, here: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, npt.NDArray[np.float64]]:
         """Logits and best of these rows, among the tokens that each may choose."""
         free = [rows[i] for i in here]
         logits, best = _part(self.logits, free), self.best[free]
@@ -156,7 +158,7 @@ class DeviceLogits:
         bits = np.stack([mask for i in here if (mask := masks[i]) is not None])
         some = without_forbidden_rows(logits[places], torch.from_numpy(bits).to(logits.device))
         if unknown:
-            best[limited] = best_of(some).cpu()
+            best[limited] = best_of(some).cpu().numpy()
         return logits.index_copy(0, places, some), best
 
 

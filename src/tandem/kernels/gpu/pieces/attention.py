@@ -84,7 +84,8 @@ class PieceAttention:
         tokens: then cuDNN is tried, which takes two seconds the first time."""
         self._ours.begin(batch, captured)
         self._runs = () if captured else runs_of(batch)
-        self._rehearses = captured and not batch.seq_lens.any()
+        several = batch.positions.shape[0] > batch.seq_lens.shape[0]  # rows of one: not before a decode step's graph
+        self._rehearses = captured and several and not batch.seq_lens.any()
 
     def __call__(
         self,
