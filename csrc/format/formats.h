@@ -87,8 +87,19 @@ struct Int6Format : Int4Format<Isa> {
 };
 
 template <class Isa>
+constexpr int pairs_of_fp8() {
+  if constexpr (requires { Isa::kFp8AtOnce; })
+    return Isa::kFp8AtOnce;
+  else
+    return 1;
+}
+
+template <class Isa>
 struct Fp8Format : Int8Format<Isa> {
   TANDEM_INLINE static auto decode(const uint8_t* block, int) { return Isa::decode_fp8(block); }
+  // Several pairs of k in a row, where the tier decodes those faster than one after the other.
+  static constexpr int kPairsAtOnce = pairs_of_fp8<Isa>();
+  TANDEM_INLINE static auto decode_some(const uint8_t* block) { return Isa::decode_some_fp8(block); }
   static constexpr auto halves_range() { return Isa::kFp8Range; }
   TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_fp8(block, index); }
 };
@@ -115,6 +126,15 @@ struct Bf16RowsFormat {
 
 template <class Format>
 concept HasWholeRows = requires { Format::kInRows; };
+
+// Of k, that few rows are multiplied with at once.
+template <class Format>
+constexpr int pairs_at_once() {
+  if constexpr (requires { Format::kPairsAtOnce; })
+    return Format::kPairsAtOnce;
+  else
+    return 1;
+}
 
 // Bytes of kGroups groups of scales and the halves in front of them.
 constexpr int64_t shared_scale_bytes(int groups) { return kPanelRows * (2 + groups); }

@@ -13,19 +13,23 @@ struct PayloadSource {
   using Lane = typename Format::Lane;
   static constexpr int kPanels = 2;
   static constexpr bool kStreamed = true;
-  static constexpr int kLinesPerStep = Lane::kLinesPerPair;
+  static constexpr int kPairsPerStep = pairs_at_once<Format>();
+  static constexpr int kLinesPerStep = Lane::kLinesPerPair * kPairsPerStep;
   static constexpr int kStepsPerPair = 1;
   static constexpr int kStepsPerBlock = Format::kPairsPerBlock;
+  static constexpr int kStepBytes = Format::kPairBytes * kPairsPerStep;
   static constexpr float kUnit = Format::kUnit;
   const uint8_t* panel[2];
   int64_t ahead;  // bytes from here to what is prefetched
 
-  TANDEM_INLINE auto decode(int p, int64_t pair, int index) const {
-    const uint8_t* block = panel[p] + pair * Format::kPairBytes;  // `pair` begins a block
+  TANDEM_INLINE auto decode(int p, int64_t step, int index) const {
+    const uint8_t* block = panel[p] + step * kStepBytes;  // `step` begins a block
     if (index == 0)
-      for (int i = 0; i < Format::kPairBytes * Format::kPairsPerBlock; i += kCacheLine)
-        Isa::prefetch(block + i + ahead);
-    return Format::decode(block, index);
+      for (int i = 0; i < kStepBytes * Format::kPairsPerBlock; i += kCacheLine) Isa::prefetch(block + i + ahead);
+    if constexpr (kPairsPerStep > 1)
+      return Format::decode_some(block);
+    else
+      return Format::decode(block, index);
   }
 };
 
@@ -38,6 +42,7 @@ struct ScratchSource {
   struct Step {
     typename Lane::Line line[1];
   };
+  static constexpr int kPairsPerStep = 1;
   static constexpr int kLinesPerStep = 1;
   static constexpr int kStepsPerPair = Lane::kLinesPerPair;
   static constexpr int kStepsPerBlock = P == 4 ? 2 : 1;  // fewer instructions beside the products
@@ -63,8 +68,9 @@ TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int
   constexpr int kBytes = 4 * Source::kLinesPerStep;  // of one row's activations for one step
   const uint8_t* row[R];
   for (int r = 0; r < R; ++r) row[r] = x[r];
-  const int64_t end = last * Source::kStepsPerPair;
-  for (int64_t step = first * Source::kStepsPerPair; step < end; step += Source::kStepsPerBlock) {
+  const int64_t end = last * Source::kStepsPerPair / Source::kPairsPerStep;
+  for (int64_t step = first * Source::kStepsPerPair / Source::kPairsPerStep; step < end;
+       step += Source::kStepsPerBlock) {
 #pragma GCC unroll 8
     for (int index = 0; index < Source::kStepsPerBlock; ++index) {
       if constexpr (kPanels == 4) {
@@ -76,7 +82,7 @@ TANDEM_INLINE void accumulate(const Source& source, const uint8_t* const* x, int
         for (int r = 0; r < R; ++r) Lane::dot_four(sums.v[r], weights, row[r] + (step + index) * kBytes);
       } else {
         const auto a = source.decode(0, step, index), b = source.decode(kPanels - 1, step, index);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int line = 0; line < Source::kLinesPerStep; ++line) {
 #pragma GCC unroll 16
           for (int r = 0; r < R; ++r) {
