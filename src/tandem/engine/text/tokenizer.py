@@ -60,7 +60,8 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
-                f"{directory} has no tokenizer.json; save one with transformers' AutoTokenizer(...).save_pretrained()"
+                f"{directory} has no tokenizer.json: copy it from where the model came from, or write it there with "
+                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         inner = _read_tokenizer(path)
         settings = _read_json(directory / "tokenizer_config.json")

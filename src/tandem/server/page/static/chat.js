@@ -118,7 +118,7 @@ export class Chat {
 
   send() {
     const content = $("input").value.trim();
-    if (!content || this.running) return;
+    if (!content || this.running || $("send").disabled) return; // Enter comes here, too, while the engine starts
     $("input").value = "";
     fit();
     this.shown.messages.push({ role: "user", content });
