@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from fake_chat_server import fake_chat_server
+from tandem.cli.chat import _url
 from tandem.cli.chat_client import ChatClient, ChatError, Thought
 
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -216,6 +217,22 @@ def test_ipv6_addresses_with_and_without_brackets(host: str) -> None:
     command = [sys.executable, "-m", "tandem", "chat", "--host", host, "--port", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "http://[::1]:1" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("gpu-box", "http://gpu-box:30000"),
+        ("gpu-box:8000", "http://gpu-box:8000"),
+        ("10.0.0.2:8000", "http://10.0.0.2:8000"),
+        ("::1", "http://[::1]:30000"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("fe80::1:8000", "http://[fe80::1:8000]:30000"),
+        ("https://gpu-box/", "https://gpu-box"),
+    ],
+)
+def test_an_address_may_have_its_port(host: str, url: str) -> None:
+    assert _url(host, 30000) == url
 
 
 def test_a_whole_url_is_taken_as_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tandem.config import EngineConfig
 from tandem.errors import EngineError
 from tandem.server import engine_process
 from tandem.server.engine_process import LoadedEngine, load_engine, run_engine, warm_up
-from tandem.server.messages import StartEngine, StopEngine
+from tandem.server.messages import StartEngine, StartFailed, StopEngine
 
 
 @pytest.fixture
@@ -96,3 +97,26 @@ def test_the_engine_is_closed_whatever_ends_it(monkeypatch, fails) -> None:
     except ZeroDivisionError:
         assert fails
     assert closed == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "traced"),
+    [
+        (MemoryError("57 MiB"), r"memory ran out while the model was loaded \(57 MiB\): free some", False),
+        (EngineError("no"), "^no$", False),
+        (ValueError("a bug"), "ValueError: a bug", True),
+    ],
+)
+def test_why_it_could_not_start_is_one_line_and_a_trace_is_of_bugs_alone(
+    monkeypatch, capsys, error, said, traced
+) -> None:
+    def fail(config):
+        raise error
+
+    sent = []
+    monkeypatch.setattr(engine_process, "find_loader", lambda name: fail)
+    wire = Wire(StartEngine(config=EngineConfig(model="m"), loader="a:b"))
+    wire.send = sent.append
+    assert run_engine(wire) == 1
+    assert re.search(said, msgspec.msgpack.decode(sent[0], type=StartFailed).message)
+    assert ("Traceback" in capsys.readouterr().err) == traced

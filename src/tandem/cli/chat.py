@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +24,7 @@ HELP = """  /help           this list
 
 
 def chat(
-    host: Annotated[str, typer.Option(help="The server's address, or its whole URL.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The server's address, HOST:PORT, or its whole URL.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The server's port.", min=1, max=65535)] = 30000,
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.", min=0)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.", min=1)] = None,
@@ -44,9 +45,11 @@ def chat(
 
 
 def _url(host: str, port: int) -> str:
-    """Of a name or an address; a whole URL, as the server prints it, is taken as it is."""
+    """Of a name or an address, perhaps with its port; a whole URL, as the server prints it, is taken as it is."""
     if "://" in host:
         return host.rstrip("/")
+    if re.fullmatch(r"[^:]+:\d+|\[.*\]:\d+", host):
+        return f"http://{host}"
     return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

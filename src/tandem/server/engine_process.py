@@ -247,6 +247,16 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
 
 
+def why_not_started(error: BaseException) -> str:
+    """The plan has seen enough memory: another program took it, or a limit holds that the plan does not know."""
+    if isinstance(error, MemoryError):
+        return (
+            f"memory ran out while the model was loaded ({error}): free some, raise this process's limit (ulimit -v), "
+            "or give a smaller --max-total-tokens"
+        )
+    return describe(error)
+
+
 def keep_what_is_loaded() -> None:
     """Python's collector never looks at it again. Modules and a model are 200,000 objects: all answers would pause for
     0.1 s each time that some long prompts have come."""
@@ -287,9 +297,9 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         start = receive_start(socket)
         loaded = find_loader(start.loader)(start.config)
     except Exception as error:
-        if not isinstance(error, TandemError):
+        if not isinstance(error, TandemError | MemoryError):
             traceback.print_exc()
-        failed = StartFailed(message=describe(error), refused=isinstance(error, ConfigError))
+        failed = StartFailed(message=why_not_started(error), refused=isinstance(error, ConfigError))
         socket.send(msgspec.msgpack.encode(failed))
         return 1
     ready = EngineReady(
