@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.architectures import (
+    bailing_moe,
     deepseek,
     deepseek_v4,
     deepseek_v32,
@@ -30,8 +31,8 @@ from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 
 _ALL = (
-    afmoe.FAMILY, *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY,
-    exaone_moe.FAMILY, *gemma4.FAMILIES, *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY,
+    afmoe.FAMILY, bailing_moe.FAMILY, *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY,
+    ernie4_5_moe.FAMILY, exaone_moe.FAMILY, *gemma4.FAMILIES, *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY,
     *granite.FAMILIES, hunyuan_v1_moe.FAMILY, hy_v3.FAMILY, kimi_linear.FAMILY, laguna.FAMILY, lfm2_moe.FAMILY,
     mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, *mixtral.FAMILIES, nemotron_h.FAMILY, olmoe.FAMILY,
     qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES, step3p7.FAMILY,

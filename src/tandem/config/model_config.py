@@ -56,6 +56,7 @@ class ModelConfig:
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
     embedding_scale_rounded: bool = False  # it is of the activations' type
     logit_scale: float = 1.0  # logits are multiplied with it
+    unit_head: bool = False  # the head's columns are divided by their length
     logit_cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
 
     @classmethod

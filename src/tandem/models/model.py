@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.architectures import family_of
 from tandem.architectures.names import Names
 from tandem.config import ModelConfig
+from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, Ops, Recorded, SureRead
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
@@ -24,6 +25,7 @@ from tandem.models.residual import OneStream, Residual, end_of, widened
 # results (some twenty arrays of rows * hidden a layer).
 RECORDED_ROWS = 8
 RECORDED_ELEMENTS = 1 << 20  # rows * layers * hidden
+UNIT_EPS = 1e-7  # beside the length of a head's column
 
 
 class Model:
@@ -36,7 +38,7 @@ class Model:
         config = b.config
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
         self.head = head_of(b)
-        self.final_norm = b.norm("model.norm.weight", config.norm, config.hidden)
+        self.final_norm = final_norm_of(b)
         names = names_of(b)
         self.ending = end_of(b, names)
         self.layers: list[DecoderLayer] = []
@@ -187,6 +189,16 @@ def names_of(b: Builder) -> Names:
 
 def head_of(b: Builder) -> Linear:
     return b.linear([head_name(b.config)], [b.config.vocab], b.config.hidden)
+
+
+def final_norm_of(b: Builder) -> Tensor:
+    """The last norm's weight. What a head's columns are divided by, its inputs are instead."""
+    name, hidden = "model.norm.weight", b.config.hidden
+    if not b.config.unit_head:
+        return b.norm(name, b.config.norm, hidden)
+    head = numbers(b.checkpoint.weight(head_name(b.config), (b.config.vocab, hidden)))
+    lengths = torch.linalg.vector_norm(head, dim=0, dtype=torch.float32) + UNIT_EPS
+    return b.ops.resident(b.checkpoint.get(name, (hidden,)).float().to(lengths.device) / lengths)
 
 
 def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:

@@ -26,11 +26,14 @@ OWN_EXPERTS = (
 
 TEXT_OF = {
     "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "mistral3": "mistral4", "qwen3_omni_moe": "qwen3_moe",
-    "step3p5": "step3p7", "bailing_moe_v2": "glm4_moe",
+    "step3p5": "step3p7", "bailing_moe": "granitemoeshared", "bailing_moe_v2": "glm4_moe",
 }  # fmt: skip
 """Types of the hub whose text is another's."""
 
-PARTS_OF = {"kimi_k2": (), "bailing_moe_v2": (), "step3p5": (), "qwen3_omni_moe": ("thinker_config", "text_config")}
+PARTS_OF = {
+    **dict.fromkeys(("kimi_k2", "bailing_moe", "bailing_moe_v2", "step3p5"), ()),
+    "qwen3_omni_moe": ("thinker_config", "text_config"),
+}  # fmt: skip
 """Where those have the keys of their text, unless in `text_config`."""
 
 SMALL = settings(
@@ -87,6 +90,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm5_next": LATENT | settings(qk_rope_head_dim=0),
     "glm_moe_dsa": LATENT,
     "granitemoehybrid": settings(layer_types=["mamba", "attention", "mamba", "attention"]),
+    "granitemoeshared": settings(attention_multiplier=12**-0.5, shared_intermediate_size=88),
     "hy_v4_vl": settings(rope_parameters=settings(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])),
     "jamba": settings(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
                       use_mamba_kernels=False),

@@ -84,6 +84,65 @@ def ling(source: Path, path: Path) -> Path:
     return saved(path, made, ling_keys(source))
 
 
+GRANITE_FUSED = {
+    "block_sparse_moe.input_linear": ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+    "block_sparse_moe.output_linear": ("mlp.experts.{e}.down_proj",),
+    "shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared_mlp.output_linear": ("mlp.shared_experts.down_proj",),
+}
+"""Granite's matrices, and whose rows they hold in turn, of each expert `e`."""
+
+
+def plain_names(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Under the usual names of modules."""
+    for theirs, names in GRANITE_FUSED.items():
+        if theirs in name:
+            each = tensor if tensor.dim() == 3 else tensor[None]
+            return {
+                name.replace(theirs, part.format(e=e)): rows.contiguous()
+                for e, matrix in enumerate(each) for part, rows in zip(names, matrix.chunk(len(names)), strict=True)
+            }  # fmt: skip
+    return {name.replace("block_sparse_moe.router.layer", "mlp.gate"): tensor}
+
+
+def ling_one_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under Ling's names, q, k and v in one matrix."""
+    made = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            tensor = torch.cat([tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+            name = name.replace("self_attn.q_proj", "attention.query_key_value")
+        elif ".k_proj." in name or ".v_proj." in name:
+            continue
+        name = name.replace("self_attn.o_proj", "attention.dense")
+        made[name.replace("model.embed_tokens", "model.word_embeddings")] = tensor
+    return made
+
+
+def ling_one_keys(granite: Mapping[str, Any], unit_head: bool = False) -> dict[str, Any]:
+    """Of a Granite without scales, whose shared expert is as wide as some."""
+    rope, width = granite["rope_parameters"], granite["intermediate_size"]
+    kept = (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "eos_token_id",
+        "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "num_experts_per_tok",
+    )  # fmt: skip
+    return {key: granite[key] for key in kept} | {
+        "model_type": "bailing_moe", "num_experts": granite["num_local_experts"], "moe_intermediate_size": width,
+        "num_shared_experts": granite["shared_intermediate_size"] // width, "intermediate_size": 44,
+        "first_k_dense_replace": 0, "norm_topk_prob": True, "norm_head": unit_head, "norm_softmax": False,
+        "use_bias": False, "use_qkv_bias": False, "hidden_act": "silu", "rope_theta": rope["rope_theta"],
+        "rope_scaling": None, "embedding_dropout": 0.0, "output_dropout": 0.0,
+    }  # fmt: skip
+
+
+def ling_one(source: Path, path: Path) -> Path:
+    """A tiny Granite 3 without scales, as Ling 1 has it."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in file_tensors(source).items():
+        tensors |= plain_names(name, tensor)
+    return saved(path, ling_one_names(tensors), ling_one_keys(keys_of(source)))
+
+
 def step(path: Path) -> Path:
     """Step-3.7-Flash as Transformers saves it, under the hub's names of tensors."""
     torch.manual_seed(7)

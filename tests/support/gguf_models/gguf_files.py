@@ -22,6 +22,7 @@ from gguf_delta import KINDS, add_delta, of_delta
 from tiny import file_tensors
 
 ARCHITECTURES = {
+    "bailing_moe": gguf.MODEL_ARCH.BAILINGMOE,
     "llama": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "olmoe": gguf.MODEL_ARCH.OLMOE, "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
@@ -39,6 +40,8 @@ ARCHITECTURES = {
 }  # fmt: skip
 NEWER = {"hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32"}
 """Architectures that the installed package does not have, whose tensors are called as another's."""
+IN_TURNS = ("llama", "mixtral", "bailing_moe", "granitemoe", "granitemoeshared", "granitemoehybrid")
+"""Types whose rows of q and k llama.cpp's converter reorders."""
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
 Kind = gguf.GGMLQuantizationType
@@ -169,7 +172,7 @@ def gguf_tensors(
             continue
         if config["model_type"] in (*KINDS, "step3p5") and name.endswith("norm.weight"):
             array = array + 1
-        if config["model_type"] in ("llama", "mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid"):
+        if config["model_type"] in IN_TURNS:
             array = reordered(name, array, config)
         renamed = names.get_name(name, (".weight", ".bias")) or dense.get_name(name, (".weight",))
         assert renamed is not None, name
@@ -310,7 +313,10 @@ def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     counts = (config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     writer.add_expert_count(next(count for count in counts if count))
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1"):
+    if kind == "bailing_moe":
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["num_shared_experts"])
+    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "bailing_moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if kind == "minimax_m2":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
