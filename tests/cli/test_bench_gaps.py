@@ -16,6 +16,8 @@ from tandem.bench.gaps.readers import FIRST_PIECES, OWN_TOKENS, Gap, LongPrompts
 from tandem.bench.load_client import Answer, LoadError
 from tandem.config import EngineConfig
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.text.detokenizer import IncrementalDecoder
+from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 
 SMALL = {
@@ -122,6 +124,15 @@ def test_made_up_weights_are_served(tmp_path, monkeypatch, capsys) -> None:
         assert loaded.engine.tokenizer.decode([300, 301]) == " 300 301"
     finally:
         engine.close()
+
+
+def test_every_made_up_token_is_text_of_its_own(tmp_path, monkeypatch) -> None:
+    """Else a reader gets several at once, which looks like a gap."""
+    monkeypatch.setitem(architectures.CONFIGS, "small", SMALL)
+    made_up.write_folder(tmp_path, "small", 2)
+    decoder = IncrementalDecoder(Tokenizer.load(tmp_path), [], True)
+    texts = [decoder.push(token) for token in range(SMALL["vocab_size"])]
+    assert all(texts) and len(set(texts)) == len(texts)
 
 
 def test_unknown_names_are_refused(tmp_path) -> None:

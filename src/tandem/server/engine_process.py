@@ -7,7 +7,6 @@ It sends `EngineStats` at least every `HEARTBEAT_SECONDS`; the supervisor's watc
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import os
 import signal
@@ -27,6 +26,7 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.memory import gib
 from tandem.config.plan import Plan
 from tandem.engine.children import signal_at_end_of
+from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
@@ -257,13 +257,6 @@ def why_not_started(error: BaseException) -> str:
     return describe(error)
 
 
-def keep_what_is_loaded() -> None:
-    """Python's collector never looks at it again. Modules and a model are 200,000 objects: all answers would pause for
-    0.1 s each time that some long prompts have come."""
-    gc.collect()
-    gc.freeze()
-
-
 def find_loader(name: str) -> Callable[[EngineConfig], LoadedEngine]:
     module, _, function = name.partition(":")
     return cast(Callable[[EngineConfig], LoadedEngine], getattr(importlib.import_module(module), function))
@@ -309,10 +302,10 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         vocab_size=loaded.vocab_size,
         sampling_defaults=loaded.sampling_defaults,
     )
-    keep_what_is_loaded()
-    socket.send(msgspec.msgpack.encode(ready))
     try:
-        EngineLoop(loaded.engine, socket).run()
+        with loaded_is_kept():
+            socket.send(msgspec.msgpack.encode(ready))
+            EngineLoop(loaded.engine, socket).run()
     finally:
         loaded.engine.close()
     return 0

@@ -17,6 +17,7 @@ import uvicorn
 
 from tandem.config import env
 from tandem.config.engine_config import EngineConfig
+from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.text.chat_template import ChatTemplate, chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError, exit_status
@@ -173,7 +174,9 @@ class _Server:
     async def _greet(self) -> None:
         while not (self._state.client.ready and self._http.started):
             await asyncio.sleep(_POLL_SECONDS)
-        print(greeting(self._config, self._state.model_name, self._socket.getsockname()[1]), flush=True)
+        with loaded_is_kept():
+            print(greeting(self._config, self._state.model_name, self._socket.getsockname()[1]), flush=True)
+            await self._stop.wait()
 
 
 def _who_may_finish(requests: int) -> str:

@@ -55,12 +55,15 @@ def write_folder(folder: Path, config: str, layers: int | None) -> None:
 
 
 def _vocabulary(size: int) -> tokenizers.Tokenizer:
-    """All bytes, then numbers as words: every token but a few hundred is text of its own."""
+    """ASCII, and numbers as words: every token is text of its own, so that readers get it at once. A byte of a longer
+    character would wait for the others."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*letters, *(f"Ġ{i}" for i in range(len(letters), size))]
+    whole = decoders.ByteLevel()
+    tokens = [each if "\ufffd" not in whole.decode([each]) else f"Ġ{i}" for i, each in enumerate(letters)]
+    tokens += [f"Ġ{i}" for i in range(len(letters), size)]
     made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    made.decoder = whole
     return made
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import httpx
 
 from tandem.bench.load_client import Answer, LoadClient, LoadError, ask, body_of, some_ids
+from tandem.engine.garbage import loaded_is_kept
 
 POLL_SECONDS = 0.02
 FIRST_PIECES = 8  # of an answer, which are not counted: its own prompt is among them
@@ -101,7 +102,8 @@ class LongPrompts:
 
 def seen(client: LoadClient, model: str, wanted: Wanted, said: Callable[[str], None]) -> Seen:
     """Raises LoadError when a request fails: its gaps would mean nothing."""
-    return asyncio.run(_Reading(client, model, wanted, said).run())
+    with loaded_is_kept():
+        return asyncio.run(_Reading(client, model, wanted, said).run())
 
 
 class _Reading:
