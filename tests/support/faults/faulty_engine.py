@@ -96,11 +96,11 @@ def _obey(engine: Engine) -> None:
     runner: Any = engine._runner
     run = runner.run
 
-    def obeying(chunks: Sequence[Chunk]) -> Any:
+    def obeying(chunks: Sequence[Chunk], *others: Any) -> Any:
         for chunk in chunks:
             if (asked := _asked(chunk)) is not None:
                 asked(engine)
-        return run(chunks)
+        return run(chunks, *others)
 
     runner.run = obeying
 
