@@ -28,6 +28,7 @@ from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
+from tandem.kernels.gpu.memory.ahead import plan_ahead
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.recurrent.folds import GpuFolds
 from tandem.kernels.gpu.residual import norm
@@ -140,7 +141,8 @@ class GpuOps:
         return GpuMLP(lambda weight: self.linear(weight, None, fmt), activation)
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
-        """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""
+        """Kernels hide their reads themselves. What follows experts that the CPU computes is fetched meanwhile."""
+        plan_ahead(reads, self.device)
 
     def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
         """Calls the step. It is remembered as a CUDA graph, by whoever knows all of it (`engine/gpu_runner.py`)."""
