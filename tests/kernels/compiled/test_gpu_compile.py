@@ -37,7 +37,7 @@ from tandem.kernels.ops import (
     Routing,
     Tally,
 )
-from tandem.kernels.recurrent.folds import Tokens
+from tandem.kernels.recurrent.folds import Taps, Tokens
 from tandem.kernels.token_index import IndexWeights
 from tandem.models.passing import Pass
 
@@ -405,9 +405,11 @@ SPACES = {"nemotron": (64, 8, 128, 64), "granite": (128, 1, 128, 64), "awkward":
 
 @pytest.mark.parametrize("sizes", SPACES.values(), ids=SPACES)
 def test_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int]) -> None:
-    """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""
+    """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences. Convolutions twice:
+    with a bias before silu, and between gates."""
     heads, groups, keys, width = sizes
-    memory = torch.zeros(20, heads, keys, width)
+    memory, channels = torch.zeros(20, heads, keys, width), heads * width + 2 * groups * keys
+    taps, ring = torch.zeros(5, channels), torch.zeros(20, 4, channels).bfloat16()
     for spans, single in [
         ([(9, 10)], 1), ([(9, 10)] * 3, 3), ([(40, 41), (0, 30)], 1), ([(0, 64)] * 16, 0),
         ([(9, 10)] * 16 + [(0, 130)], 16),
@@ -416,9 +418,13 @@ def test_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, i
         batch = replace(make_batch(spans, tables), single_rows=single)
         rows, shared = len(batch.positions), torch.zeros(len(batch.positions), groups, keys)
         tokens = Tokens(shared, shared, torch.zeros(rows, heads, width), torch.zeros(rows, heads, 1))
-        ops.folds.folded(tokens, Pass(batch, torch.empty(0)), memory)
+        step, wide = Pass(batch, torch.empty(0)), torch.zeros(rows, 3 * channels + 8).bfloat16()
+        ops.folds.folded(tokens, step, memory)
+        ops.folds.convolved(wide[:, 8:][:, :channels], step, ring, Taps(taps, biased=True))
+        ops.folds.gated(wide[:, 8:], step, ring, Taps(taps[1:]))
     counts = {name: len(variants) for name, variants in card.variants.items()}
-    assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1}
+    convolutions = dict.fromkeys(("_decode_convolved", "_prompt_convolved", "_prompt_kept"), 2)
+    assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1, **convolutions}
 
 
 @pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (2, 6, 20, 40, 3)], ids=["qwen3-next", "awkward"])

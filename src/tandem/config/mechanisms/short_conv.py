@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tandem.config.state import Array, Ring, State
 
-CONVOLVED_BYTES = 24
-"""Of a channel of a row on a GPU: as projected, joined with those before, and its sums in float32."""
+CONVOLVED_BYTES = 12
+"""Of a channel of a row on a GPU: as projected, convolved in float32, and apart from its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.recurrent.convolve import convolve
 from tandem.kernels.gpu.recurrent.scan import scan, scans
-from tandem.kernels.recurrent.folds import Step, Tokens, TorchFolds
+from tandem.kernels.recurrent.folds import Step, Taps, Tokens
 
 COLUMNS = 32  # of a memory that a program holds
 
@@ -48,9 +49,18 @@ def _fold(asked, written, values, decay, beta, out, memory, starts, lens, slots,
     tl.store(at, state, inside)
 
 
-class GpuFolds(TorchFolds):
-    """The convolution is torch's, of static shapes where every sequence has one row. Prompts that decay as one are
-    scanned in chunks; their last bits depend on where those begin."""
+class GpuFolds:
+    """Prompts that decay as one are scanned in chunks; their last bits depend on where those begin."""
+
+    def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+        out = torch.empty(new.shape, dtype=torch.float32, device=new.device)
+        convolve(new, step, ring, taps, out, gated=False)
+        return out
+
+    def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
+        out = projected.new_empty((len(projected), taps.rows.shape[1]))
+        convolve(projected, step, ring, taps, out, gated=True)
+        return out
 
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
         beta = None if tokens.beta is None else tokens.beta.contiguous()

@@ -1,0 +1,148 @@
+"""Memories of constant size and convolutions on a GPU: recurrences of prompts in chunks and row by row, and errors.
+
+    PYTHONPATH=src python benchmarks/folds.py --keep benchmarks/results
+
+Shapes are of Nemotron-3-Nano and Granite-4.0-H-Small. An error is the root mean square over float64's. A row that
+decodes is timed in a graph of one call for each of so many layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.bench.rows import keep, machine_name, stamp
+from tandem.config import Machine
+from tandem.config.mechanisms.norm import Norm
+from tandem.config.mechanisms.state_space import StateSpace
+from tandem.kernels.gpu.recurrent import folds
+from tandem.kernels.gpu.recurrent.folds import GpuFolds
+from tandem.kernels.recurrent.folds import Taps, Tokens
+from tandem.models.batch import ForwardBatch
+from tandem.models.passing import Pass
+
+SHAPES = {
+    "nemotron-3-nano": StateSpace(64, 64, 8, 128, 4, Norm(1e-5)),
+    "granite-4.0-h-small": StateSpace(128, 64, 1, 128, 4, Norm(1e-5)),
+}
+ROWS, REPLAYS, LAYERS = (512, 2048, 8192), 10, 24
+EXACT_ROWS = 256
+
+
+def step_of(sequences: int, new: int, before: int) -> Pass:
+    none = torch.zeros(sequences * new, dtype=torch.int64, device="cuda")
+    count = torch.arange(sequences + 1, dtype=torch.int32, device="cuda")
+    lens = torch.full((sequences,), before + new, dtype=torch.int32, device="cuda")
+    batch = ForwardBatch(none, none, none, count * new, lens, none[:1, None].int(), none[:1], count[1:])
+    return Pass(batch, torch.empty(0))
+
+
+def tokens_of(shape: StateSpace, rows: int) -> Tokens:
+    def made(*sizes: int) -> Tensor:
+        return torch.randn(rows, *sizes, device="cuda")
+
+    shared, heads = (shape.groups, shape.state), shape.heads
+    rates = torch.logspace(-3, 0, heads, device="cuda")[:, None]
+    decay = -torch.rand(rows, heads, 1, device="cuda") * rates
+    asked, written = (made(*shared).bfloat16().float() for _ in range(2))
+    return Tokens(asked, written, made(heads, shape.head_dim), decay)
+
+
+def memory_of(shape: StateSpace) -> Tensor:
+    return torch.zeros(2, shape.heads, shape.state, shape.head_dim, device="cuda")
+
+
+def row_by_row(tokens: Tokens, step: Pass, memory: Tensor) -> Tensor:
+    out = torch.empty_like(tokens.values)
+    folds._row_by_row(tokens, step.batch, 1, memory, out)
+    return out
+
+
+WAYS: dict[str, Callable[[Tokens, Pass, Tensor], Tensor]] = {
+    "row by row": row_by_row, "in chunks": GpuFolds().folded,
+}  # fmt: skip
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """The median of some."""
+    times = []
+    for _ in range(REPLAYS + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)))
+    return statistics.median(times[2:])
+
+
+def exact(tokens: Tokens) -> Tensor:
+    asked, written, values, decay = (part.double() for part in tokens[:4])
+    shared = values.shape[1] // asked.shape[1]
+    asked, written = (part.repeat_interleave(shared, 1)[..., None] for part in (asked, written))
+    memory, rows = torch.zeros_like(asked[0] * values[0][:, None]), []
+    for t in range(len(values)):
+        memory = memory * decay[t].exp()[..., None] + written[t] * values[t][:, None]
+        rows.append((memory * asked[t]).sum(1))
+    return torch.stack(rows)
+
+
+def recurrences(name: str, shape: StateSpace) -> Iterator[dict[str, Any]]:
+    few = tokens_of(shape, EXACT_ROWS)
+    wanted = exact(few)
+    for way, call in WAYS.items():
+        found = call(few, step_of(1, EXACT_ROWS, 0), memory_of(shape)).double()
+        row = {"bench": "fold", "config": name, "way": way, "error": float((found - wanted).norm() / wanted.norm())}
+        for rows in ROWS:
+            tokens, step, memory = tokens_of(shape, rows), step_of(1, rows, 0), memory_of(shape)
+            row[f"ms_{rows}"] = round(milliseconds(lambda: call(tokens, step, memory)), 4)  # noqa: B023
+        yield row
+
+
+def convolutions(name: str, shape: StateSpace) -> Iterator[dict[str, Any]]:
+    channels, made = shape.channels, GpuFolds()
+    taps = Taps(torch.randn(shape.taps + 1, channels, device="cuda"), biased=True)
+    ring = torch.zeros(33, shape.taps, channels, device="cuda", dtype=torch.bfloat16)
+    row: dict[str, Any] = {"bench": "convolution", "config": name}
+    for rows in ROWS:
+        new, step = torch.randn(rows, channels, device="cuda").bfloat16(), step_of(1, rows, 0)
+        row[f"ms_{rows}"] = round(milliseconds(lambda: made.convolved(new, step, ring, taps)), 4)  # noqa: B023
+    for sequences in (1, 32):
+        new, step = torch.randn(sequences, channels, device="cuda").bfloat16(), step_of(sequences, 1, 100)
+        made.convolved(new, step, ring, taps)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(LAYERS):
+                made.convolved(new, step, ring, taps)
+        row[f"us_decode_{sequences}"] = round(milliseconds(graph.replay) * 1e3 / LAYERS, 2)
+    yield row
+
+
+def measured() -> Iterator[dict[str, Any]]:
+    for name, shape in SHAPES.items():
+        yield from convolutions(name, shape)
+        yield from recurrences(name, shape)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, help="directory of results to add the rows to")
+    asked = parser.parse_args()
+    found = []
+    for row in measured():
+        found.append(row | stamp(machine_name(Machine.detect())))
+        print(json.dumps(row), flush=True)
+    if asked.keep:
+        keep(found, asked.keep)
+
+
+if __name__ == "__main__":
+    main()
