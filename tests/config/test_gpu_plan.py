@@ -18,8 +18,8 @@ from tandem.config import (
     StoredFormats,
     resolve,
 )
+from tandem.config.cuda_graphs import CHUNK_KERNELS, GRAPH_BYTES, KERNEL_BYTES, prompt_graph_bytes
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
-from tandem.config.cuda_graphs import prompt_graph_bytes
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, STREAM_TOKENS, dense_bytes, unpacking_bytes
 from tandem.config.gpu_scratch import RING_BYTES, StepSize, mixer_scratch_bytes
@@ -198,9 +198,31 @@ def qwen3(gpu_gib: int, positions: int = 262144, **flags: object) -> Plan:
 def test_graphs_of_prompts_keep_what_lies_within_dense_layers() -> None:
     """A row of gate and up in float32, and the activation in bfloat16; a piece of 512 MiB at a time."""
     dense, widths = {**QWEN3_KEYS, "model_type": "llama"}, (6144, 12288, 200_000)
-    taken = [prompt_graph_bytes(ModelConfig.from_dict({**dense, "intermediate_size": w}), (512, 2048)) for w in widths]
+    models = (ModelConfig.from_dict({**dense, "intermediate_size": w}) for w in widths)
+    taken = [prompt_graph_bytes(model, (512, 2048), False) for model in models]
     assert taken[1] - taken[0] == 2048 * 6144 * (2 * 4 + 2)
     assert taken[2] - taken[0] == (512 << 20) - 2048 * 6144 * (2 * 4 + 2)
+
+
+def test_graphs_of_prompts_that_bus_and_cpu_share_are_counted() -> None:
+    """Three of each layer where experts travel, one where none does, for every number of rows; each with its logits."""
+    own = {True: 48 * 3 + 1, False: 48 + 1}
+    kept = {s: own[s] * GRAPH_BYTES + 48 * CHUNK_KERNELS * KERNEL_BYTES + 8 * 151936 * 4 for s in own}
+    plain = prompt_graph_bytes(QWEN3, (2048,), False)
+    assert prompt_graph_bytes(QWEN3, (512, 2048), False) - plain == kept[False]
+    whole, splits = 1, len((128, 256, 512, 1024, 2048))
+    assert prompt_graph_bytes(QWEN3, (2048,), True) - plain == (whole + splits) * kept[True] - kept[False]
+    assert prompt_graph_bytes(QWEN3, (), True) == 0
+
+
+def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
+    """Of a plan whose experts travel, and of one where all are on the GPU."""
+    for gpu_gib, streamed in ((32, True), (120, False)):
+        p = qwen3(gpu_gib, positions=32768, kt_gpu_experts_ratio=0.2 if streamed else 1.0)
+        assert p.gpu is not None and p.gpu.prompt_sizes and (p.gpu.ring_bytes > 0) == streamed
+        entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
+        assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, streamed)
+        assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
 
 
 @pytest.mark.parametrize("gpu_gib", [16, 24, 32, 80])

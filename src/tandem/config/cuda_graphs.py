@@ -17,6 +17,10 @@ MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: lo
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
+PROMPT_SEQUENCES = 8  # of a chunk that is replayed, at most
+CUT_GRAPHS = 3  # of a layer whose experts travel
+GRAPH_BYTES, KERNEL_BYTES = 112_000, 2200  # of GPU memory that CUDA keeps of a graph, and of each kernel (an H100)
+CHUNK_KERNELS = 40  # of a prompt's layer
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32)
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
@@ -109,16 +113,27 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
     return size if rows >= LEAST_FILLED * size else 0
 
 
-def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...]) -> int:
-    """Of rows between a chunk's kernels, which its graphs keep. All sizes share them, and so do layers: experts and
-    dense feed-forwards take turns."""
+def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], streamed: bool) -> int:
+    """Of graphs of prompts, and of what they keep: rows between a chunk's kernels, and each size's logits. streamed:
+    experts travel, so there are those of `split_sizes`, too."""
+    if not sizes:
+        return 0
+    captured = [*sizes, *split_sizes(sizes)] if streamed else sizes
+    cuts = len(model.moe_layers) * (CUT_GRAPHS - 1) if streamed else 0
+    graphs = len(model.layers) + 1 + cuts
+    each = graphs * GRAPH_BYTES + len(model.layers) * CHUNK_KERNELS * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
+    return len(captured) * each + _chunk_bytes(model, max(sizes))
+
+
+def _chunk_bytes(model: ModelConfig, rows: int) -> int:
+    """Of rows between kernels. All sizes share them, and so do layers: experts and dense feed-forwards take turns."""
     hidden, mixers = model.hidden, [mixer for mixer in model.mixers if isinstance(mixer, Gqa)]
     experts = 0
     if model.moe_layers:
         top_k = model.moe.router.top_k + model.moe.fusible_shared
         experts = top_k * pair_bytes(model.expert_channels, model.moe.experts.width)
     heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
-    rows, between = max(sizes, default=0), max(map(_between_bytes, _dense_parts(model)), default=0)
+    between = max(map(_between_bytes, _dense_parts(model)), default=0)
     fed = max(min(rows * experts, ROW_BYTES), min(rows * between, MLP_BYTES))
     return fed + rows * (16 * hidden + 2 * heads)
 

@@ -203,7 +203,7 @@ def _with_prompts(
     a step, where experts travel."""
     sizes = prompt_sizes(request.config, request.model, streamed)
     try:
-        smaller = _sized(request, gpu, ring + prompt_graph_bytes(request.model, sizes))
+        smaller = _sized(request, gpu, ring + prompt_graph_bytes(request.model, sizes, streamed > 0))
     except ConfigError:
         return found
     worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
@@ -262,6 +262,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request)
     logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - request.rope_bytes - scratch
     dense = dense_bytes(request.model, request.dtype, request.stored)
+    prompts = prompt_graph_bytes(request.model, plan.prompt_sizes, plan.ring_bytes > 0)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
     others = GPU_WORKSPACE_BYTES - sums + unpacking_bytes(gpu)
     entries = [
@@ -273,7 +274,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
-        Entry("prompt graphs", prompt_graph_bytes(request.model, plan.prompt_sizes), "rows between their kernels"),
+        Entry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
         Entry("attention sums", sums, "of rows that decode, a part of their keys each"),
         Entry("workspace", others, "of one step, libraries, CUDA graphs"),
         Entry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),

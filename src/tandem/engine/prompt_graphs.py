@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tandem.config.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
 from tandem.config.cuda_graphs import prompt_graph_rows
 from tandem.engine.batch_arrays import to_gpu
 from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel
@@ -25,7 +26,6 @@ from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
-SEQUENCES = 8  # of a chunk that is replayed, at most
 GRAPHS_AHEAD = 12  # layers: nobody gives any while a step runs, and one beside a prompt takes as long as five
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
 _ROWS = "input_ids", "positions", "cache_slots"
