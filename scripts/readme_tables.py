@@ -110,7 +110,7 @@ def runs(results: Path) -> list[Row]:
 
 
 def chosen(run: Row, wanted: Mapping[str, Any]) -> list[Row]:
-    return [row for row in run["rows"] if wanted.items() <= row.items()]
+    return [row for row in run["rows"] if wanted.items() <= row.items() and row.get("way", "auto") == "auto"]
 
 
 def best(run: Row, line: Line, peer: Peer) -> float | None:

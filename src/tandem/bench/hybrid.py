@@ -49,6 +49,7 @@ from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.streams.stream import ExpertStream
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.this_machine import this_machine
@@ -101,6 +102,12 @@ class Built:
     usage: ExpertUsage | None
     expert_bytes: int  # of one routed expert, packed
     new_runner: Callable[[], GpuRunner]
+    stream: ExpertStream | None = None
+
+    def travels(self, share: float | None) -> None:
+        """So much of the experts in CPU memory in each prompt from now on; None: what is fastest."""
+        if self.stream is not None:
+            self.stream.rates.forced = share
 
     def counts(self) -> StepCounts:
         return StepCounts.now(self.side.handoff, self.usage)
@@ -252,11 +259,12 @@ def build(
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), FAR if request.prompts else 1.0)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
-    stream = expert_stream(plan, side, registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None)
+    copies = registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None
+    stream = expert_stream(plan, side, copies, usage=usage)
     sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None else ()
     prompts = {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
     runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), prompts)
-    return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner)
+    return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner, stream)
 
 
 def _runner(

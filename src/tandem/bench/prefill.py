@@ -3,7 +3,8 @@
 A prompt is what the engine does for one sequence: chunks through the model, logits of the last row. Bus, CPU and GPU
 work at the same time, so the slowest of them counts. The bus takes bytes of experts in CPU memory; the others take
 operations, or reads of their memory. The bound is that of the best division of the experts' work. All rates are
-measured in the same run.
+measured in the same run. Experts in CPU memory may be left to the CPU or to the bus alone, in turn with the usual
+division.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from tandem.errors import ConfigError
 from tandem.models import ForwardBatch
 
 SPLITS = 100
+WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0}  # the share of the experts in CPU memory that travels
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the flags asked for. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where
-    it pays; cached: tokens before each prompt, whose keys and values are there."""
+    it pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
 
     config: str
     formats: tuple[str, ...]
@@ -49,6 +51,7 @@ class Request:
     threads: int | None = None
     tier: str = "auto"
     cached: int = 0
+    ways: tuple[str, ...] = ("auto",)
 
     def model(self) -> hybrid.Request:
         """As the decode bench builds one."""
@@ -101,6 +104,8 @@ def work_of(model: ModelConfig, packed: int, tokens: int, gpu_share: float, cach
 
 
 def run(request: Request, out: Path | None) -> None:
+    if unknown := [way for way in request.ways if way not in WAYS]:
+        raise ConfigError(f"--way {unknown[0]!r} is not known; give {', '.join(WAYS)}")
     use_one_torch_thread()
     if not Machine.detect().gpus:
         raise ConfigError("kt bench prefill measures a GPU, and there is none")
@@ -126,20 +131,35 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
             dram = hybrid.dram_reader(built).mean_gbps()
             rates = Rates(dram, measure_flops(built.workers, built.plan.tier, min_seconds=0.1), gpu)
             for tokens in request.tokens:
-                yield _row(request, built, tokens, share, rates) | {"format": format_name(fmt)}
+                for row in _rows(request, built, tokens, share, rates):
+                    yield row | {"format": format_name(fmt)}
 
 
-def _row(request: Request, built: hybrid.Built, tokens: int, share: float, rates: Rates) -> dict[str, Any]:
-    times, cached = list(prompt_seconds(built, tokens, request.repeats, request.cached)), request.cached
-    seconds = statistics.median(times)
+def _rows(
+    request: Request, built: hybrid.Built, tokens: int, share: float, rates: Rates
+) -> Iterator[dict[str, Any]]:
+    cached = request.cached
     bound = work_of(built.config, built.expert_bytes, tokens, share, cached).bound_seconds(rates)
-    return {
-        "bench": "prefill", "config": request.config, "layers": request.layers, "gpu_share": share,
-        "tokens": tokens, "cached": cached, "tok_s": round(tokens / seconds, 1),
-        "bound_tok_s": round(tokens / bound, 1), "share": round(bound / seconds, 4), "chunk": request.chunk,
-        "threshold": request.threshold, "experts": "all chosen", "dram_gbps": round(rates.dram_gbps, 1),
-        "pcie_gbps": rates.gpu.to_gpu_gbps,
-    }  # fmt: skip
+    for way, times in _in_turn(request, built, tokens).items():
+        seconds = statistics.median(times)
+        yield {
+            "bench": "prefill", "config": request.config, "layers": request.layers, "gpu_share": share,
+            "tokens": tokens, "cached": cached, "way": way, "tok_s": round(tokens / seconds, 1),
+            "bound_tok_s": round(tokens / bound, 1), "share": round(bound / seconds, 4), "chunk": request.chunk,
+            "threshold": request.threshold, "experts": "all chosen", "dram_gbps": round(rates.dram_gbps, 1),
+            "pcie_gbps": rates.gpu.to_gpu_gbps,
+        }  # fmt: skip
+
+
+def _in_turn(request: Request, built: hybrid.Built, tokens: int) -> dict[str, list[float]]:
+    """Seconds of prompts, by way."""
+    found = {way: list[float]() for way in request.ways}
+    prompts = {way: prompt_seconds(built, tokens, request.repeats, request.cached) for way in found}
+    for _ in range(request.repeats):
+        for way, times in found.items():
+            built.travels(WAYS[way])
+            times.append(next(prompts[way]))
+    return found
 
 
 def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int = 0) -> Iterator[float]:
@@ -149,16 +169,17 @@ def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int =
         with torch.inference_mode():
             for first in range(cached, cached + tokens, built.plan.max_step_tokens):
                 last = min(first + built.plan.max_step_tokens, cached + tokens)
-                built.runner.logits(chunk_of(built, first, last))
+                built.runner.logits(chunk_of(built, first, last, repeat))
         if repeat:
             yield perf_counter() - started
 
 
-def chunk_of(built: hybrid.Built, first: int, last: int) -> ForwardBatch:
-    """Tokens [first, last) of the one sequence."""
+def chunk_of(built: hybrid.Built, first: int, last: int, seed: int = 0) -> ForwardBatch:
+    """Tokens [first, last) of the one sequence. seed: of which tokens; prompts differ."""
     page, positions = built.plan.page_size, torch.arange(first, last)
+    generator = torch.Generator().manual_seed(seed << 32 | first)
     table = torch.arange(built.plan.num_pages, dtype=torch.int32)
-    ids = torch.randint(built.config.vocab, (last - first,), generator=torch.Generator().manual_seed(first))
+    ids = torch.randint(built.config.vocab, (last - first,), generator=generator)
     return ForwardBatch(
         input_ids=ids, positions=positions, cache_slots=positions,
         query_starts=torch.tensor([0, last - first], dtype=torch.int32),

@@ -224,6 +224,10 @@ def prefill(
     ] = None,
     tier: Annotated[str, typer.Option(help="kernel tier")] = "auto",
     cached: Annotated[int, typer.Option(min=0, help="tokens before the prompt, which are cached")] = 0,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="who has the experts in CPU memory: auto (default), cpu or bus alone; several in turn"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
 ) -> None:
     """Measure prompts on a GPU against what bus, CPU and GPU allow together.
@@ -233,7 +237,8 @@ def prefill(
     from tandem.bench.prefill import Request, run
 
     lists = (tuple(fmt or ["INT4"]), tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(tokens or [512, 2048, 8192]))
-    run(Request(config, *lists, layers, chunk, threshold, repeats, threads, tier, cached), out)
+    ways = tuple(dict.fromkeys(way or ["auto"]))
+    run(Request(config, *lists, layers, chunk, threshold, repeats, threads, tier, cached, ways), out)
 
 
 @bench.command()
