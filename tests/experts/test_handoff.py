@@ -32,7 +32,7 @@ class Replay:
         self.compiled: list[int | None] = []
         self.launched: list[Any] = []
         monkeypatch.setattr(module, "kernels", self._kernels)
-        monkeypatch.setattr(module, "launch", lambda kernel, *rest, overlap: self.launched.append((kernel, rest)))
+        monkeypatch.setattr(module, "launch", lambda kernel, *rest: self.launched.append((kernel, rest)))
         monkeypatch.setattr(module._Mailbox, "_stream", lambda _self: 0)
         monkeypatch.setattr(module.torch, "zeros", aligned_zeros(torch.zeros))
         self.handoff = Handoff(SIZES, torch.device("cpu"), 20.0)

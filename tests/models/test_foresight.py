@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,9 +15,9 @@ from tandem.config import ModelConfig, Plan
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
 from tandem.experts.handoff import Handoff, HandoffSizes
-from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
+from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import Routing, Waiting
+from tandem.kernels.ops import Routing
 from tandem.models import ForwardBatch, Model, build
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer
@@ -162,27 +161,6 @@ def test_a_layer_with_next_to_nothing_on_the_cpu_takes_no_hints(on_cpu: int, row
     assert not experts.takes_hints(rows)
     with handoff.rehearsing():
         assert experts.takes_hints(rows) == takes
-
-
-@pytest.mark.parametrize(("on_cpu", "rows", "fetches"), [(16, 1, True), (0, 4, False), (3, 1, False), (3, 2, True)])
-def test_weights_are_fetched_while_the_cpu_has_enough_to_do(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: int, rows: int, fetches: bool
-) -> None:
-    """In graphs alone: other steps have many rows."""
-    handoff, fetched = Handoff(HandoffSizes(4, 4, 48, 3), torch.device("cpu"), 1.0), list[int]()
-    monkeypatch.setattr(handoff, "collect", lambda rows, in_place: torch.zeros(rows, 48))
-    slots = (torch.arange(16, dtype=torch.int32) - on_cpu).clamp(min=-1)
-    cpu = CpuOps(_core.WorkerPool([-1]), "scalar").experts(16, 48, 32) if on_cpu else None
-    experts = HybridExperts(slots, None, cpu, handoff)
-    experts.meanwhile = lambda: fetched.append(rows)
-    assert isinstance(experts, Waiting) and experts.elsewhere == bool(on_cpu)
-    sums = None if on_cpu else SimpleNamespace(combined=lambda elsewhere: torch.zeros(rows, 48))
-    ticket = HybridTicket(torch.zeros(rows, 3), cast(Any, sums), torch.bfloat16, bool(on_cpu))
-    experts.wait(ticket)
-    assert not fetched
-    with handoff.rehearsing():
-        experts.wait(ticket)
-    assert fetched == [rows] * fetches
 
 
 @pytest.mark.parametrize(("on_cpu", "takes"), [(5, False), (6, True)])

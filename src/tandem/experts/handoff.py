@@ -159,12 +159,7 @@ class Handoff:
 
     def takes_hints(self, tokens: int) -> bool:
         """Whether `hint` is worth asking a router for so many tokens."""
-        return self.foresight and self.in_graph and tokens <= _core.MOST_HINTED_TOKENS
-
-    @property
-    def in_graph(self) -> bool:
-        """Whether what is run now is recorded, or rehearsed for that."""
-        return self._in_graph or self._rehearsing
+        return self.foresight and (self._in_graph or self._rehearsing) and tokens <= _core.MOST_HINTED_TOKENS
 
     def hint(self, layer: int, routing: Routing) -> None:
         """After a post, before its `collect`: the next one will be this layer's, probably with these experts. Those
@@ -275,14 +270,6 @@ class Copies:
         return self._there[:tokens].copy_(self._result[:tokens], non_blocking=True)
 
 
-def _overlaps(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    from tandem.kernels.gpu.overlap import can_overlap  # Triton is there only where a GPU is used
-
-    return can_overlap(device)
-
-
 class _Mailbox:
     """Mapped memory, the kernels around it, and the CPU's end of it."""
 
@@ -303,7 +290,6 @@ class _Mailbox:
             2, dtype=torch.int32, device=device
         )  # posts so far; whether the GPU gave up
         self._sizes, self._device, self._patience = sizes, device, patience
-        self._overlap = {"overlap": _overlaps(device)}
         self.posted: list[int] = []
 
     def add(self, layer: PackedExperts) -> None:
@@ -328,7 +314,7 @@ class _Mailbox:
         launch(
             self._kernels[0], 1, POST_THREADS, self._stream(), base, self._state.data_ptr(), x.data_ptr(),
             routing.ids.data_ptr(), slots.data_ptr(), routing.weights.data_ptr(), base + mail_x, base + mail_ids,
-            base + mail_weights, *numbers, **self._overlap,
+            base + mail_weights, *numbers,
         )  # fmt: skip
         self.posted.append(layer)
 
@@ -339,7 +325,7 @@ class _Mailbox:
         result = base + self._at[3] + self._half(len(self.posted) - 1)
         launch(
             self._kernels[1], -(-units // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base,
-            self._state.data_ptr(), result, out.data_ptr(), np.int32(units), patience, **self._overlap,
+            self._state.data_ptr(), result, out.data_ptr(), np.int32(units), patience,
         )  # fmt: skip
         return out
 
@@ -349,7 +335,7 @@ class _Mailbox:
         base, numbers = self._memory.data_ptr(), [np.int32(n) for n in (routing.ids.numel(), each, layer)]
         launch(
             self._kernels[2], 1, HINT_THREADS, self._stream(), base, self._state.data_ptr(),
-            routing.ids.data_ptr(), routing.slots.data_ptr(), base + self._at[4], *numbers, **self._overlap,
+            routing.ids.data_ptr(), routing.slots.data_ptr(), base + self._at[4], *numbers,
         )  # fmt: skip
 
     def hints(self) -> HintCounts:

@@ -23,8 +23,6 @@ __device__ u64 nanoseconds() {
 extern "C" __global__ void post(u32* header, u32* state, const uint4* x, const int* ids, const int* slots,
                                 const float* weights, uint4* mail_x, int* mail_ids, float* mail_weights, int units,
                                 int pairs, int layer, int tokens) {
-  start_next();
-  wait_for_previous();
   if (threadIdx.x == 0) {
     header[LAYER] = layer;
     header[TOKENS] = tokens;
@@ -47,8 +45,6 @@ extern "C" __global__ void post(u32* header, u32* state, const uint4* x, const i
 // best first, as all tokens' best, all tokens' second best, ...
 extern "C" __global__ void hint(u32* header, const u32* state, const int* ids, const int* slots, int* mail_hints,
                                 int pairs, int each, int layer) {
-  start_next();
-  wait_for_previous();
   for (int i = threadIdx.x; i < pairs; i += blockDim.x)
     mail_hints[i % each * (pairs / each) + i / each] = slots[i] >= 0 ? -1 : ids[i];
   if (threadIdx.x == 0) {
@@ -60,12 +56,10 @@ extern "C" __global__ void hint(u32* header, const u32* state, const int* ids, c
   if (threadIdx.x == 0) write_word(header + HINTED, state[COUNT]);
 }
 
-// Every block waits for the answer and copies its part. After a failure nobody waits again, and the result is NaN. What
-// comes next starts with the answer, not before: it would hold registers that others could use meanwhile.
+// Every block waits for the answer and copies its part. After a failure nobody waits again, and the result is NaN.
 extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_result, float4* out, int units,
                                    u64 patience) {
   __shared__ int answered;
-  wait_for_previous();
   if (threadIdx.x == 0) {
     const u32 number = state[COUNT];
     const u64 start = nanoseconds();
@@ -80,7 +74,6 @@ extern "C" __global__ void collect(u32* header, u32* state, const float4* mail_r
     }
   }
   __syncthreads();
-  start_next();
   const float nan = __int_as_float(0x7fc00000);
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < units; i += gridDim.x * blockDim.x)
     out[i] = answered ? __ldcv(mail_result + i) : make_float4(nan, nan, nan, nan);

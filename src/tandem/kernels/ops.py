@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -228,18 +228,10 @@ class Recorded(Protocol):
         ...
 
 
-@runtime_checkable
-class Waiting(Protocol):
-    """Experts of which others may compute a part."""
-
-    elsewhere: bool  # whether they do
-    meanwhile: Callable[[], None]  # called while they do, in decode steps
-
-
 class SureRead(NamedTuple):
     """Weights that every step reads: a whole matrix, or the last `experts` experts of a layer (shared ones)."""
 
-    weights: Linear | ExpertLayer | Waiting
+    weights: Linear | ExpertLayer
     experts: int = 0
 
 

@@ -16,7 +16,7 @@ from tandem.config.model_config import moe_index
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.joined import AfterNorm, Beginning
-from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead, Waiting
+from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
@@ -63,9 +63,7 @@ class MoEBlock:
             self.shared = dense_mlp(b, layer + names.shared, shape.shared)
         # What x is multiplied with first, if its norm may be a part of that. Here, as protocols take long to look up.
         self.first = None if self.router.float32_logits or not isinstance(self.gate, AfterNorm) else self.gate
-        # The CPU must not wait for what begins beside the router's choice.
-        alone = not (isinstance(self.experts, Waiting) and self.experts.elsewhere)
-        self._begin = self.shared.begin if alone and isinstance(self.shared, Beginning) else None
+        self._begin = self.shared.begin if isinstance(self.shared, Beginning) else None
 
     def reads(self) -> list[SureRead]:
         """Weights in the order of `__call__`."""

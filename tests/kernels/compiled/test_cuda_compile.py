@@ -17,10 +17,8 @@ import pytest
 
 from tandem.config.layers import SILU, Activation, DeltaRule
 from tandem.config.mechanisms.norm import Norm
-from tandem.experts import mailbox_kernels
 from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
 from tandem.kernels.gpu.delta import rows
-from tandem.kernels.gpu.memory import ahead
 from tandem.kernels.gpu.mma import code_mma, expert_mma
 from tandem.kernels.gpu.mma.mma_source import Kind
 from tandem.kernels.gpu.nvrtc import COMMON
@@ -90,8 +88,7 @@ def one_of_each_source(kind: Kind) -> list[str]:
     delta = DeltaRule(2, 4, rows.HEAD, rows.HEAD, 4, Norm(1e-6), "heads")
     blocks = code_mma.Blocks(1, 1, 4, 4, 6), code_product.Blocks(32, 4, 4, 4, 3)
     experts = expert_mma.source(kind), code_product.source(kind, blocks[1], 1, SILU)
-    small = mailbox_kernels.SOURCE, ahead.SOURCE
-    return [code_mma.source(kind, blocks[0]), *experts, rows.source(delta, 3, 2048), *small]
+    return [code_mma.source(kind, blocks[0]), *experts, rows.source(delta, 3, 2048)]
 
 
 @pytest.mark.parametrize("kind", [kind_by_full(each) for each in KINDS])

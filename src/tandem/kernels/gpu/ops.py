@@ -28,7 +28,6 @@ from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
-from tandem.kernels.gpu.memory.ahead import plan_ahead
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.recurrent.folds import GpuFolds
 from tandem.kernels.gpu.residual import norm
@@ -141,8 +140,7 @@ class GpuOps:
         return GpuMLP(lambda weight: self.linear(weight, None, fmt), activation)
 
     def read_in_order(self, reads: Sequence[SureRead]) -> None:
-        """Kernels hide their reads themselves. What follows experts that the CPU computes is fetched meanwhile."""
-        plan_ahead(reads, self.device)
+        """Nothing is fetched ahead: a GPU's kernels hide their reads themselves."""
 
     def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
         """Calls the step. It is remembered as a CUDA graph, by whoever knows all of it (`engine/gpu_runner.py`)."""
