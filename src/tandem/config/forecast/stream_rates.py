@@ -15,7 +15,7 @@ HOST_SECONDS = 2.5e-3
 at 2048 (H100, Qwen3-30B-A3B, int4)."""
 HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
-SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
+SPLIT_SECONDS = 5e-4  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.6 at 512 rows
 WHOLE = 0.8  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
 TURN_BASE, TURN_ROW, TURN_HIDDEN = 4e-4, 4e-7, 2048
 """Of one that is a graph, likewise: attention, and rows of so many channels on their way. 0.7 ms at 512 rows, 1.2 at
@@ -59,9 +59,9 @@ class StreamRates:
         """Until a layer's experts are computed, of which `share` travels."""
         if share <= 0.0:
             return self.cpu_seconds(rows) + min(HOST_SECONDS, HOST_BASE + rows * HOST_ROW)
-        if in_graphs and share < 1.0:
-            return share * self.bus * BUS_BESIDE
-        return share * self.bus + (0.0 if share == 1.0 else SPLIT_SECONDS)
+        if share == 1.0:
+            return self.bus
+        return share * self.bus * BUS_BESIDE + (0.0 if in_graphs else SPLIT_SECONDS)
 
     def cpu_seconds(self, rows: int) -> float:
         """That the CPU would take for a layer."""
