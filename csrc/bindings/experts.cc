@@ -87,36 +87,20 @@ void pack_to(const ExpertLayer& self, const nb::list& experts, nb::handle out) {
   self.pack_to(sources, first);
 }
 
-ExpertCall call_of(const ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights, nb::handle out,
-                   bool add) {
+void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights, nb::handle out, bool add) {
   const int64_t hidden = self.shape().hidden;
   const TensorView in = view_of(x, "x", {Element::bf16, Element::f32}, {kAnySize, hidden});
   const TensorView i = view_of(ids, "ids", {Element::i32}, {in.shape[0], kAnySize});
   const TensorView w = view_of(weights, "weights", {Element::f32}, {in.shape[0], i.shape[1]});
   const TensorView y = view_of(out, "out", {Element::bf16, Element::f32}, {in.shape[0], hidden}, true);
-  return {{in.data, in.type(), in.shape[0], hidden},
-          static_cast<const int32_t*>(i.data),
-          static_cast<const float*>(w.data),
-          i.shape[1],
-          y.data,
-          y.type(),
-          add};
-}
-
-void forward(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights, nb::handle out, bool add) {
-  const ExpertCall call = call_of(self, x, ids, weights, out, add);
+  const ExpertCall call{{in.data, in.type(), in.shape[0], hidden},
+                        static_cast<const int32_t*>(i.data),
+                        static_cast<const float*>(w.data),
+                        i.shape[1],
+                        y.data,
+                        y.type(),
+                        add};
   perform(self, [&self, call] { self.forward(call); });
-}
-
-void begin(ExpertLayer& self, nb::handle x, nb::handle ids, nb::handle weights, nb::handle out) {
-  const ExpertCall call = call_of(self, x, ids, weights, out, false);
-  const nb::gil_scoped_release unlocked;
-  self.workspace().pool().begin([&self, call] { self.forward(call); });
-}
-
-double join(ExpertLayer& self) {
-  const nb::gil_scoped_release unlocked;
-  return self.workspace().pool().join();
 }
 
 void check_expert(const ExpertLayer& self, int expert) {
@@ -209,9 +193,6 @@ void bind_experts(nb::module_& m) {
       .def("pack_to", &pack_to, nb::arg("experts"), nb::arg("out"),
            "What load_all would make of them, one after the other in other memory.")
       .def("forward", &forward, nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("add"))
-      .def("begin", &begin, nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"),
-           "As forward, on the pool's other threads. The arrays are read and written until `join`.")
-      .def("join", &join, "Helps until that is done, and returns the seconds it took. 0: nothing had begun.")
       .def("bytes", &ExpertLayer::bytes, nb::arg("first"), nb::arg("count"),
            "Of the experts [first, first + count), for each memory node.")
       .def("read_next", &ExpertLayer::read_next, nb::arg("upcoming"),

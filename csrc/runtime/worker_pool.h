@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <span>
@@ -122,14 +121,6 @@ class WorkerPool {
 
   // One phase.
   void for_each(int64_t tasks, TaskBody body);
-
-  // Starts `work` on a thread that the pool keeps for this. Its regions of phases are done by the pool's threads alone,
-  // while the caller does something else; other callers' regions wait for all of it. What began before is joined first;
-  // what it threw is lost.
-  void begin(std::function<void()> work);
-  // The caller is worker 0 of what `begin` started, until that is done; rethrows what it threw. Returns the seconds it
-  // took; 0: nothing had begun.
-  double join();
 
  private:
   void check_own(const Phase& phase) const;

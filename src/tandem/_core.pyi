@@ -453,16 +453,6 @@ class ExpertLayer:
         """What load_all would make of them, one after the other in other memory."""
 
     def forward(self, x: object, ids: object, weights: object, out: object, add: bool) -> None: ...
-    def begin(self, x: object, ids: object, weights: object, out: object) -> None:
-        """
-        As forward, on the pool's other threads. The arrays are read and written until `join`.
-        """
-
-    def join(self) -> float:
-        """
-        Helps until that is done, and returns the seconds it took. 0: nothing had begun.
-        """
-
     def bytes(self, first: int, count: int) -> list[ByteRange]:
         """Of the experts [first, first + count), for each memory node."""
 

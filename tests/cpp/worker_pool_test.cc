@@ -99,63 +99,6 @@ void phases_follow_each_other(WorkerPool& pool) {
   pool.run_phases({});
 }
 
-// What is begun is done by the others and, from `join` on, by the caller; another caller's regions come before or
-// after.
-void work_is_done_aside(WorkerPool& pool) {
-  CHECK(pool.join() == 0.0);
-  for (int repeat = 0; repeat < rounds(200); ++repeat) {
-    std::vector<int> hits(100, 0), workers(pool.size(), 0);
-    std::atomic<int> at_once{0};
-    const auto caller = std::this_thread::get_id();
-    std::atomic<bool> joined{false};
-    pool.begin([&] {
-      for (int region = 0; region < 3; ++region)
-        pool.run_phases({{50, [&](int64_t i, const Worker&) { ++hits[i]; }},
-                         {50, [&](int64_t i, const Worker& w) {
-                            CHECK(w.index > 0 || (joined && std::this_thread::get_id() == caller));
-                            ++hits[50 + i];
-                          }}});
-      pool.run([&](const Worker& w) { ++workers[w.index]; });
-    });
-    std::thread other([&] {
-      pool.for_each(20, [&](int64_t, const Worker&) { ++at_once; });
-      CHECK(at_once == 20);
-    });
-    if (repeat % 3) std::this_thread::sleep_for(std::chrono::microseconds(repeat % 50));
-    joined = true;
-    if (repeat % 4) CHECK(pool.join() > 0.0);
-    if (repeat % 4 == 0) pool.begin([] {});  // joins it first
-    other.join();
-    pool.join();
-    for (int n : hits) CHECK(n == 3);
-    for (int n : workers) CHECK(n == 1);
-  }
-}
-
-void what_fails_aside_is_thrown_to_who_joins(WorkerPool& pool) {
-  const auto fails = [&] {
-    pool.for_each(30, [](int64_t i, const Worker&) {
-      if (i == 7) throw std::runtime_error("seven");
-    });
-  };
-  pool.begin(fails);
-  CHECK(message_of<std::runtime_error>([&] { pool.join(); }) == "seven");
-  CHECK(pool.join() == 0.0);
-  pool.begin(fails);
-  pool.begin([] {});  // of a step that was given up
-  CHECK(pool.join() >= 0.0);
-  CHECK(message_of<std::logic_error>([&] { pool.run([&](const Worker&) { pool.join(); }); }) != "(nothing thrown)");
-}
-
-void a_pool_that_ends_waits_for_what_is_aside() {
-  std::atomic<int> done{0};
-  {
-    WorkerPool pool({-1});
-    pool.begin([&] { pool.for_each(5, [&](int64_t, const Worker&) { ++done; }); });
-  }
-  CHECK(done == 5);
-}
-
 // Tasks that may be taken early run once, and only when their phase has begun; steps ahead are counted from 0, for
 // tasks that there are, and never for a phase that has tasks of another between it and the current one.
 void tasks_are_taken_early(WorkerPool& pool) {
@@ -569,7 +512,6 @@ void announced_memory_is_fetched(WorkerPool& pool) {
 }
 
 int main() {
-  a_pool_that_ends_waits_for_what_is_aside();
   bad_arguments_are_refused();
   probable_reads_are_shared();
   own_tasks_come_first();
@@ -589,8 +531,6 @@ int main() {
       own_tasks_are_done_once(pool);
       a_slow_worker_is_helped(pool);
       regions_follow_each_other(pool);
-      work_is_done_aside(pool);
-      what_fails_aside_is_thrown_to_who_joins(pool);
       a_slow_worker_is_waited_for(pool, has_more_workers_than_cpus(cpus));
       ready_tasks_do_not_wait(pool, has_more_workers_than_cpus(cpus));
       an_exception_frees_who_waits_early(pool);

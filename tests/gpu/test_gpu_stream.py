@@ -18,7 +18,7 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, fed, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
 from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
-from tandem.config.forecast.stream_rates import BUS_BESIDE, StreamRates
+from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import Ring
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff, HandoffSizes
@@ -41,7 +41,6 @@ if AVAILABLE:
 pytestmark = [pytest.mark.gpu, needs_triton]
 TOLERANCE = (4.5 if INTERPRETED else 2.0) * 2.0**-8
 LAYERS, EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 2, 6, 64, 32, 12, 2
-NOBODY = torch.full((1, EXPERTS), -1, dtype=torch.int32, device=DEVICE)  # is on the GPU
 CODED = ("int4_zeros", "q5_1")  # stored as codes, and packed as they are
 
 
@@ -82,14 +81,13 @@ class FakeBus:
 
 
 def rates_of(share: float) -> StreamRates:
-    """Such that this share travels, nearly, where layers are graphs; or none at all."""
-    return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share, beside=1.0)
+    """Such that this share travels, nearly; or none at all."""
+    return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share)
 
 
-def rates(share: float, least_rows: int = 1, beside: float = BUS_BESIDE) -> StreamRates:
+def rates(share: float, least_rows: int = 1) -> StreamRates:
     """Such that this share travels, nearly."""
-    bus = 1e-9 if share == 1.0 else 1000 * (1 - share) / share / beside
-    return StreamRates(bus, 1000.0, 0.0, least_rows)
+    return StreamRates(1e-9 if share == 1.0 else 1000 * (1 - share) / share, 1000.0, 0.0, least_rows)
 
 
 def ring(parts: int, nbytes: int) -> Ring:
@@ -124,16 +122,12 @@ class Layers:
             self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, packed))
             self.whole[-1].load_all(0, weights)
 
-    def stream(
-        self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2,
-        tokens: Callable[[], torch.Tensor] | None = None,
-    ) -> ExpertStream:  # fmt: skip
+    def stream(self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2) -> ExpertStream:
         """Attached, with a ring of so many parts of two experts."""
         layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in self.each]
         nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
         bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE))
-        followed = Followed(tokens=tokens)
-        made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE, followed)
+        made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE)
         for index, each in enumerate(self.each):
             each.stream, each.index = made, index
         return made
@@ -168,29 +162,6 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
         assert layers.posts == (0 if share == 1.0 else LAYERS * (step + 1))
     each = layers.whole[0].bytes_per_expert
     assert stream.streamed_bytes == 2 * LAYERS * travelling * each
-
-
-@pytest.mark.parametrize("on_gpu", [0, 2])
-def test_who_had_most_rows_travels(on_gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the CPU computes the others; then as many rows again have to come before that changes."""
-    monkeypatch.setattr("tandem.experts.streams.stream.LEAST_BYTES", 1)
-    layers, tokens = Layers(on_gpu), torch.tensor([[1, 9, 2, 8, 3, 7]] * LAYERS)
-    stream = layers.stream(0.6, tokens=lambda: tokens)
-    many = 2 if on_gpu else 4  # of 0, 3, 4, 5; or of all
-    for step, best in enumerate(([0, 3], [3, 5], [3, 5], [3, 5], [0, 4])):
-        stream.begin(TOKENS)
-        keys = stream.keys(0, torch.arange(EXPERTS, dtype=torch.int32, device=DEVICE)[None], NOBODY)[0].cpu()
-        assert int((keys >= 0).sum()) == many
-        if on_gpu:
-            assert [int(keys[expert]) for expert in best] == [2, 3]
-        else:
-            assert (keys >= 0).nonzero().flatten().tolist() == (
-                [[0, 1, 2, 3], [1, 3, 4, 5], [0, 2, 4, 5]][(step > 0) + (step > 3)]
-            )
-        layers.check()
-        if step == 2:
-            tokens = 10 - tokens
-    assert stream.streamed_bytes == 5 * LAYERS * many * layers.whole[0].bytes_per_expert
 
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
@@ -290,13 +261,12 @@ def test_layers_that_are_recorded_read_what_was_waited_for(on_gpu: int, share: f
     layers, split = Layers(on_gpu), share < 1.0
     assert not layers.stream(1.0).holds_layers
     stream = layers.stream(share, parts=6)
-    stream.rates = rates_of(share)
     assert stream.holds_layers
     stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
     layers.check()  # kernel by kernel, before a capture
     recorder, places, posts = AtOnce(), EXPERTS - on_gpu, layers.posts
     for other in (None, 0.5, 0.0, 1.0):
-        stream.rates = rates_of(share if other is None else other)
+        stream.rates = stream.rates if other is None else rates_of(other)
         stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
         wanted = round((share if other is None else other) * places)
         expected = max(1, min(places - 1, wanted)) if split else places

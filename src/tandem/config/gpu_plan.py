@@ -24,7 +24,6 @@ from tandem.config.gpu_scratch import (
     experts_at_once,
     mixer_scratch_bytes,
     ring_of,
-    ring_room,
 )
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
@@ -187,8 +186,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
         return replace(found, ring_reason=why_not)
     model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
     shape = model.expert_channels, model.moe.experts.width
-    room = ring_room(gpu.memory_bytes)
-    ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch), room).nbytes
+    ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
     tokens = stream_tokens(request.model)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     try:

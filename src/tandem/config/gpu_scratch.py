@@ -150,8 +150,7 @@ def experts_at_once(hidden: int, width: int, scratch: int) -> int:
 
 # Of experts that travel to the GPU for a step (`experts/streams/`).
 PART_BYTES = 128 << 20  # of the ring that are copied, waited for and unpacked at once; or one expert
-RING_BYTES, MOST_RING_BYTES = 768 << 20, 1536 << 20  # the latter of large experts: the bus goes on during attention
-RING_SHARE = 48  # ... of the GPU's memory at most
+RING_BYTES = 768 << 20
 PART_EXPERTS = 16  # of large ones a part has so many, as far as two fit: the host gives each part's kernels for 0.5 ms
 MOST_PARTS, LEAST_PARTS = 6, 2
 
@@ -173,14 +172,9 @@ class Ring:
         return 2 * -(-places // self.experts) <= self.parts
 
 
-def ring_room(gpu_bytes: int) -> int:
-    """On a GPU of so much memory."""
-    return max(RING_BYTES, min(MOST_RING_BYTES, gpu_bytes // RING_SHARE))
-
-
-def ring_of(expert_bytes: int, at_once: int, room: int = RING_BYTES) -> Ring:
-    """expert_bytes: of the largest expert, packed. at_once: how many are unpacked together. room: `ring_room`."""
+def ring_of(expert_bytes: int, at_once: int) -> Ring:
+    """expert_bytes: of the largest expert, packed. at_once: how many are unpacked together."""
     each = max(1, expert_bytes)
     experts = max(1, min(at_once, max(PART_BYTES // each, min(PART_EXPERTS, RING_BYTES // (LEAST_PARTS * each)))))
     part = -(-experts * expert_bytes // 256) * 256
-    return Ring(max(LEAST_PARTS, min(MOST_PARTS, room // max(1, part))), experts, part)
+    return Ring(max(LEAST_PARTS, min(MOST_PARTS, RING_BYTES // max(1, part))), experts, part)

@@ -1,8 +1,7 @@
 """`Handoff`: a layer's tokens from a CUDA stream to the experts in CPU memory, and their sum back.
 
 Two ways. Outside CUDA graphs the stream copies into pinned memory, the calling thread waits for it, computes, and the
-stream copies back. Where that thread gives the GPU other work meanwhile, the other workers begin as soon as the rows
-have come. Inside a graph nobody can be called: kernels post into mapped memory and wait for the answer
+stream copies back. Inside a graph nobody can be called: kernels post into mapped memory and wait for the answer
 (`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and after replaying the graph the calling thread serves the posts.
 Host function nodes would do the same at 50 us a layer (measured on an H200; this way 8 us).
 
@@ -222,7 +221,6 @@ class Copies:
         self._there = torch.empty(t, h, device=device)
         self._event = torch.cuda.Event() if pinned else None
         self._layer: PackedExperts
-        self._begun = False
 
     def send(self, x: Tensor, routing: Routing, slots: Tensor) -> None:
         rows = slice(len(x))
@@ -232,15 +230,9 @@ class Copies:
 
     def sent(self, layer: PackedExperts) -> None:
         """This layer's rows were given to the stream."""
-        self._layer, self._begun = layer, False
+        self._layer = layer
         if self._event is not None:
             self._event.record()
-
-    def look(self, tokens: int) -> None:
-        """While the host gives the GPU other work: workers begin with the first rows, if these have come."""
-        if not self._begun and (self._event is None or self._event.query()):
-            self._begun = True
-            self._layer.begin(*self._arrays(tokens))
 
     def compute(self, tokens: int) -> None:
         """Of the first rows; waits for them."""
@@ -248,18 +240,11 @@ class Copies:
         if self._event is not None:
             self._event.synchronize()
         posted = perf_counter()
-        if self._begun:
-            took, self._begun = self._layer.join(), False
-        else:
-            self._layer.forward(*self._arrays(tokens))
-            took = perf_counter() - posted
-        self.times = self.times.plus(HandoffTimes(1, posted - started, took))
-
-    def _arrays(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As ordinary tensors."""
         rows = slice(tokens)
         x = plain(self._x[rows].view(torch.int16)).view(torch.bfloat16)
-        return x, plain(self._ids[rows]), plain(self._weights[rows]), plain(self._result[rows])
+        ids, weights, result = (plain(t[rows]) for t in (self._ids, self._weights, self._result))
+        self._layer.forward(x, ids, weights, result)
+        self.times = self.times.plus(HandoffTimes(1, posted - started, perf_counter() - posted))
 
     def result(self, tokens: int) -> Tensor:
         """float32 [tokens, hidden] in pinned memory."""

@@ -175,15 +175,13 @@ class HybridExperts:
     ) -> HybridTicket:
         """The CPU gets what neither is on the GPU nor travels there."""
         keys, shared = stream.keys(self.index, routing.ids, slots), stream.leaves_some(self.index)
-        look: Callable[[], None] | None = None
         if stream.recorder is not None:
             if shared:
                 self._handoff.copies.send(x, routing, keys)
             stream.recorder.cut(partial(self._between, stream, shared))
         elif shared:
             self._handoff.post(self._number, x, routing, keys)
-            look = partial(self._handoff.copies.look, len(x))
-        sums = stream.compute(self.index, x, keys, routing, look)
+        sums = stream.compute(self.index, x, keys, routing)
         return HybridTicket(keys, sums, x.dtype, shared, streamed=True)
 
     def _between(self, stream: ExpertStream, shared: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tandem.config import ModelConfig, Plan
-from tandem.config.gpu_scratch import ring_of, ring_room
+from tandem.config.gpu_scratch import ring_of
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.expert_statistics import expert_placement
@@ -29,7 +29,6 @@ from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.bus import CudaBus
 from tandem.experts.streams.measured import measured_rates
 from tandem.experts.streams.stream import ExpertStream, Followed, Layers, Recorder, streamed_layer
-from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
@@ -137,14 +136,10 @@ def live_experts(
 
 
 def expert_stream(
-    plan: Plan,
-    side: GpuSide,
-    copies: CudaCopies | None,
-    live: LiveExperts | None = None,
-    usage: ExpertUsage | None = None,
+    plan: Plan, side: GpuSide, copies: CudaCopies | None, live: LiveExperts | None = None
 ) -> ExpertStream | None:
     """After the model was built; None where no expert travels. copies: as `registered` made them, kept by the stream.
-    live: what moves experts meanwhile; usage: what counts who is chosen."""
+    live: what moves experts meanwhile."""
     if plan.gpu is None or not plan.gpu.ring_bytes or copies is None:
         return None
     layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
@@ -153,8 +148,7 @@ def expert_stream(
         return None
     bus, device = CudaBus(side.ops.device, copies), side.ops.device
     largest = max(layer.cpu.bytes_per_expert for layer in travelling)
-    room = ring_room(torch.cuda.get_device_properties(device).total_memory)
-    ring = ring_of(largest, min(layer.prompts.at_once for layer in travelling), room)
+    ring = ring_of(largest, min(layer.prompts.at_once for layer in travelling))
     rates = measured_rates(travelling, ring, bus, device, side.handoff.sizes.top_k)
     rates.least_rows = plan.gpu.stream_from
     _log.info("experts travel to the GPU %s", rates.text(plan.max_step_tokens))
@@ -163,8 +157,6 @@ def expert_stream(
     followed = Followed(served=lambda: side.handoff.times().serve_seconds)
     if live is not None:
         followed = followed._replace(moves=live.moves)
-    if usage is not None:
-        followed = followed._replace(tokens=lambda: usage.read().tokens)
     stream = ExpertStream(layers, ring, bus, rates, device, followed)
     for index, experts in enumerate(side.hybrids):
         experts.stream, experts.index = stream, index

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,9 +16,6 @@ UNKNOWN = -1  # no number of moves
 
 class Keyed(Protocol):
     """A layer some of whose experts are in CPU memory."""
-
-    @property
-    def places(self) -> int: ...
 
     @property
     def first_key(self) -> int: ...
@@ -37,16 +33,11 @@ class KeyTables:
         self._there = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
         self._image = torch.empty((layers, experts), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._places = np.full((layers, experts), -1, dtype=np.int32)
-        self._ranks: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
         self._told: Mapping[int, int] = {}
         self._seen_moves: int | None = UNKNOWN
 
     def of(self, layer: int) -> Tensor:
         return self._there[layer]
-
-    def rank(self, layer: int, ranks: npt.NDArray[np.int32]) -> None:
-        """Its places travel in another order from now on."""
-        self._ranks[layer], self._told = ranks, {}
 
     def tell(self, layers: Sequence[Keyed | None], counts: Mapping[int, int], moves: int | None) -> None:
         """The first `counts[layer]` places travel. moves: changes when experts have changed places; None: they may be
@@ -64,8 +55,6 @@ class KeyTables:
         for index, count in counts.items():
             layer, places = layers[index], self._places[index]
             assert layer is not None
-            if index in self._ranks:
-                places = np.where(places >= 0, self._ranks[index][places], -1)
             image[index] = np.where((places >= 0) & (places < count), places + layer.first_key, -1)
         pinned.read(self._image.view(torch.uint8), self._there.view(torch.uint8))
         self._told = counts

@@ -7,15 +7,14 @@ waits for Python as long as the ring holds a layer's parts.
    copies   [layer 0: part 0][part 1][part 2] [layer 1: part 0][part 1] ...
    compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...
 
-Places are copied whatever lies in them, so nobody asks which experts a layer will use. Large ones that had most rows
-until now travel first, and the CPU has the rest. The table of keys says who travels, and was where when the step began.
-So graphs of layers know nothing of how many do. Exchanges change no table while a step is given. Meanwhile they write
-to spare places only, which no table names.
+Places are copied whatever lies in them, so nobody asks which experts a layer will use; the table of keys says who
+travels, and was where when the step began. So graphs of layers know nothing of how many do. Exchanges change no table
+while a step is given. Meanwhile they write to spare places only, which no table names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -30,8 +29,6 @@ from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
 from tandem.experts.streams.key_tables import KeyTables
-from tandem.experts.streams.learning import Learning
-from tandem.experts.streams.travel_order import LEAST_BYTES, TravelOrder
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels
@@ -62,11 +59,11 @@ class StreamedLayer:
         """Of what travels."""
         return sum(part.count for part in self.residents)
 
-    def runs(self, places: Iterable[int]) -> list[Run]:
-        """Copies of these places; what lies side by side on both sides is one."""
+    def runs(self, first: int, count: int) -> list[Run]:
+        """Copies of places [first, first + count); what lies side by side on both sides is one."""
         made: list[Run] = []
-        for i, place in enumerate(places):
-            for offset, source, nbytes in self.cpu.pieces(place):
+        for i in range(count):
+            for offset, source, nbytes in self.cpu.pieces(first + i):
                 target = i * self.cpu.bytes_per_expert + offset
                 if made and made[-1][0] + made[-1][2] == source and made[-1][1] + made[-1][2] == target:
                     source, target, nbytes = *made[-1][:2], made.pop()[2] + nbytes
@@ -125,10 +122,6 @@ def _nothing() -> int:
     return 0
 
 
-def _nothing_else() -> None:
-    """Where the CPU has no part."""
-
-
 class Recorder(Protocol):
     """Records graphs of layers."""
 
@@ -139,12 +132,10 @@ class Recorder(Protocol):
 
 class Followed(NamedTuple):
     """What the stream looks at before a step. moves: changes when experts have changed places, None while they may be
-    changing. Since the start: served, seconds that the CPU has computed experts; tokens, what each expert got, int64
-    [layers, experts]."""
+    changing; served: seconds that the CPU has computed experts since the start."""
 
     moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
-    tokens: Callable[[], Tensor] | None = None
 
 
 class ExpertStream:
@@ -164,9 +155,7 @@ class ExpertStream:
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
-        self._order = TravelOrder(layers)
-        self._large = max(layer.cpu.bytes_per_expert for layer in layers if layer) >= LEAST_BYTES
-        self._runs: dict[_Delivery, list[Run]] = {}  # in this order; places never move
+        self._runs: dict[_Delivery, list[Run]] = {}  # places never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
         self._deliveries: list[_Delivery] = []
@@ -175,8 +164,8 @@ class ExpertStream:
         self.recorder: Recorder | None = None  # while graphs of layers are captured
         self.rows = 0  # of this step
         self._counts: dict[int, int] = {}  # places of each layer that travel in this step
-        travelling = sum(layer is not None for layer in layers)
-        self._learning = Learning(lambda: self.rates, travelling, followed.served)
+        self._last: tuple[int, float] | None = None  # rows of the step before, and its share
+        self._served = 0.0  # what `Followed.served` said before it
         self.streamed_bytes = 0  # since the start
 
     @property
@@ -193,7 +182,7 @@ class ExpertStream:
         """Of the bus: a part of each layer from where it lies, between steps."""
         total, started = 0, perf_counter()
         for layer in (layer for layer in self._layers if layer is not None):
-            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.places))):
+            for source, target, nbytes in layer.runs(0, min(self._ring.experts, layer.places)):
                 self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
                 total += nbytes
         self._bus.finish()
@@ -204,14 +193,11 @@ class ExpertStream:
         wait in it for their next token."""
         if self._taken < self._given:  # a step has failed
             self._bus.finish()
-            self._learning.forget()  # its times say nothing
+            self._last = None  # its times say nothing
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
-        self.rows, share = rows, self._learning.share(0 if long else rows, layers is Layers.SPLIT)
-        if layers is Layers.WHOLE:
-            share = 1.0 if share > 0 else share
-            self._learning.forget()  # others use the CPU meanwhile
-        if layers is Layers.GIVEN and 0.0 < share < 1.0:
-            self._reorder(rows)
+        self.rows, share = rows, self._share(0 if long else rows, layers is Layers.SPLIT)
+        share = 1.0 if layers is Layers.WHOLE and share > 0 else share
+        self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
         self._counts = _planned(self._layers, share, layers is Layers.SPLIT)
         self._deliveries, self._of = [], {}
         for layer in self._counts:
@@ -224,19 +210,19 @@ class ExpertStream:
         for _ in range(self._ring.parts):
             self._give()
 
-    def _reorder(self, rows: int) -> None:
-        """The CPU gets those that had few rows until now, where that is due."""
-        if self._followed.tokens is None or not self._large or not self._order.is_due(rows):
-            return
-        self._order.renew(self._followed.tokens())
-        self._runs = {}
-        for index, layer in enumerate(self._layers):
-            if layer is not None:
-                self._tables.rank(index, self._order.ranks(index))
-
     def splits(self, rows: int) -> bool:
         """Whether bus and CPU share the experts of such a step, where its layers are graphs."""
         return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
+
+    def _share(self, rows: int, in_graphs: bool) -> float:
+        """Of experts that travel; and learns from the step before."""
+        served, (before, least) = self._followed.served(), (self._last, self._served)
+        if before is not None:
+            count = sum(layer is not None for layer in self._layers)
+            self.rates.observe(*before, (served - least) / count)
+        share = self.rates.share(rows, in_graphs) if rows else 0.0
+        self._last, self._served = (rows, share) if rows else None, served
+        return share
 
     def _cut(self, layer: int, in_graphs: bool) -> list[_Delivery]:
         """in_graphs: parts for all places, whether all travel or not."""
@@ -259,22 +245,17 @@ class ExpertStream:
 
     def _runs_of(self, delivery: _Delivery) -> list[Run]:
         if delivery not in self._runs:
-            layer, first = _layer(self._layers, delivery.layer), delivery.first
-            places = self._order.places[delivery.layer][first : first + delivery.count]
-            self._runs[delivery] = layer.runs(places.tolist())
+            self._runs[delivery] = _layer(self._layers, delivery.layer).runs(delivery.first, delivery.count)
         return self._runs[delivery]
 
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
         """int32 [T, k]: of pairs of the layer `index`; -1 for those that the CPU computes."""
         return keyed(ids, slots, self._tables.of(index))
 
-    def compute(
-        self, index: int, x: Tensor, keys: Tensor, routing: Routing, look: Callable[[], None] | None = None
-    ) -> PartialSums:
-        """The sum over each token's experts that are on the GPU or travel. look: called between parts, for giving all
-        of them to the GPU takes the host long."""
+    def compute(self, index: int, x: Tensor, keys: Tensor, routing: Routing) -> PartialSums:
+        """The sum over each token's experts that are on the GPU or travel."""
         layer = _layer(self._layers, index)
-        parts = [*layer.residents, *self._parts(index, layer, look or _nothing_else)]
+        parts = [*layer.residents, *self._parts(index, layer)]
         return PartialSums(layer.prompts(x, keys, routing, parts), None)
 
     def leaves_some(self, index: int) -> bool:
@@ -282,24 +263,21 @@ class ExpertStream:
         layer = self._layers[index]
         return layer is not None and self._counts[index] < layer.places
 
-    def _parts(self, index: int, layer: StreamedLayer, look: Callable[[], None]) -> list[Part]:
+    def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
         mine = self._of.get(index, range(0))
         if self.recorder is None and (not mine or mine[0] != self._taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
-        return [self._part(i, layer, look) for i in mine]
+        return [self._part(i, layer) for i in mine]
 
-    def _part(self, number: int, layer: StreamedLayer, look: Callable[[], None]) -> Part:
+    def _part(self, number: int, layer: StreamedLayer) -> Part:
         turn, count = number % self._ring.parts, self._deliveries[number].count
         pool = self._memory[turn * self._ring.part_bytes :]
         packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
         if self.recorder is not None:
             return Part(packed, count)
-
-        def arrive() -> None:
-            look()
-            self._bus.compute_after(self._arrived[turn])
-
-        return Part(packed, count, arrive, lambda: self._read(number))
+        return Part(
+            packed, count, lambda: self._bus.compute_after(self._arrived[turn]), lambda: self._read(number)
+        )
 
     def _read(self, number: int) -> None:
         self._free[number % self._ring.parts] = self._bus.computing_given()
@@ -321,7 +299,7 @@ class ExpertStream:
             yield
         finally:
             self.recorder = None
-            self._learning.forget()  # made-up rows choose too few experts: their times say nothing
+            self._last = None  # made-up rows choose too few experts: their times say nothing
 
     def arrive(self, index: int) -> None:
         """Before experts of a layer are computed by a graph."""

@@ -159,14 +159,6 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
         self._forward(x, ids, weights, out, add)
         return out
 
-    def begin(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        """As `forward`, on all workers but the caller, who goes on. The tensors are in use until `join`."""
-        self._core.begin(x, ids, weights, out)
-
-    def join(self) -> float:
-        """The caller helps until that is done. Seconds that it took; 0: nothing had begun."""
-        return self._core.join()
-
     def load_from(self, other: PackedExperts, ids: Sequence[int]) -> None:
         """Copies the experts `ids` out of a layer of the same shape and formats, on all workers."""
         if self._empty and self._formats != other._formats:
