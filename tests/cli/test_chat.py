@@ -171,7 +171,7 @@ def test_no_server_says_how_to_start_one() -> None:
 
 
 def test_a_server_that_loads_its_model_is_waited_for() -> None:
-    """"error: the engine is starting" was all that was said."""
+    """ "error: the engine is starting" was all that was said."""
     with fake_chat_server(loading=3) as server, kt_chat(server.port) as terminal:
         terminal.expect("the server is loading its model")
         terminal.expect("you ›")
@@ -185,7 +185,7 @@ def test_a_server_that_loads_its_model_is_waited_for() -> None:
 def test_a_server_that_is_gone_while_its_model_is_loaded_is_said() -> None:
     client = ChatClient("http://127.0.0.1:1")
     with pytest.raises(ChatError, match="no server answers"):
-        client.waits_for_model()
+        client.not_ready()
 
 
 def test_piped_input_works_without_a_terminal() -> None:

@@ -67,7 +67,9 @@ def test_random_traffic(
         run(fake_engine(), request("alone", prompt, **wanted(max_tokens, n, wish)))
         for _, prompt, max_tokens, n, _, wish in arrivals
     ]
-    foretold = {(str(i), index): token_ids(o) for i, each in enumerate(known) for (_, index), o in each.items()}
+    foretold = {
+        (str(i), index): token_ids(o) for i, each in enumerate(known) for (_, index), o in each.items()
+    }
     plan = {
         "num_pages": num_pages, "max_running_requests": max_running, "max_step_tokens": max_step_tokens,
         "radix_cache": radix_cache, "page_size": page_size,
@@ -332,6 +334,19 @@ def test_nan_logits_are_an_error_of_that_row_only() -> None:
     assert outputs["bad", 0][-1].finish_reason == "error" and "NaN" in outputs["bad", 0][-1].error
     assert token_ids(outputs["good", 0]) == greedy_reference([2, 3], 8)
     assert engine.stats().pages_cached == 2  # of "good": 9 tokens; nothing of "bad" is kept
+
+
+def test_nothing_of_a_long_prompt_with_nan_logits_is_found_again() -> None:
+    """Its first chunks were findable while it ran."""
+    model = FakeModel()
+    model.nan_on = {9}
+    engine = fake_engine(model, max_step_tokens=16)
+    prompt = [9, *(3 + i % 5 for i in range(59))]
+    for name in ("bad", "again"):
+        answer = run(engine, request(name, prompt))[name, 0][-1]
+        assert answer.finish_reason == "error" and answer.cached_tokens == 0
+    check_pages(engine)
+    assert engine.stats().pages_cached == 0
 
 
 LONG, STEP = [3, 5, 7, 11] * 60, 16

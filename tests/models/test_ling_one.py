@@ -13,13 +13,17 @@ from sessions import Session, ours, reference, worst
 from tandem.checkpoint import load_model_config
 from tandem.config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.quality.stream import LayerStream, Variant
 from tiny import VARIANTS, file_tensors, save_tiny, settings
+from windows import some_windows
 
 SIZES = settings(
     num_attention_heads=6, num_key_value_heads=3, num_local_experts=7, intermediate_size=28,
     shared_intermediate_size=56, attention_multiplier=12**-0.5, embedding_multiplier=1.0,
     logits_scaling=1.0, residual_multiplier=1.0, tie_word_embeddings=False,
 )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
     """The Granite, whose head's columns have length 1; Ling as the hub has it, whose head's columns have others; and
@@ -55,3 +59,9 @@ def test_a_gguf_file_is_the_same_model(made, tmp_path) -> None:
 def test_what_no_ling_one_has_is_refused(made, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} = True is not supported"):
         ModelConfig.from_dict(keys_of(made["hub"]) | {key: True})
+
+
+def test_kt_quality_ends_as_the_model_does(made) -> None:
+    stream = LayerStream(Variant(made["hub"], dtype="float32", threads=1), some_windows())
+    _, norm = stream.final_norm()
+    assert torch.equal(norm, Session(made["hub"]).model.final_norm)

@@ -52,7 +52,8 @@ def _handler(fake: FakeChatServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             if self.path == "/health":
                 fake.loading -= 1
-                return self._json(503 if fake.loading >= 0 else 200, {})
+                starting = {"error": {"message": "the engine is starting"}}
+                return self._json(503, starting) if fake.loading >= 0 else self._json(200, {})
             if fake.loading > 0:
                 return self._json(503, {"error": {"message": "the engine is starting"}})
             self._json(200, {"data": [{"id": "fake-model"}]}) if self._may() else self._refuse()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tandem.cli.chat_client import ChatClient
 
 _POLL_SECONDS = 0.25
+_LOADING = "the server is loading its model …"
 HELP = """  /help           this list
   /reset          forget what was said
   /system TEXT    set the system prompt and start afresh; alone: show it
@@ -24,7 +25,9 @@ HELP = """  /help           this list
 
 
 def chat(
-    host: Annotated[str, typer.Option(help="The server's address, HOST:PORT, or its whole URL.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="The server's address, HOST:PORT, or its whole URL.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The server's port.", min=1, max=65535)] = 30000,
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.", min=0)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.", min=1)] = None,
@@ -71,10 +74,12 @@ class Conversation:
             pass
 
     def _wait_for_model(self) -> None:
-        if self._client.waits_for_model():
-            with self._console.status("the server is loading its model …"):
-                while self._client.waits_for_model():
+        if why := self._client.not_ready():
+            with self._console.status("") as status:
+                while why:
+                    status.update(_LOADING if "starting" in why else f"the server is not ready: {why} …")
                     time.sleep(_POLL_SECONDS)
+                    why = self._client.not_ready()
 
     def _turn(self) -> bool:
         try:

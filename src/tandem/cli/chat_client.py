@@ -72,12 +72,18 @@ class ChatClient:
                 f"what answers at {self.url} is not Tandem; give the --host and --port that `kt serve` printed"
             ) from error
 
-    def waits_for_model(self) -> bool:
-        """Whether the server is there and its model is not yet. A server without such a route says it is."""
+    def not_ready(self) -> str:
+        """Why the server, which is there, takes no requests yet; nothing if it does, or has no such route."""
         try:
-            return self._http.get("/health").status_code == httpx.codes.SERVICE_UNAVAILABLE
+            answer = self._http.get("/health")
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            return ""
+        try:
+            return str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return "it answers 503"
 
     def reset(self) -> None:
         """Forgets what was said; the system prompt stays."""

@@ -7,6 +7,7 @@ the host gives them while the device is busy with a step: the end of one chunk a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
@@ -18,6 +19,8 @@ from tandem.engine.sampling.logits import Logits
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.engine.turns import Ran
+
+_log = logging.getLogger(__name__)
 
 Tried = Callable[[list[Chunk], Callable[[], Logits | None]], Ran]
 """Runs a slice of these chunks, and settles them where it was the last."""
@@ -32,6 +35,10 @@ class PausingRunner(Protocol):
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Whether a step of these chunks can run while a pass is under way."""
+        ...
+
+    def step_ended(self) -> bool:
+        """Whether the device has computed the step that was given last."""
         ...
 
 
@@ -63,8 +70,14 @@ class Aside:
         return Beside(self, step, tried, bool(step) and self._runner.runs_beside(step), pauses)
 
     def follow(self, step: list[Chunk]) -> None:
-        """The next pass begins, while this step runs."""
-        self.take([*step, *self._scheduler.prompts(len(step))])
+        """The next pass begins, while this step runs. The step is not to blame if none can."""
+        try:
+            self.take([*step, *self._scheduler.prompts(len(step))])
+        except Exception:
+            _log.exception("no prompt could be begun while a step ran")
+
+    def step_ended(self) -> bool:
+        return self._runner.step_ended()
 
     def take(self, chunks: list[Chunk]) -> list[Chunk]:
         """A step's chunks without the prompts that are computed aside from now on."""
@@ -122,18 +135,19 @@ class Beside:
         self.outputs: list[TokenOutput] = []
         self.under_way = self._left = bool(aside.chunks)
         self.waits = runs and aside.overlaps  # until a device computes the step
-        self.overtook = 0.0  # seconds of the step's time
+        self.overtook = 0.0  # seconds that the step's end waited for this, at most
 
     def __call__(self) -> None:
         if not self._left:
             return
-        started, self._left = perf_counter(), False
+        running, self._left = perf_counter(), False
         self._slice()
         if self.waits and self._follows and not self._aside.chunks:
+            running = running if self._aside.step_ended() else perf_counter()
             self._aside.follow(self._step)
             self._slice()
-        if self.waits:
-            self.overtook = perf_counter() - started
+        if self.waits and self._aside.step_ended():
+            self.overtook = perf_counter() - running
 
     def _slice(self) -> None:
         if chunks := self._aside.chunks:

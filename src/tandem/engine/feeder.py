@@ -14,7 +14,9 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
 
-SWITCH_SECONDS = 2e-4  # in which Python's lock changes hands: with its usual 5 ms a step's end would wait for pieces
+SWITCH_SECONDS = (
+    2e-4  # in which Python's lock changes hands: with its usual 5 ms a step's end would wait for pieces
+)
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +63,9 @@ class Feeder:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._asked, self._open = SimpleQueue[Feeding | None](), Event()
         self._given: Feeding | None = None
-        Thread(target=_serve, args=(enter, self._asked, self._open), name="tandem-prompts", daemon=True).start()
+        Thread(
+            target=_serve, args=(enter, self._asked, self._open), name="tandem-prompts", daemon=True
+        ).start()
 
     def start(self, paused: Fed) -> None:
         self._given = Feeding(paused)
@@ -69,8 +73,8 @@ class Feeder:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Pieces are given meanwhile: the engine's thread only waits. One may still be under way at the end. Within
-        itself nothing changes."""
+        """Pieces are given meanwhile, by the feeder's thread. One may still be under way at the end. Within itself
+        nothing changes."""
         before = self._open.is_set()
         self._open.set()
         try:

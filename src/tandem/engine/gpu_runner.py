@@ -237,6 +237,9 @@ class GpuRunner:
             best = BestRows(len(batch.logits_rows), self._device)
             return LayerWork(model, self._states, moved(batch, self._device), tallies, best)
 
+    def step_ended(self) -> bool:
+        return self._end.passed()
+
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""
         most = max(self._graphs, default=0)
@@ -289,7 +292,9 @@ class GpuRunner:
     def _capture_prompts(self) -> None:
         """Where passes can be overtaken."""
         start, streams, usage = self._start, self._streams, self._usage
-        made = CapturedPrompts(self._model, self._states, self._plan.pages, start, streams, self._device, usage)
+        made = CapturedPrompts(
+            self._model, self._states, self._plan.pages, start, streams, self._device, usage
+        )
         self._prompts = made.of(self._plan.prompts)
         shared = [] if start is None else [size for size in self._plan.splits if start.splits(size)]
         self._splits = made.of(shared, beside=self._prompts)
@@ -307,9 +312,7 @@ class GpuRunner:
         graph = torch.cuda.CUDAGraph()
         with (
             self._handoff.recording() as posted,
-            torch.cuda.graph(
-                graph, pool=pool, stream=self._streams.steps, capture_error_mode="thread_local"
-            ),
+            torch.cuda.graph(graph, pool=pool, stream=self._streams.steps, capture_error_mode="thread_local"),
         ):
             inputs.send()
             logits = self._forward(batch, inputs.counted)

@@ -8,7 +8,9 @@ SHARED_STEP_SECONDS = 0.25
 MIN_TOKENS = 32  # fewer are dominated by reading the weights
 _WEIGHT_OF_NEWEST = 0.3
 _WEIGHT_BESIDE = 0.05  # of a decoding step beside a prompt, which takes somewhat longer than alone
-SLICE_OF_STEP = 0.9  # of a decoding step's time alone, for a slice of a prompt: gaps are to stay below 2.5 steps
+SLICE_OF_STEP = (
+    0.9  # of a decoding step's time alone, for a slice of a prompt: gaps are to stay below 2.5 steps
+)
 
 
 class PrefillPace:
@@ -34,13 +36,13 @@ class PrefillPace:
         self._pieces, self._beside, self._decoding_seconds = pieces, beside, 0.0
 
     def decoded(self, seconds: float, beside: bool = False) -> None:
-        """A step without prompts took so long; beside: a slice of one came before it. While prompts wait there are no
+        """A step without prompts took so long; beside: a slice of one belonged to it. While prompts wait there are no
         others, and more sequences decode than before."""
         known, weight = self._decoding_seconds, _WEIGHT_BESIDE if beside else _WEIGHT_OF_NEWEST
         self._decoding_seconds = known + weight * (seconds - known) if known else seconds
 
     def slice_seconds(self) -> float:
-        """How long a slice of a prompt may take between two steps of those who decode; one piece at least is done."""
+        """How long a slice of a prompt may take for each step of those who decode; one piece at least is done."""
         return SLICE_OF_STEP * self._decoding_seconds or SHARED_STEP_SECONDS
 
     def observe(self, tokens: int, seconds: float, shared: bool = True) -> None:

@@ -26,7 +26,7 @@ from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
-GRAPHS_AHEAD = 12  # layers: nobody gives any while a step runs, and one beside a prompt takes as long as five
+GRAPHS_AHEAD = 12  # layers: a step beside a prompt takes as long as five, and who gives them may be late
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
 _ROWS = "input_ids", "positions", "cache_slots"
 
@@ -63,7 +63,13 @@ class LayerWork:
         best: BestRows,
     ) -> None:
         """batch: on the GPU; best: for as many rows as have logits."""
-        self._model, self._states, self._batch, self._tallies, self._best = model, states, batch, tallies, best
+        self._model, self._states, self._batch, self._tallies, self._best = (
+            model,
+            states,
+            batch,
+            tallies,
+            best,
+        )
         self._pass: Pass
         self._found: tuple[Tensor, Tensor] | None = None
 
@@ -108,7 +114,11 @@ class ChunkInputs:
         return self._rows
 
     def _views(self, memory: Tensor) -> ForwardBatch:
-        rows, wide, narrow = self._rows, memory[: self._wide].view(torch.int64), memory[self._wide :].view(torch.int32)
+        rows, wide, narrow = (
+            self._rows,
+            memory[: self._wide].view(torch.int64),
+            memory[self._wide :].view(torch.int32),
+        )
         ids, positions, slots, logits = wide.split([rows, rows, rows, SEQUENCES])
         sizes = [SEQUENCES * self._pages, SEQUENCES + 1, SEQUENCES, SEQUENCES]
         tables, starts, lens, own = narrow.split(sizes)

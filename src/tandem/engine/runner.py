@@ -68,5 +68,8 @@ class ModelRunner:
         """Whether a step of these chunks can run while a pass is under way."""
         return True
 
+    def step_ended(self) -> bool:
+        return True
+
     def after_failure(self) -> None:
         """Nothing that a step leaves behind keeps the next one from working."""

@@ -31,7 +31,7 @@ from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
-from tandem.models.model import embedding_of, head_of, names_of
+from tandem.models.model import embedding_of, final_norm_of, head_of, names_of
 from tandem.models.names import expert_biases
 from tandem.models.passing import Arrays, Pass
 from tandem.models.residual import Residual, end_of, settle, widened
@@ -201,8 +201,7 @@ class LayerStream:
 
     def final_norm(self) -> tuple[Residual, Tensor]:
         """How the stream ends, and the weight of the norm behind it."""
-        norm = self._builder.norm("model.norm.weight", self.config.norm, self.config.hidden)
-        return end_of(self._builder, names_of(self._builder)), norm
+        return end_of(self._builder, names_of(self._builder)), final_norm_of(self._builder)
 
     def _advance(self, layer: DecoderLayer, p: Pass) -> None:
         if self._gpu is not None:

@@ -229,6 +229,9 @@ class FakeRunner:
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         return self.beside
 
+    def step_ended(self) -> bool:
+        return True
+
 
 def chunks_of(engine: Engine) -> list[Chunk]:
     """One that decodes and two prompts."""
@@ -290,7 +293,9 @@ def test_a_chunk_has_as_many_tokens_as_a_slice_takes() -> None:
 def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> None:
     """Experts that were to travel, and cannot, are computed by the CPU: whoever decodes would wait for whole layers."""
     for ring, tokens in ((0, 1 + 2048), (1 << 30, 1 + 4 * MIN_TOKENS)):
-        plan = SimpleNamespace(max_step_tokens=4096, gpu=SimpleNamespace(ring_bytes=ring, prompt_sizes=(512, 2048)))
+        plan = SimpleNamespace(
+            max_step_tokens=4096, gpu=SimpleNamespace(ring_bytes=ring, prompt_sizes=(512, 2048))
+        )
         parts = SimpleNamespace(plan=plan, stream_seconds=None, model=None, handoff=object())
         assert _pace(cast(Any, parts)).step_tokens(1) == tokens
 

@@ -40,6 +40,9 @@ class Device:
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         return all(chunk.length == 1 for chunk in chunks)
 
+    def step_ended(self) -> bool:
+        return not self.running
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 

@@ -23,19 +23,23 @@ class Shadows:
         self._without = self._followed = 0
         self._credit = self._cost = 0.0  # seconds that may be spent; that the last drawing took
         self._follows = False
-        self._compared = self._right = 0  # of the last drawing: sequences, and those whose first guess was right
+        self._compared = self._right = (
+            0  # of the last drawing: sequences, and those whose first guess was right
+        )
 
     def due(self, possible: bool) -> bool:
         """Whether some should be drawn for this step, which has none."""
         self._without += possible
-        if not possible or self._cast:  # one that is right so far would be forgotten, and only wrong ones counted
+        if (
+            not possible or self._cast
+        ):  # one that is right so far would be forgotten, and only wrong ones counted
             return False
         rested = self._without >= SHADOW_EVERY and self._credit >= self._cost
         return self._follows or rested or self._without >= LONGEST_REST
 
     @property
     def stays(self) -> int:
-        """Steps for which nothing can become due."""
+        """Steps for which nobody is asked: nothing becomes due, or it is put off by so many at most."""
         if self._cast or self._follows:
             return 0
         return SHADOW_EVERY - self._without - 1 if self._without < SHADOW_EVERY else SHADOW_EVERY

@@ -25,7 +25,9 @@ class KVCache:
         self.prefix_cache = prefix_cache
         self.on_eviction: Callable[[int], None] = lambda _: None  # of a page that held a known prefix
         self.releases = 0  # grows whenever pages became available: admission retries only then
-        self.times_given: npt.NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)  # each page, as an empty one
+        self.times_given: npt.NDArray[np.int64] = np.zeros(
+            num_pages, dtype=np.int64
+        )  # each page, as an empty one
         self._users = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -91,6 +93,19 @@ class KVCache:
         self.release([old for old, _ in swapped])
         return kept
 
+    def forget(self, pages: list[int]) -> None:
+        """Released pages of one sequence, in the order of its tokens, are found no more: from the end up to one that
+        others use, or from which another known prefix goes on."""
+        for page in reversed(pages):
+            if self._users[page]:
+                return
+            if page in self._idle:
+                assert self._tree is not None
+                if not self._tree.is_leaf(page):
+                    return
+                del self._idle[page]
+                self._evict(page)
+
     def flush(self) -> int:
         """Forgets every prefix that nobody uses; returns the number of pages freed."""
         count = len(self._idle)
@@ -105,8 +120,10 @@ class KVCache:
             self._free.append(page)
 
     def _evict_oldest(self) -> None:
+        self._evict(self._idle.popitem(last=False)[0])
+
+    def _evict(self, page: int) -> None:
         assert self._tree is not None
-        page, _ = self._idle.popitem(last=False)
         self._tree.remove_leaf(page)
         self.on_eviction(page)
         self._free.append(page)

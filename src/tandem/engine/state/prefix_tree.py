@@ -53,7 +53,9 @@ class PrefixTree:
         known = next((n for n in range(len(pages), 0, -1) if pages[n - 1] in self._node_of_page), 0)
         node = self._node_of_page[pages[known - 1]] if known else self._root
         kept = pages[:known]
-        for key, page in zip(self._keys(tokens, len(pages) * self._page_size, known), pages[known:], strict=True):
+        for key, page in zip(
+            self._keys(tokens, len(pages) * self._page_size, known), pages[known:], strict=True
+        ):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(key, page, node)
@@ -61,6 +63,9 @@ class PrefixTree:
             kept.append(child.page)
             node = child
         return kept
+
+    def is_leaf(self, page: int) -> bool:
+        return not self._node_of_page[page].children
 
     def remove_leaf(self, page: int) -> None:
         node = self._node_of_page.pop(page)

@@ -19,7 +19,11 @@ class StateStore:
     """
 
     def __init__(
-        self, layout: StateLayout, pages: KVCache, slots: SlotPool | None = None, windows: WindowPages | None = None
+        self,
+        layout: StateLayout,
+        pages: KVCache,
+        slots: SlotPool | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         """slots: None where `layout` has none. windows: None where layers that see a window keep all tokens."""
         assert (slots is None) == (layout.slot_bytes == 0)
@@ -125,13 +129,17 @@ class StateStore:
             self._windows.remember(sequence, full)
 
     def release(self, sequence: Sequence, *, keep: bool) -> None:
-        """Takes back pages and slots. keep: what they hold is sound, and may be found."""
+        """Takes back pages and slots. keep: what they hold is sound, and may be found. Else it is forgotten, also what
+        was remembered of the prompt's first chunks."""
         if keep:
             self.remember(sequence)
         self._give_slots(sequence, keep)
         if self._windows is not None:
             self._windows.release(sequence)
-        self.pages.release(sequence.drop_pages())
+        pages = sequence.drop_pages()
+        self.pages.release(pages)
+        if not keep:
+            self.pages.forget(pages)
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Pages that hold the beginning of the sequence already, now also used by it. Without a prefix cache the
