@@ -288,7 +288,7 @@ SIZES = {
     [
         (
             {"architecture": "rwkv7"},
-            "architecture 'rwkv7' is not supported; these are: afmoe, bailingmoe2, deepseek2, deepseek32, deepseek4",
+            "architecture 'rwkv7' is not supported; these are: afmoe, bailingmoe, bailingmoe2, deepseek2, deepseek32",
         ),
         ({"architecture": "phimoe"}, "step35. Its safetensors run (kt models phimoe): take those"),
         ({}, "lacks llama.attention.head_count: convert"),

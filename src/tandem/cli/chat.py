@@ -28,7 +28,7 @@ def chat(
     host: Annotated[
         str, typer.Option(help="The server's address, HOST:PORT, or its whole URL.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The server's port.", min=1, max=65535)] = 30000,
+    port: Annotated[int, typer.Option(help="The server's port, where --host has none.", min=1, max=65535)] = 30000,
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.", min=0)] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.", min=1)] = None,
     api_key: Annotated[str | None, typer.Option(help="If the server wants one; or TANDEM_API_KEY.")] = None,
