@@ -8,11 +8,8 @@ for each of so many layers that their memory does not stay in the cache.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +17,13 @@ from torch import Tensor
 
 from tandem.bench.architectures import named_config
 from tandem.bench.hybrid import gpu_copy_gbps
-from tandem.bench.rows import keep, machine_name, stamp
-from tandem.config import Machine
+from tandem.bench.rows import print_and_keep
 from tandem.config.layers import DeltaRule
-from tandem.kernels.delta import DeltaWeights
+from tandem.kernels.delta import DeltaState, DeltaWeights
 from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.models.batch import ForwardBatch
 
 REPLAYS, LAYERS = 20, 36
-States = tuple[Tensor, Tensor]
 
 
 def net_of(shape: DeltaRule) -> GpuDelta:
@@ -41,9 +36,11 @@ def net_of(shape: DeltaRule) -> GpuDelta:
     return GpuDelta(shape, weights)
 
 
-def states_of(shape: DeltaRule, sequences: int) -> States:
+def states_of(shape: DeltaRule, sequences: int) -> DeltaState:
     inputs = torch.randn(sequences + 1, shape.conv, shape.channels, device="cuda").bfloat16()
-    return inputs, torch.randn(sequences + 1, shape.v_heads, shape.k_dim, shape.v_dim, device="cuda")
+    gates = torch.randn(sequences + 1, shape.conv, 2 * shape.v_heads, device="cuda").bfloat16()
+    memory = torch.randn(sequences + 1, shape.v_heads, shape.k_dim, shape.v_dim, device="cuda")
+    return DeltaState(inputs, gates, memory)
 
 
 def batch_of(sequences: int, new: int, before: int) -> ForwardBatch:
@@ -76,14 +73,14 @@ def decode_row(shape: DeltaRule, sequences: int, gbps: float) -> dict[str, Any]:
     net, rows, batch = net_of(shape), rows_of(shape, sequences), batch_of(sequences, 1, 1000)
     states = [states_of(shape, sequences) for _ in range(layers)]
     for each in states[:2]:
-        net(*rows, batch, *each)
+        net(*rows, batch, each)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for each in states:
-            net(*rows, batch, *each)
+            net(*rows, batch, each)
     us = milliseconds(graph.replay) * 1e3 / layers
-    nbytes = 2 * sequences * states[0][1][0].numel() * 4
+    nbytes = 2 * sequences * states[0].memory[0].numel() * 4
     return {
         "bench": "delta_decode", "batch": sequences, "us": round(us, 2), "mb": round(nbytes / 1e6, 2),
         "share": round(nbytes / (us * 1e3) / gbps, 3), "hbm_gbps": round(gbps),
@@ -95,7 +92,7 @@ def prompt_row(shape: DeltaRule, rows: int, sequences: int) -> dict[str, Any]:
     batch = batch_of(sequences, rows // sequences, 0)
 
     def call() -> Tensor:
-        return net(*given, batch, *states)
+        return net(*given, batch, states)
 
     call()
     torch.cuda.synchronize()
@@ -124,17 +121,5 @@ def measured() -> Iterator[dict[str, Any]]:
         yield prompt_row(shape, rows, sequences)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="directory of results to add the rows to")
-    asked = parser.parse_args()
-    found = []
-    for row in measured():
-        found.append(row | stamp(machine_name(Machine.detect())))
-        print(json.dumps(row), flush=True)
-    if asked.keep:
-        keep(found, asked.keep)
-
-
 if __name__ == "__main__":
-    main()
+    print_and_keep(measured, __doc__)

@@ -8,18 +8,14 @@ decodes is timed in a graph of one call for each of so many layers.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.bench.rows import keep, machine_name, stamp
-from tandem.config import Machine
+from tandem.bench.rows import print_and_keep
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.kernels.gpu.recurrent import folds
@@ -132,17 +128,5 @@ def measured() -> Iterator[dict[str, Any]]:
         yield from recurrences(name, shape)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="directory of results to add the rows to")
-    asked = parser.parse_args()
-    found = []
-    for row in measured():
-        found.append(row | stamp(machine_name(Machine.detect())))
-        print(json.dumps(row), flush=True)
-    if asked.keep:
-        keep(found, asked.keep)
-
-
 if __name__ == "__main__":
-    main()
+    print_and_keep(measured, __doc__)

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -137,6 +138,18 @@ def keep(rows: Sequence[Row], results: Path) -> list[Path]:
         written.append(_write_current(results / folder_name(machine) / f"{bench}.json", chosen))
         _add_to_history(results / "history.jsonl", chosen)
     return written
+
+
+def print_and_keep(measured: Callable[[], Iterable[Row]], about: str | None) -> None:
+    """The command line of a script: prints rows as JSON; `--keep DIRECTORY` adds them to what is kept there."""
+    parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, help="directory of results to add the rows to")
+    asked, found = parser.parse_args(), list[Row]()
+    for row in measured():
+        found.append(row | stamp(machine_name(Machine.detect())))
+        print(json.dumps(row), flush=True)
+    if asked.keep:
+        keep(found, asked.keep)
 
 
 def _write_current(file: Path, rows: Sequence[Row]) -> Path:

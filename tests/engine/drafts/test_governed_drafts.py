@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from governed_grid import Text
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
 from tandem.engine.speculation.governor import PROBE_EVERY, Chances, Governor
@@ -18,17 +19,6 @@ from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import StepTimes
 
 MOST = 3
-
-
-class Text(SimpleNamespace):
-    """Of a sequence, what is read here."""
-
-    __hash__ = object.__hash__
-    answer_len, max_len = 1, 1 << 40
-
-    @property
-    def total_len(self) -> int:
-        return len(self.tokens)
 
 
 @dataclass
