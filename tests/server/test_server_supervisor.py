@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -178,6 +179,59 @@ def test_an_engine_that_cannot_be_attended_is_killed():
         client = EngineClient(ServerMetrics())
         boss = EngineSupervisor(EngineConfig(model="m"), client, no_tokenizer, "idle_engine:load")
         with pytest.raises(EngineError, match="no tokenizer"):
+            await asyncio.wait_for(boss.run(), 60)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_dies_while_it_is_attended_is_not_killed_again(monkeypatch: pytest.MonkeyPatch):
+    """What went wrong is said, not that there is no process any more."""
+    monkeypatch.setattr(supervisor, "LAST_WORDS_SECONDS", PATIENCE)
+
+    async def scenario():
+        def no_tokenizer(ready):
+            os.kill(boss.engine_pid, signal.SIGKILL)
+            while Path(f"/proc/{boss.engine_pid}").exists():
+                time.sleep(0.01)
+            time.sleep(0.1)  # until the loop has heard of it
+            raise RequestError("no tokenizer")
+
+        client = EngineClient(ServerMetrics())
+        boss = EngineSupervisor(EngineConfig(model="m"), client, no_tokenizer, "idle_engine:load")
+        with pytest.raises(EngineError, match="no tokenizer"):
+            await asyncio.wait_for(boss.run(), 60)
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_for_which_there_is_no_process_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    async def scenario():
+        async with supervised("load") as (client, boss, running):
+            spawn, failures = asyncio.create_subprocess_exec, iter(range(2))
+
+            async def scarce(*command, **options):
+                if next(failures, None) is not None:
+                    raise BlockingIOError(11, "Resource temporarily unavailable")
+                return await spawn(*command, **options)
+
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+            os.kill(boss.engine_pid, signal.SIGKILL)
+            await until(lambda: boss.restarts == 3 or running.done())
+            await until(lambda: client.ready or running.done())
+            assert await answer(client, request("a", [1])) == "ok"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("raised", [OSError(12, "Cannot allocate memory"), EngineError("no socket can be made")])
+def test_a_first_start_without_a_process_says_why(monkeypatch: pytest.MonkeyPatch, raised: Exception):
+    async def scenario():
+        async def none(*command, **options):
+            raise raised
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", none)
+        boss = EngineSupervisor(EngineConfig(model="m"), EngineClient(ServerMetrics()), lambda ready: None)
+        with pytest.raises(EngineError, match="Cannot allocate memory|no socket"):
             await asyncio.wait_for(boss.run(), 60)
 
     asyncio.run(scenario())

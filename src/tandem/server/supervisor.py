@@ -114,16 +114,20 @@ class EngineSupervisor:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _one_life(self) -> _Life:
-        socket = self._context.socket(zmq.DEALER)
-        socket.set_hwm(0)
         try:
-            with private_endpoint() as endpoint:
+            with private_endpoint() as endpoint, self._context.socket(zmq.DEALER) as socket:
+                socket.set_hwm(0)
+                socket.linger = 0
                 socket.bind(endpoint)
                 self._process = await self._spawn(endpoint)
                 return await self._attend(socket, self._process, endpoint)
+        except (OSError, zmq.ZMQError) as error:  # nothing was started: later there may be room for it
+            self._start_error = f"no engine process can be started ({error}); free some memory, or end other processes"
+        except EngineError as error:
+            self._start_error = str(error)
         finally:
             self._send = None
-            socket.close(linger=0)
+        return _Life.NEVER_READY
 
     async def _spawn(self, endpoint: str) -> asyncio.subprocess.Process:
         """The child shares the terminal, so its progress and plan lines are seen as they come."""
@@ -152,7 +156,7 @@ class EngineSupervisor:
             for task in (listening, watching, stopping):
                 task.cancel()
             if process.returncode is None:
-                process.kill()
+                _kill(process)
                 await process.wait()
 
     async def _outlive(self, process: asyncio.subprocess.Process, listening: asyncio.Task[None]) -> int:
@@ -167,7 +171,7 @@ class EngineSupervisor:
             log.error(
                 "lost the engine: %s", error, exc_info=None if isinstance(error, TandemError) else error
             )
-            process.kill()
+            _kill(process)
         return await ended
 
     def _ended(self, code: int) -> _Life:
@@ -215,14 +219,19 @@ class EngineSupervisor:
             if self._client.ready and silent > limit:
                 self._killed_because = f"it was stuck for {silent:.0f} s, --watchdog-timeout is {limit:g}"
                 log.error("the engine is killed: %s", self._killed_because)
-                process.kill()
+                _kill(process)
                 return
 
     async def _stop_in_time(self, process: asyncio.subprocess.Process) -> None:
         await self._stopping.wait()
-        if not self._loaded:  # it does not listen yet
-            process.kill()
-        await asyncio.sleep(STOP_SECONDS)
+        if self._loaded:  # else it does not listen yet
+            await asyncio.sleep(STOP_SECONDS)
+        _kill(process)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """It may have ended."""
+    with contextlib.suppress(ProcessLookupError):
         process.kill()
 
 
