@@ -134,6 +134,23 @@ def test_only_the_answer_of_a_slow_grammar_ends(model, monkeypatch, pattern: str
     assert token_ids(outputs["free", 0]) == free
 
 
+def test_only_the_answer_of_a_matcher_that_fails_ends(model, monkeypatch) -> None:
+    """Whatever the library says when it is asked for a mask."""
+    fill, asked = GrammarMatcher._fill, list[GrammarMatcher]()
+
+    def broken(matcher: GrammarMatcher) -> None:
+        asked.append(matcher)
+        if matcher is asked[0] and asked.count(matcher) == 3:
+            raise RuntimeError("an assertion of the library")
+        fill(matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "_fill", broken)
+    outputs = run(model, request("bad", DIGITS), request("good", DIGITS))
+    last = outputs["bad", 0][-1]
+    assert last.finish_reason == "error" and "an assertion of the library" in last.error
+    assert re.fullmatch("[0-9]{3}", text(outputs["good", 0]))
+
+
 def test_an_allowance_pays_back() -> None:
     many, once = Allowance(), Allowance()
     for _ in range(1000):

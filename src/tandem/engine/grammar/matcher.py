@@ -71,8 +71,13 @@ class GrammarMatcher:
             self._fill()
             self._spend(began, tokens=0)
         except EngineError as error:
-            self.place.fill(0)
-            self._error = error
+            self._fail(error)
+        except Exception as error:  # of the library: others are in the same step
+            self._fail(EngineError(f"matching the grammar failed: {error}"))
+
+    def _fail(self, error: EngineError) -> None:
+        self.place.fill(0)
+        self._error = error
 
     def check(self) -> None:
         """Raises EngineError where no token of this vocabulary continues the answer, or where looking for one took too
