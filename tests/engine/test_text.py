@@ -92,7 +92,19 @@ def test_a_rule_that_gives_up_on_a_text_costs_that_text() -> None:
     tokenizer = Tokenizer(inner)
     with pytest.raises(RequestError, match="cannot read this text"):
         tokenizer.encode("x" * 30)
+    with pytest.raises(RequestError, match="cannot read this text"):
+        tokenizer.encode_guarded("x" * 30, "\ufdd0")
     assert tokenizer.encode("a")
+
+
+def test_a_rule_that_gives_up_on_tokens_costs_their_answer() -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x" * 30: 0, "a": 1}, unk_token="a"))
+    inner.decoder = tokenizers.decoders.Replace(tokenizers.Regex("(x+x+)+y"), "z")
+    tokenizer = Tokenizer(inner)
+    for ids in ([0], [0] * 2000):
+        with pytest.raises(RequestError, match="cannot write these tokens"):
+            tokenizer.decode(ids)
+    assert tokenizer.decode([1]) == "a"
 
 
 def put_pipe(path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: begin-of-text where the model wants one; off for rendered chat templates, which
         write it themselves. Special tokens spelt in the text become those tokens. Other threads go on meanwhile."""
-        try:
+        with _reading():
             # `encode` would hold the GIL until it is done, and offsets that nobody wants double its time
             [found] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
-            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
-                raise
-            raise RequestError(f"the model's tokenizer cannot read this text: {error}", "prompt") from error
         ids: list[int] = found.ids
         return ids
 
@@ -104,16 +99,18 @@ class Tokenizer:
         """The text has at least so many tokens; far quicker than `encode`. 0 where nothing can be said."""
         if not self._floor_known:  # reads the whole vocabulary, and most texts are short
             self._floor, self._floor_known = token_floor(self._inner, _BYTE_OF_CHAR), True
-        try:
+        with _reading():
             return 0 if self._floor is None else self._floor.of(text)
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Other threads go on meanwhile where there are many ids: `decode` of the library would hold the GIL."""
-        if len(ids) > _FEW_TOKENS:
-            return str(self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
-        return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+        """Other threads go on meanwhile where there are many ids: `decode` of the library would hold the GIL. Raises
+        RequestError."""
+        try:
+            if len(ids) > _FEW_TOKENS:
+                return str(self._inner.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+            return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
+        except BaseException as error:
+            raise _panicked(error, "write these tokens") from error
 
     def token_text(self, token_id: int) -> str:
         """What one token adds to a text, special tokens included; part of a character decodes to U+FFFD."""
@@ -152,10 +149,8 @@ class Tokenizer:
 
     def encode_guarded(self, text: str, sign: str) -> list[int]:
         """Of a rendered chat template whose messages were guarded with `sign`."""
-        try:
+        with _reading():
             return self.guard.encode(text, sign)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
 
     def use_chat_template(self, source: str) -> None:
         """Instead of the checkpoint's. Raises CheckpointError."""
@@ -169,6 +164,24 @@ class Tokenizer:
         if self.chat_template is None:
             raise RequestError("this model has no chat template; use completions", "messages")
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raises RequestError for a text that cannot be read."""
+    try:
+        yield
+    except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
+        raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+    except BaseException as error:
+        raise _panicked(error, "read this text") from error
+
+
+def _panicked(error: BaseException, doing: str) -> RequestError:
+    """Of a panic of the library, which is no Exception; raises any other error."""
+    if type(error).__name__ != "PanicException":
+        raise error
+    return RequestError(f"the model's tokenizer cannot {doing}: {error}", "prompt")
 
 
 def _byte_alphabet() -> dict[str, int]:
