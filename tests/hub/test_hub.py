@@ -145,6 +145,35 @@ def test_a_server_without_ranges_sends_it_all_again(hub, source):
     assert same_files(model_files.fetch(HubName(NAME)), source)
 
 
+def test_what_has_its_name_is_on_the_disk(hub, monkeypatch):
+    """Or a power failure would leave files of zeros that nobody looks at again."""
+    synced, fsync = set[int](), os.fsync
+
+    def remember(file: int) -> None:
+        synced.add(os.fstat(file).st_ino)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", remember)
+    path = model_files.fetch(HubName(NAME))
+    assert {file.stat().st_ino for file in path.iterdir()} <= synced
+
+
+def test_copies_are_whole_where_there_are_no_links(hub, source, monkeypatch):
+    def no_links(link: Path, target: str) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def full(blob: Path, copy: Path) -> None:
+        copy.write_bytes(blob.read_bytes()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", no_links)
+    with monkeypatch.context() as patch, pytest.raises(HubError, match="No space left"):
+        patch.setattr(shutil, "copyfile", full)
+        model_files.fetch(HubName(NAME))
+    path = model_files.fetch(HubName(NAME))
+    assert all(file.read_bytes() == (source / file.name).read_bytes() for file in path.iterdir())
+
+
 def test_wrong_bytes_are_said_and_fetched_again(hub, source, capfd):
     name = shards_of(hub)[1]
     hub.corrupt[name] = 1

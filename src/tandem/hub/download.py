@@ -98,6 +98,7 @@ class Download:
             with _locked(self._partial(file)) as partial:
                 if not blob.exists():  # another process may have been faster
                     self._whole(file, partial)
+                    os.fsync(partial.fileno())
                     os.replace(self._partial(file), blob)
         _link(self.directory / file.name, blob)
 
@@ -194,4 +195,6 @@ def _link(link: Path, blob: Path) -> None:
     try:
         link.symlink_to(os.path.relpath(blob, link.parent))
     except OSError:
-        shutil.copyfile(blob, link)
+        copy = link.with_name(f".{link.name}.part")
+        shutil.copyfile(blob, copy)
+        os.replace(copy, link)
