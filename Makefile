@@ -40,7 +40,7 @@ $(STAMPS)/build-tools: $(STAMPS)/venv
 
 $(STAMPS)/package: $(STAMPS)/torch $(STAMPS)/build-tools $(SOURCES) | $(STAMPS)/dependencies
 	@echo "Installing Tandem into $(VENV) (the first build takes a few minutes) ..."
-	MAKEFLAGS= $(PIP) install --no-build-isolation "$(PACKAGE)"
+	@MAKEFLAGS= $(BIN)/python scripts/build_progress.py build $(PIP) install --no-build-isolation "$(PACKAGE)"
 	@touch $@
 
 $(STAMPS)/dependencies: $(STAMPS)/torch pyproject.toml scripts/requirements.py

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from plans import plan, with_gpu
@@ -13,7 +14,7 @@ from tandem.bench import probes, sample
 from tandem.cli import plan_text
 from tandem.cli.app import app
 from tandem.config.forecast.speeds import Speeds
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.server.engine_process import print_plan
 
 MODEL = {
@@ -71,6 +72,24 @@ def test_a_question_about_another_machine() -> None:
         assert part in shown.stdout
     shown = kt("plan", "--config", "deepseek-v3", *flags, "--ram", "768GB", "--mem-fraction-static", "0.95")
     assert shown.exit_code == 0 and "It fits." in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-GGUF:Q4_K_M", "kt plan --config qwen3-30b-a3b$"),
+        ("deepseek-ai/DeepSeek-V3.2@main", "kt plan --config deepseek-v32$"),
+        ("zai-org/GLM-4.5-Air-FP8", "kt plan --config glm-4.5-air$"),
+        ("moonshotai/Kimi-K2.5", "--config knows the sizes of .*kimi-k2,"),
+    ],
+)
+def test_where_no_hub_answers_named_architectures_are_told(
+    model: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="(?m)HF_HUB_OFFLINE is set.*\n.*" + hint):
+        app(["plan", model], standalone_mode=False)
 
 
 def test_all_that_stands_in_the_way_is_listed(model_dir: Path) -> None:

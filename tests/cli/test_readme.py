@@ -95,7 +95,7 @@ def test_flags_of_other_engines_are_answered_and_ours_exist() -> None:
     """docs/coming-from.md: what stands in its first column is ours, too, or answered with what to give."""
     rows = re.findall(r"^\| (.*?) \| (.*?) \|", COMING_FROM, re.M)
     theirs, ours = ({f for row in rows for f in flags_in(row[side])} for side in (0, 1))
-    elsewhere = {"--grammar", "--json-schema", "--kl-divergence", "--interleave"}  # of requests, of other programs
+    elsewhere = {"--kl-divergence", "--interleave"}  # of other programs
     assert len(theirs) > 40 and theirs - SERVE_FLAGS - COMMAND_FLAGS - set(FOREIGN) == elsewhere
     assert len(ours) >= 10 and ours <= SERVE_FLAGS | COMMAND_FLAGS
 

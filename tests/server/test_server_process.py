@@ -409,9 +409,9 @@ def test_loading_says_how_far_it_is(monkeypatch, capsys):
         progress("writing packed cache", 1_000_000_000, 3_000_000_000)
         progress("writing packed cache", 2_000_000_000, 3_000_000_000)
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"  loading layer 3/30, 1\.5 of 30\.0 GB \d\.\d\d GB/s", lines[0])
-    assert lines[1] == "  writing packed cache, 1.0 of 3.0 GB "  # its start is not known
-    assert re.fullmatch(r"  writing packed cache, 2\.0 of 3\.0 GB \d\.\d\d GB/s", lines[2])
+    assert re.fullmatch(r"  loading layer 3/30, 1\.5 of 30\.0 GB, \d\.\d\d GB/s", lines[0])
+    assert lines[1] == "  writing packed cache, 1.0 of 3.0 GB"  # its start is not known
+    assert re.fullmatch(r"  writing packed cache, 2\.0 of 3\.0 GB, \d\.\d\d GB/s", lines[2])
 
 
 def test_a_free_port_is_chosen_and_printed(tmp_path: Path):

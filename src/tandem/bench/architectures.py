@@ -4,6 +4,7 @@ expert shape of Qwen3-Next."""
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -160,6 +161,17 @@ CONFIGS = {
 
 
 NAMES = ", ".join(CONFIGS)
+
+
+def named_like(model: str) -> str | None:
+    """The name whose sizes a model of the hub has: `qwen3-30b-a3b` for `Qwen/Qwen3-30B-A3B-Instruct-2507`."""
+    words = _words(model.rpartition("/")[2])
+    alike = [name for name in CONFIGS if words[: len(_words(name))] == _words(name)]
+    return max(alike, key=len, default=None)
+
+
+def _words(name: str) -> list[str]:
+    return re.split("[-:@]", name.lower().replace(".", ""))
 
 
 def named_config(name: str, layers: int | None) -> ModelConfig:

@@ -141,6 +141,7 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
     from tandem.checkpoint import with_draft_config
     from tandem.engine.start.model_files import inspect
     from tandem.engine.start.planning import model_at, stored_at
+    from tandem.errors import HubError
 
     if named is not None:
         return named_subject(named)
@@ -149,4 +150,17 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
         model = with_draft_config(model_at(path), asked)
         return model, stored_at(path, model, asked.kt_weight_path)
 
-    return inspect(asked.model, look)
+    try:
+        return inspect(asked.model, look)
+    except HubError as error:
+        raise HubError(f"{error}\n{_without_the_hub(asked.model)}") from error
+
+
+def _without_the_hub(model: str) -> str:
+    """What to type where nobody answers."""
+    from tandem.bench.architectures import NAMES, named_like
+
+    name = named_like(model)
+    if name is not None:
+        return f"Its architecture is known as it was first published: kt plan --config {name}"
+    return f"Without a hub, --config knows the sizes of {NAMES}"

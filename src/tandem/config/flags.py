@@ -268,8 +268,8 @@ def unknown_texts(words: Iterable[str], known: Sequence[str]) -> list[str]:
 def unknown_flag(name: str, known: Sequence[str]) -> str:
     """With what to type instead: where another engine has it, its equal here; else a flag spelt nearly so, if any."""
     said = f"unknown flag {name}"
-    if name in FOREIGN:
-        return f"{said}: {FOREIGN[name]}"
+    if (instead := FOREIGN.get(name.replace("_", "-"))) is not None:
+        return f"{said}: {instead}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=LEAST_ALIKE)
     hint = f"; the nearest known one is {near[0]}" if near else ""
     return f"{said}{hint} (kt serve --help-all lists them)"

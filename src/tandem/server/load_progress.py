@@ -43,7 +43,7 @@ class LoadProgress:
         self._bar.update(self._task, description=what, completed=done, total=total, rate=rate)
         if self._bar.disable and monotonic() >= self._line_at:
             self._line_at = monotonic() + LINE_SECONDS
-            print(f"  {what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB {rate}", flush=True)
+            print(f"  {what}, {done / 1e9:.1f} of {total / 1e9:.1f} GB{rate and ', '}{rate}", flush=True)
 
     def _rate(self, kind: str, done: int) -> str:
         """Mean GB/s of this kind of work, since the first that was heard of it."""
