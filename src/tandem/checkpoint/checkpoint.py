@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.checkpoint.layouts import detect
+from tandem.checkpoint.mapped.cut import ALL, read_part
 from tandem.checkpoint.mapped.tensors import MappedTensors
 from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
@@ -19,7 +20,6 @@ from tandem.checkpoint.survey import stored_formats, survey
 from tandem.config import StoredFormats
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
-from tandem.formats.cut import rows_of
 from tandem.formats.quant_format import QuantFormat
 
 
@@ -46,23 +46,25 @@ class Checkpoint(MappedTensors):
         """Whether `weight(module)` (or `expert_weight`) would find something, however it is stored."""
         return codes_part(self._modules.get(module, {})) is not None
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        """The matrix [N, K] of `module` (a name without `.weight`), however it is stored.
+    def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
+        """Of the matrix [N, K] of `module` (a name without `.weight`), however it is stored, these rows and columns.
 
         Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
         absent, of another shape, or stored in a way that cannot be read.
         """
         parts = self._matrix_parts(module)
-        return detect(parts, self._hints, shape).read(lambda role: self.mapped(parts[role]))
+        found = detect(parts, self._hints, shape)
+        return read_part(found, parts, lambda role: self.mapped(parts[role]), rows, columns)
 
     def expert_weight(
-        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = ALL, columns: slice = ALL
     ) -> Weight:
-        """One expert of a fused 3-D tensor of `shape` [E, N, K], of its matrix `rows`; otherwise as `weight`."""
+        """One expert of a fused 3-D tensor of `shape` [E, N, K]; otherwise as `weight`."""
         count, n, k = shape
         parts = self._matrix_parts(module)
-        found = detect(one_expert(parts, count), self._hints, (n, k))
-        return rows_of(found.read(lambda role: self.mapped(parts[role])[expert]), rows)
+        one = one_expert(parts, count)
+        found = detect(one, self._hints, (n, k))
+        return read_part(found, one, lambda role: self.mapped(parts[role])[expert], rows, columns)
 
     def check(self, module: str, shape: tuple[int, ...]) -> None:
         """Reads no weights."""

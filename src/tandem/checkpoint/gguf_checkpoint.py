@@ -15,12 +15,13 @@ from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import holds_experts, layer_of
 from tandem.checkpoint.gguf_rows import NUMBERS, WHOLE, GGUFRows, weights_of
 from tandem.checkpoint.identity import identity
+from tandem.checkpoint.mapped.cut import ALL, own_columns
 from tandem.checkpoint.mapped.pages import Pages, Paging
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormats
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
-from tandem.formats.cut import numbers, rows_of
+from tandem.formats.cut import numbers
 from tandem.formats.quant_format import QuantFormat
 
 
@@ -67,15 +68,17 @@ class GGUFCheckpoint:
         raw, kind = self._rows.raw(name), self._rows.place(name).tensor.kind
         return lambda ids: numbers(weights_of(raw.index_select(0, ids), kind))
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+    def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
         name = f"{module}.weight"
-        return self._rows.read(name) if self._rows.shape(name) == shape else self.get(name, shape)
+        if self._rows.shape(name) == shape:
+            return self._rows.read(name, rows, columns)
+        return own_columns(self.get(name, shape)[rows], columns)
 
     def expert_weight(
-        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = ALL, columns: slice = ALL
     ) -> Weight:
         """GGUF's 3-D tensors stand for one name per expert, so `module` has an expert's number in it already."""
-        return rows_of(self.weight(module.format(expert=expert), shape[1:]), rows)
+        return self.weight(module.format(expert=expert), shape[1:], rows, columns)
 
     def check(self, module: str, shape: tuple[int, ...]) -> None:
         self._rows.check_shape(f"{module}.weight", shape[-2:])

@@ -13,13 +13,16 @@ from tandem.checkpoint.gguf_config import parts_of
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import Place, places, with_parts
+from tandem.checkpoint.mapped.cut import ALL, own_columns
 from tandem.errors import CheckpointError
-from tandem.formats.codes import Weight
+from tandem.formats.codes import SHARING, Weight
 from tandem.formats.cut import numbers
 from tandem.formats.gguf_blocks import GGUF_CODES
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WHOLE = {"I32": torch.int32}
+SMALL_BLOCK = 32
+BLOCKS = dict.fromkeys(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), SHARING)  # weights; of other codes SMALL_BLOCK
 WHOLE_NAMES = (".tid2eid",)  # ends of names whose whole numbers are read; nothing computes with others
 
 
@@ -58,11 +61,16 @@ class GGUFRows:
             where = self.model.where(self.place(name).tensor)
             raise CheckpointError(f"{where} has shape {stored}, but the metadata implies {shape}")
 
-    def read(self, name: str) -> Weight:
-        """Numbers or codes [rows, K]."""
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Weight:
+        """Numbers or codes [rows, columns]."""
         place = self.place(name)
-        read = weights_of(self.raw(name), place.tensor.kind)
-        return read if place.part is None or place.part.keeps_codes else _made(numbers(read), place.part)
+        raw, kind = self.raw(name), place.tensor.kind
+        if place.part is not None and not place.part.keeps_codes:
+            return own_columns(_made(numbers(weights_of(raw[rows], kind)), place.part), columns)
+        inside = _bytes_of(columns, (place.tensor.shape[-1], raw.shape[1]), kind)
+        if inside is None:
+            return own_columns(weights_of(raw[rows], kind), columns)
+        return weights_of(raw[rows, inside], kind)
 
     def raw(self, name: str) -> Tensor:
         """The stored bytes, uint8 [rows, bytes of a row]; those of q and k in the order that Hugging Face has."""
@@ -93,6 +101,17 @@ def weights_of(raw: Tensor, kind: str) -> Weight:
     if kind in GGUF_CODES:
         return GGUF_CODES[kind](raw)
     return raw.contiguous().view(NUMBERS[kind])
+
+
+def _bytes_of(columns: slice, row: tuple[int, int], kind: str) -> slice | None:
+    """Where those columns lie in a row of so many numbers and bytes; None where they are no whole blocks."""
+    if columns == ALL:
+        return ALL
+    block = BLOCKS.get(kind, 1 if kind in NUMBERS else SMALL_BLOCK)
+    start, stop, _ = columns.indices(row[0])
+    if start % block or stop % block:
+        return None
+    return slice(start * row[1] // row[0], stop * row[1] // row[0])
 
 
 def _made(x: Tensor, part: Part) -> Tensor:

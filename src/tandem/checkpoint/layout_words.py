@@ -28,13 +28,18 @@ def compressed_ints(parts: Parts, hints: QuantHints, shape: Shape | None) -> Sto
     found = QuantFormat(
         f"int{bits}", "compressed-tensors", s.group, s.block_rows, scale.dtype, "zeros" in parts, ordered
     )
-    return Stored(found, (n, k), lambda t: _read_words(t, bits, (n, k), s, parts))
+    return Stored(found, (n, k), lambda t, own: _read_words(_saying(t, (n, k), parts), bits, own, s, parts))
+
+
+def _saying(t: Tensors, shape: Shape, parts: Parts) -> Tensors:
+    """Tensors of a matrix of that shape. CheckpointError if they say another."""
+    if "shape" in parts and tuple(t("shape").tolist()) != shape:
+        raise parts["shape"].wrong(f"says {tuple(t('shape').tolist())}, but config.json implies {shape}")
+    return t
 
 
 def _read_words(t: Tensors, bits: int, shape: Shape, s: Scaling, parts: Parts) -> Weight:
     n, k = shape
-    if "shape" in parts and tuple(t("shape").tolist()) != shape:
-        raise parts["shape"].wrong(f"says {tuple(t('shape').tolist())}, but config.json implies {shape}")
     scales = s.matrix(as_numbers(t("scale")))
     zeros = packed.gptq_zeros(t("zeros").T, bits, n, 0) if "zeros" in parts else None
     words = packed.word_bytes(t("packed"), bits, k)
@@ -60,8 +65,8 @@ def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
     packing, shifted = "awq" if awq else "gptq", not hints.symmetric
     found = QuantFormat(f"int{bits}", packing, group, 1, scale.dtype, shifted, ordered)
     if awq:
-        return Stored(found, (n, k), lambda t: _read_awq(t, group, k))
-    return Stored(found, (n, k), lambda t: _read_gptq(t, bits, (n, k), group, hints, parts))
+        return Stored(found, (n, k), lambda t, own: _read_awq(t, group, own[1]))
+    return Stored(found, (n, k), lambda t, own: _read_gptq(t, bits, own, group, hints, parts))
 
 
 def _read_awq(t: Tensors, group: int, depth: int) -> Weight:

@@ -16,6 +16,7 @@ from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
 from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
+from tandem.checkpoint.mapped.cut import ALL
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.errors import ConfigError
@@ -53,8 +54,8 @@ class Checkpoint(Protocol):
         """The rows of a matrix [N, K] by their numbers, for embeddings: only rows asked for are read, every time."""
         ...
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        """The matrix [N, K] of `module` (a name without `.weight`), however it is stored.
+    def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
+        """Of the matrix [N, K] of `module` (a name without `.weight`), however it is stored, these rows and columns.
 
         Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
         absent, of another shape, or stored in a way that cannot be read.
@@ -62,9 +63,9 @@ class Checkpoint(Protocol):
         ...
 
     def expert_weight(
-        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = ALL, columns: slice = ALL
     ) -> Weight:
-        """One expert of a fused 3-D tensor of `shape` [E, N, K], of its matrix `rows`; otherwise as `weight`."""
+        """One expert of a fused 3-D tensor of `shape` [E, N, K]; otherwise as `weight`."""
         ...
 
     def check(self, module: str, shape: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ class Stored:
 
     format: QuantFormat
     shape: Shape
-    read: Callable[[Tensors], Weight]
+    read: Callable[[Tensors, Shape], Weight]  # of all tensors, or of the same part of each: then the shape is its own
 
 
 def needed(parts: Parts, role: str) -> Part:

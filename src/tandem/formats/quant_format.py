@@ -29,6 +29,7 @@ _METHODS = {
     "f32": ("BF16",), "f16": ("BF16",), "bf16": ("BF16",), "fp8": ("FP8",), "mxfp8": ("FP8",),
     "int8": ("INT8", "AMXINT8"), "int4": ("RAWINT4", "INT4", "AMXINT4"), "mxfp4": ("MXFP4",), "nvfp4": ("NVFP4",),
 }  # fmt: skip
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 FLOATS = ("f32", "f16", "bf16")
 
 
@@ -51,6 +52,15 @@ class QuantFormat:
     @property
     def quantised(self) -> bool:
         return self.kind not in FLOATS
+
+    @property
+    def along(self) -> int:
+        """Weights along K that belong together: a cut between them would leave no codes."""
+        if not self.quantised or self.ordered:
+            return 1
+        if self.packing == "gguf":
+            return 256 if self.kind in K_QUANTS else 32
+        return self.group or 32 // self.bits
 
     @property
     def bits(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tandem.checkpoint.mapped.cut import ALL
 from tandem.checkpoint.source import Checkpoint, Lookup
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
@@ -46,13 +47,13 @@ class TwoCheckpoints(ABC):
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         return self._of(name).lookup(name, shape)
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        return self._of(module).weight(module, shape)
+    def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
+        return self._of(module).weight(module, shape, rows, columns)
 
     def expert_weight(
-        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = ALL, columns: slice = ALL
     ) -> Weight:
-        return self._of(module).expert_weight(module, expert, shape, rows)
+        return self._of(module).expert_weight(module, expert, shape, rows, columns)
 
     def check(self, module: str, shape: tuple[int, ...]) -> None:
         self._of(module).check(module, shape)

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.mapped.cut import ALL
 from tandem.checkpoint.source import Checkpoint
 from tandem.config import StoredFormats
 from tandem.formats.codes import Weight
-from tandem.formats.cut import rows_of
 from tandem.formats.quant_format import QuantFormat
 
 
@@ -46,15 +46,15 @@ class HeadersOnly:
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         return self._of.lookup(name, shape)
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+    def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
         self._of.check(module, shape)
-        return _empty(shape)
+        return _empty(shape)[rows, columns]
 
     def expert_weight(
-        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = slice(None)
+        self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = ALL, columns: slice = ALL
     ) -> Weight:
         self._of.check(module, shape)
-        return rows_of(_empty(shape[1:]), rows)
+        return _empty(shape[1:])[rows, columns]
 
     def check(self, module: str, shape: tuple[int, ...]) -> None:
         self._of.check(module, shape)

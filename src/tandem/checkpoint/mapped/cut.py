@@ -1,0 +1,107 @@
+"""Rows and columns of a matrix out of the mapped tensors that hold them: nothing else is read, and nothing decoded.
+
+Where a cut goes through what belongs together in the file (a word, a block of rows), all of the matrix is read first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.parts import CODES, Part, Parts
+from tandem.checkpoint.stored_matrix import Stored, Tensors
+from tandem.formats.codes import Weight
+from tandem.formats.cut import columns_of, rows_of
+
+ALL = slice(None)
+PER_PLACE = (1, 2, 4, 8, 32)  # codes that lie in one place of a tensor: in a byte, a word, a block
+
+Cut = tuple[slice, ...]
+
+
+def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, columns: slice = ALL) -> Weight:
+    """weight[rows, columns] of a matrix that was found in `parts`, its headers; `tensors` as `Stored.read` takes."""
+    if rows == ALL and columns == ALL:
+        return found.read(tensors, found.shape)
+    cuts = _cuts(found, parts, rows, columns)
+    if cuts is None or not _in_order(found, parts, tensors, columns):
+        return own_columns(rows_of(found.read(tensors, found.shape), rows), columns)
+    n, k = (len(range(*part.indices(size))) for part, size in zip((rows, columns), found.shape, strict=True))
+    first_group = (columns.start or 0) // (found.format.group or k)
+
+    def own(role: str) -> Tensor:
+        part = tensors(role)[cuts[role]]
+        return part - first_group if role == "order" else part
+
+    read = found.read(own, (n, k))
+    return read.contiguous() if isinstance(read, Tensor) else read
+
+
+def own_columns(weight: Weight, columns: slice) -> Weight:
+    """weight[:, columns]; numbers in memory of their own."""
+    if columns == ALL:
+        return weight
+    cut = columns_of(weight, columns)
+    return cut.contiguous() if isinstance(cut, Tensor) else cut
+
+
+def _in_order(found: Stored, parts: Parts, tensors: Tensors, columns: slice) -> bool:
+    """Whether the inputs of a group lie side by side, where that matters."""
+    if "order" not in parts or columns == ALL:
+        return True
+    depth = found.shape[1]
+    return torch.equal(tensors("order")[ALL], torch.arange(depth) // (found.format.group or depth))
+
+
+def _cuts(found: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str, Cut] | None:
+    """What of each tensor is theirs; None where they are no whole places of it."""
+    if (rows.step or 1) != 1:
+        return None
+    cuts = {}
+    for role, part in parts.items():
+        cut = _cut(found, part, role, rows, columns)
+        if "qweight" in parts:
+            cut = _cut(found, part._replace(shape=part.shape[::-1]), role, rows, columns)
+            cut = None if cut is None else cut[::-1]
+        if cut is None:
+            return None
+        cuts[role] = cut
+    return cuts
+
+
+def _cut(found: Stored, part: Part, role: str, rows: slice, columns: slice) -> Cut | None:
+    """Of a tensor whose rows are the matrix's."""
+    if role in ("shape", "multiplier", "divisor"):
+        return ()
+    if role == "order":
+        return (columns,)
+    sizes = zip(part.shape, found.shape, strict=False)
+    found_units = _units(found, role, [_per_place(*each) for each in sizes])
+    cut = [
+        _places(range(*wanted.indices(size)), size, unit)
+        for wanted, size, unit in zip((rows, columns), found.shape, found_units, strict=False)
+    ]
+    return None if None in cut else tuple(each for each in cut if each is not None)
+
+
+def _units(found: Stored, role: str, per_place: list[int]) -> list[int]:
+    """How many rows and columns share a place of the tensor; 0: all."""
+    if role in CODES:
+        return per_place
+    shared = found.format.block_rows, found.format.group
+    if role == "zeros" and shared[0]:
+        shared = per_place[0], shared[1]
+    return list(shared[: len(per_place)])
+
+
+def _per_place(places: int, size: int) -> int:
+    return next((each for each in PER_PLACE if -(-size // each) == places), 1)
+
+
+def _places(wanted: range, size: int, unit: int) -> slice | None:
+    """Those of `size` rows or columns, `unit` in a place; None where these are no whole places."""
+    if unit == 0 or len(wanted) == size:
+        return ALL
+    if wanted.start % unit or (wanted.stop != size and wanted.stop % unit):
+        return None
+    return slice(wanted.start // unit, -(-wanted.stop // unit))
