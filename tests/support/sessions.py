@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import Plan
+from tandem.config.ranks.cut import cut
+from tandem.config.ranks.shard import ALONE
 from tandem.config.state import page_tokens
 from tandem.engine.state.arrays import allocate
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -39,9 +41,11 @@ class Session:
     """A model with a KV cache; sequence s owns every third page, so neighbours in memory are strangers."""
 
     def __init__(
-        self, path, dtype="float32", fuse=True, ops=None, pages=PAGES, counted=False, **changes
+        self, path, dtype="float32", fuse=True, ops=None, pages=PAGES, counted=False, shard=ALONE, drafts=False,
+        **changes,
     ) -> None:
-        self.config = load_model_config(path)
+        config = load_model_config(path)
+        self.config = cut(replace(config, drafter=config.drafts) if drafts else config, shard)
         self.page = page_tokens(self.config.states, PAGE_SIZE)
         chosen = replace(plan(dtype, fuse, self.page * pages), page_size=self.page, **changes)
         sizes = len(self.config.moe_layers), self.config.moe.experts.count

@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.bench.formats import as_stored
 from tandem.checkpoint.parts import is_expert
 from tandem.config.layers import SILU, Activation
+from tandem.config.ranks.shard import ALL
 from tandem.experts import ExpertMatrices, Experts
 from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
@@ -67,7 +68,8 @@ class SyntheticCheckpoint:
         numbers = self._pool[first : first + min(size, room)]
         return (numbers if size <= room else numbers.repeat(-(-size // room))[:size]).view(shape)
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+    def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
+        assert rows == columns == ALL, "one rank"
         numbers = self.get(module + ".weight", shape)
         name = self._experts if is_expert(module) else self._dense
         if name == "bf16" or not _is_projection(module.rpartition(".")[2]):

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.checkpoint.layouts import detect
-from tandem.checkpoint.mapped.cut import ALL, read_part
+from tandem.checkpoint.mapped.cut import read_part
 from tandem.checkpoint.mapped.tensors import MappedTensors
 from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expert
 from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.stored_matrix import Stored
 from tandem.checkpoint.survey import stored_formats, survey
 from tandem.config import StoredFormats
+from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat

@@ -15,10 +15,11 @@ from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import holds_experts, layer_of
 from tandem.checkpoint.gguf_rows import NUMBERS, WHOLE, GGUFRows, weights_of
 from tandem.checkpoint.identity import identity
-from tandem.checkpoint.mapped.cut import ALL, own_columns
+from tandem.checkpoint.mapped.cut import own_columns
 from tandem.checkpoint.mapped.pages import Pages, Paging
 from tandem.checkpoint.survey import stored_formats
 from tandem.config import StoredFormats
+from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers

@@ -13,7 +13,8 @@ from tandem.checkpoint.gguf_config import parts_of
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import Place, places, with_parts
-from tandem.checkpoint.mapped.cut import ALL, own_columns
+from tandem.checkpoint.mapped.cut import own_columns
+from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import SHARING, Weight
 from tandem.formats.cut import numbers

@@ -16,9 +16,9 @@ from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
 from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
-from tandem.checkpoint.mapped.cut import ALL
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
+from tandem.config.ranks.shard import ALL
 from tandem.errors import ConfigError
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat

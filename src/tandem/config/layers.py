@@ -97,6 +97,7 @@ class Gqa:
     values: Values = field(default=Values())
     factor: float = 0.0  # of the softmax; 0: head_dim ** -0.5
     cached: str = "act"  # dtype of keys and values in pages
+    kv_copies: int = 1  # so many neighbouring ranks have the same KV heads
 
     def __post_init__(self) -> None:
         if not 0 <= self.values.dim <= self.head_dim:

@@ -15,6 +15,7 @@ from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.rope import Rope
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
@@ -58,6 +59,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # logits are multiplied with it
     unit_head: bool = False  # the head's columns are divided by their length
     logit_cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
+    shard: Shard = ALONE  # whose part of the model this is: `ranks.cut`
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -151,7 +153,7 @@ class ModelConfig:
         blocks = [block for layer in self.layers for block in layer.blocks]
         norms = 1 + len(blocks) + sum(block.post is not None for block in blocks)
         drafter = 0 if self.drafter is None else self.drafter.params(self.hidden)
-        return bodies + norms * self.hidden + self.vocab * self.hidden + drafter
+        return bodies + norms * self.hidden + head_rows(self).size * self.hidden + drafter
 
     @property
     def shared_params(self) -> int:
@@ -181,10 +183,15 @@ def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, on_gpu: 
         return (model.dense_params - hyper) * DTYPE_BYTES[dtype] + streams
     kinds = stored.dense, stored.shared, stored.embedding
     dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
-    head = model.vocab * model.hidden if model.tied_embeddings else 0
+    head = head_rows(model).size * model.hidden if model.tied_embeddings else 0
     others = model.dense_params - model.shared_params - head - number_params(model)
     numbers = (number_params(model) - hyper) * DTYPE_BYTES[dtype] + streams
     return int(others * dense + model.shared_params * shared + head * embedding) + numbers
+
+
+def head_rows(model: ModelConfig) -> Share:
+    """Of the matrix that makes logits."""
+    return model.shard.rows_of(model.vocab)
 
 
 def number_params(model: ModelConfig) -> int:

@@ -36,8 +36,14 @@ def rows_of(weight: Weight, rows: slice) -> Weight:
 
 def arranged(weight: Weight, pieces: Sequence[slice]) -> Weight:
     """Those rows, one piece after the other."""
-    whole = stacked([rows_of(weight, piece) for piece in pieces])
-    assert whole is not None, "pieces of one matrix have one format"
+    return together([rows_of(weight, piece) for piece in pieces])
+
+
+def together(pieces: Sequence[Weight]) -> Weight:
+    """Of one matrix, one after the other."""
+    whole = stacked(pieces)
+    if whole is None:  # zero points in the middle are no zero points, and some may have others
+        whole = tuple(numbers(piece) for piece in pieces)
     return torch.cat(whole) if isinstance(whole, tuple) else whole
 
 

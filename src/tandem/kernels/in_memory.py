@@ -6,12 +6,14 @@ from torch import Tensor
 
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.ops import Lookup
+from tandem.kernels.ranks.group import Group
 
 
 class InMemory:
     """Tensors are read where they lie, and codes of every kind."""
 
     joins_late = False
+    group: Group | None = None
 
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -24,6 +24,7 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
 from tandem.kernels.hyper import HyperStreams, HyperWeights
+from tandem.kernels.ranks.group import Group
 from tandem.kernels.recurrent.folds import Folds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
@@ -249,6 +250,7 @@ class Ops(Protocol):
     """The operations a model is written in. Shapes: T rows, H = heads, G = kv_heads, D = head_dim."""
 
     joins_late: bool  # a norm adds what is beside its rows in the same kernel
+    group: Group | None  # of ranks that share the model; None: this one has all of it
 
     def resident(self, tensor: Tensor) -> Tensor:
         """The tensor where the operations read it: the GPU's memory, or as it is."""

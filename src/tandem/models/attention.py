@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.functional import sigmoid, softplus
 
 from tandem.config.layers import Gqa
+from tandem.config.ranks.cut import shard_of
+from tandem.config.ranks.shard import Size
 from tandem.kernels.ops import NO_NORMS, HeadNorms, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -20,18 +22,18 @@ class Attention:
         """name: of the module that holds the projections; gate: of the one that makes a gate of its own."""
         self.shape, self.ops, self.rope = shape, b.ops, b.rope(shape.rope)
         q, kv, values = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.values
-        rows = {"q": 2 * q if shape.gate else q, "k": kv, "v": shape.kv_heads * shape.value_dim}
-        if values.from_keys:
-            del rows["v"]
-        modules, sizes = [f"{name}.{each}_proj" for each in rows], list(rows.values())
+        share, hidden, copies = shard_of(b.config, shape).share, b.config.hidden, shape.kv_copies
+        rows = {"q": share(2 * q if shape.gate else q), "k": share(kv, copies)}
+        if not values.from_keys:
+            rows["v"] = share(shape.kv_heads * shape.value_dim, copies)
+        modules, sizes = [f"{name}.{each}_proj" for each in rows], list[Size](rows.values())
         if b.checkpoint.has_matrix(f"{name}.qkv_proj"):
-            modules, sizes = [f"{name}.qkv_proj"], [sum(sizes)]
-        self.qkv = b.linear(modules, sizes, b.config.hidden, bias=shape.qkv_bias, order=_as_halves(shape))
-        self.own_gate = b.linear([gate], [shape.gate_rows], b.config.hidden) if shape.gate_rows else None
-        self.out = b.linear(
-            [f"{name}.o_proj"], [b.config.hidden], shape.heads * shape.value_dim, bias=shape.out_bias
-        )
-        self.sinks = b.float_tensor(f"{name}.sinks", shape.heads) if shape.sinks else None
+            modules, sizes = [f"{name}.qkv_proj"], [tuple(rows.values())]
+        self.qkv = b.linear(modules, sizes, hidden, bias=shape.qkv_bias, order=_as_halves(shape))
+        self.own_gate = b.linear([gate], [share(shape.gate_rows)], hidden) if shape.gate_rows else None
+        seen = share(shape.heads * shape.value_dim)
+        self.out = b.linear([f"{name}.o_proj"], [hidden], seen, bias=shape.out_bias)
+        self.sinks = b.float_tensor(f"{name}.sinks", share(shape.heads)) if shape.sinks else None
         self.ones = b.ops.resident(torch.ones(shape.value_dim)) if values.norm else None
         self.q_norm = self.k_norm = None
         if shape.qk_norm != "none":

@@ -18,15 +18,17 @@ from tandem.config import rope as config_rope
 from tandem.config.layers import Dense
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import STORED, drafts, moe_index
+from tandem.config.ranks.shard import ALL, Share, Size, cuts_of, whole_of
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, ExpertStore
 from tandem.experts.feed import LayerMatrices, packable
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.formats.cut import arranged, form_of, numbers, stacked, weight_bytes
+from tandem.formats.cut import arranged, form_of, numbers, stacked, together, weight_bytes
 from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
 from tandem.kernels.packed.cache import PackedCache
 from tandem.models.linear import SideBySide
+from tandem.models.names import check_groups
 
 Orders = Sequence[Sequence[slice]]
 """Pieces of the rows of several matrices."""
@@ -77,13 +79,13 @@ class Builder:
             self._ropes[alike] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
         return self._ropes[alike]
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, size: Size, *others: int) -> Tensor:
         """A small tensor (norm weight, bias), copied in the activations' dtype."""
-        return self.ops.resident(self._get(name, *shape).to(self.dtype, copy=True))
+        return self.ops.resident(self._get(name, size, *others).to(self.dtype, copy=True))
 
-    def float_tensor(self, name: str, *shape: int) -> Tensor:
+    def float_tensor(self, name: str, size: Size, *others: int) -> Tensor:
         """A small tensor, copied in float32."""
-        return self.ops.resident(self._get(name, *shape).to(torch.float32, copy=True))
+        return self.ops.resident(self._get(name, size, *others).to(torch.float32, copy=True))
 
     def norm(self, name: str, norm: Norm, size: int) -> Tensor:
         """A norm's weight as the operations take it: float32 where it multiplies before anything is rounded."""
@@ -98,20 +100,21 @@ class Builder:
     def linear(
         self,
         names: Sequence[str],
-        rows: Sequence[int],
-        columns: int,
+        rows: Sequence[Size],
+        columns: int | Share,
         bias: bool = False,
         order: Orders = (),
     ) -> Linear:
         """The modules `names` (without `.weight`), stacked along their output rows, as one packed matrix; those whose
         formats differ side by side. order: of the rows of the first modules, where it is another than the
-        checkpoint's."""
+        checkpoint's. With `columns` that ranks share, results are summands, and a bias is the first rank's."""
+        bias = bias and (cuts_of(columns) == [ALL] or self.config.shard.first)
         kept = _packed_parts(self._packed, names)
         parts = kept or self._linear(names, rows, columns, bias, order)
         return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     def _linear(
-        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool, order: Orders
+        self, names: Sequence[str], rows: Sequence[Size], columns: int | Share, bias: bool, order: Orders
     ) -> list[Linear]:
         """One for each run of neighbours of one format."""
         weights = [self._held(self._weight(name, n, columns)) for name, n in zip(names, rows, strict=True)]
@@ -214,13 +217,18 @@ class Builder:
             self._kept.keep(name, linear)
         return linear
 
-    def _get(self, name: str, *shape: int) -> Tensor:
-        tensor = self.checkpoint.get(name, shape)
+    def _get(self, name: str, size: Size, *others: int) -> Tensor:
+        whole = self.checkpoint.get(name, (whole_of(size), *others))
+        pieces = [whole[cut] for cut in cuts_of(size)]
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         self._done += tensor.nbytes
         return tensor
 
-    def _weight(self, name: str, rows: int, columns: int) -> Weight:
-        weight = self.checkpoint.weight(name, (rows, columns))
+    def _weight(self, name: str, rows: Size, columns: int | Share) -> Weight:
+        shape, (inputs,) = (whole_of(rows), whole_of(columns)), cuts_of(columns)
+        if isinstance(columns, Share):
+            check_groups(self.checkpoint, name, columns)
+        weight = together([self.checkpoint.weight(name, shape, own, inputs) for own in cuts_of(rows)])
         self._done += weight_bytes(weight)
         return weight
 

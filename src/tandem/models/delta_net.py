@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.config.layers import DeltaRule
+from tandem.config.ranks.cut import shard_of
+from tandem.config.ranks.shard import Share, Size
 from tandem.kernels.delta import DeltaState, DeltaWeights, Product
 from tandem.kernels.ops import SureRead
 from tandem.models.builder import Builder
@@ -17,16 +19,17 @@ class DeltaNet:
 
     def __init__(self, b: Builder, shape: DeltaRule, name: str) -> None:
         """name: of the module that holds the projections."""
-        hidden, name = b.config.hidden, name + "."
+        hidden, name, share = b.config.hidden, name + ".", shard_of(b.config, shape).share
         together = shape.layout == "heads"
         wide = ["in_proj_qkvz"] if together else ["in_proj_qkv", "in_proj_z"]
         narrow = ["in_proj_ba"] if together else ["in_proj_b", "in_proj_a"]
-        wide_rows = [shape.channels + shape.values] if together else [shape.channels, shape.values]
-        narrow_rows = [2 * shape.v_heads] if together else [shape.v_heads, shape.v_heads]
+        heads, values = share(shape.v_heads), share(shape.values)
+        wide_rows: list[Size] = [share(shape.channels + shape.values)] if together else [_mixed(b, shape), values]
+        narrow_rows = [share(2 * shape.v_heads)] if together else [heads, heads]
         self.projected = b.linear([name + module for module in wide], wide_rows, hidden)
         self.gates = b.linear([name + module for module in narrow], narrow_rows, hidden)
         self.delta = b.ops.delta_rule(shape, _weights(b, shape, name))
-        self.out = b.linear([name + "out_proj"], [hidden], shape.values)
+        self.out = b.linear([name + "out_proj"], [hidden], values)
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected, self.gates, self.out)
@@ -36,11 +39,18 @@ class DeltaNet:
         return self.out(seen)
 
 
+def _mixed(b: Builder, shape: DeltaRule) -> tuple[Share, ...]:
+    """Channels of q, k and v."""
+    share, keys = shard_of(b.config, shape).share, shape.k_heads * shape.k_dim
+    return share(keys), share(keys), share(shape.values)
+
+
 def _weights(b: Builder, shape: DeltaRule, name: str) -> DeltaWeights:
-    conv = b.float_tensor(name + "conv1d.weight", shape.channels, 1, shape.conv)
+    conv = b.float_tensor(name + "conv1d.weight", _mixed(b, shape), 1, shape.conv)
+    heads = shard_of(b.config, shape).share(shape.v_heads)
     return DeltaWeights(
         conv=conv[:, 0].T.contiguous(),
-        decay=-b.float_tensor(name + "A_log", shape.v_heads).exp(),
-        dt_bias=b.float_tensor(name + "dt_bias", shape.v_heads),
+        decay=-b.float_tensor(name + "A_log", heads).exp(),
+        dt_bias=b.float_tensor(name + "dt_bias", heads),
         norm=b.tensor(name + "norm.weight", shape.v_dim),
     )

@@ -57,7 +57,7 @@ class DraftLayer:
                 p = p.of(batch.logits_rows)
             if not len(p.residual):
                 break
-            p.pending = block.operator(block.enter(p), p, states[first:last])
+            p.pending = block.leave(block.operator(block.enter(p), p, states[first:last]))
             first = last
         p = p.of(batch.logits_rows)
         x = self.ending.enter(p, self.last_norm, self.eps)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.mechanisms.latent import Latent, QueryScale
+from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
 from tandem.kernels.token_index import Chosen
@@ -22,10 +23,10 @@ class LatentAttention:
     def __init__(self, b: Builder, shape: Latent, name: str, layer: int) -> None:
         """name: of the module that holds the projections; layer: its number."""
         self.shape, self.ops, self.layer = shape, b.ops, layer
-        name, s, hidden = name + ".", shape, b.config.hidden
+        name, s, hidden, share = name + ".", shape, b.config.hidden, shard_of(b.config, shape).share
         self.q_down, self.q_norm = self._query_latent(b, name)
         q = "q_b_proj" if s.q_rank else "q_proj"
-        self.query = b.linear([name + q], [s.heads * s.qk_dim], s.q_rank or hidden)
+        self.query = b.linear([name + q], [share(s.heads * s.qk_dim)], s.q_rank or hidden)
         self.kv_down = b.linear([name + "kv_a_proj_with_mqa"], [s.cached_dim], hidden, bias=s.bias)
         sizes = LatentSizes(s.heads, s.nope_dim, s.rope_dim, s.kv_rank, s.value_dim)
         norm = b.tensor(name + "kv_a_layernorm.weight", s.kv_rank)
@@ -33,7 +34,7 @@ class LatentAttention:
         weights = LatentWeights(*self._absorbed(b, name), norm, s.norm.eps, b.rope(s.rope), s.scale, turns)
         self.heads = b.ops.latent(sizes, weights, b.dense_format)
         self.query_scales = _query_scales(b, shape.query_scale)
-        self.out = b.linear([name + "o_proj"], [hidden], s.heads * s.value_dim, bias=s.bias)
+        self.out = b.linear([name + "o_proj"], [hidden], share(s.heads * s.value_dim), bias=s.bias)
         self.choice: TokenChoice | None = None
         if s.index is not None and s.index.reuse is None:
             self.choice = TokenChoice(b, s.index, s.q_rank, name + "indexer")
@@ -86,7 +87,8 @@ class LatentAttention:
     def _heads_of(self, b: Builder, module: str, rows: int, depth: int) -> Tensor:
         """Every head's rows of a matrix, [H, rows, depth], decoded head by head."""
         heads = self.shape.heads
-        whole = b.checkpoint.weight(module, (heads * rows, depth))
+        share = shard_of(b.config, self.shape).share(heads * rows)
+        whole = b.checkpoint.weight(module, (share.whole, depth), share.cut)
         return torch.stack(
             [numbers(rows_of(whole, slice(h * rows, (h + 1) * rows))).to(b.dtype) for h in range(heads)]
         )

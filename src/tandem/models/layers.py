@@ -17,15 +17,17 @@ from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.mechanisms.short_conv import ShortConv
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.model_config import layer_of
+from tandem.config.ranks.cut import divided
 from tandem.config.state import State
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import MLP, SureRead
+from tandem.kernels.ranks.group import Group
 from tandem.models.attention import Attention
 from tandem.models.builder import Builder
 from tandem.models.channel_delta import ChannelDeltaNet
 from tandem.models.delta_net import DeltaNet
 from tandem.models.latent_attention import LatentAttention
-from tandem.models.moe import MoEBlock, dense_mlp, moe_block
+from tandem.models.moe import ExpertsBeside, MoEBlock, dense_mlp, moe_block
 from tandem.models.passing import Pass, States
 from tandem.models.residual import Residual, residual_of, scale_of
 from tandem.models.shared_kv import SharedKvAttention
@@ -67,7 +69,7 @@ class BuiltBlock:
     operator: Operator
     states: tuple[State, ...]  # what the operator keeps of a sequence
     residual: Residual
-    post: Callable[[Tensor], Tensor] | None = None  # a norm of the operator's result
+    post: Callable[[Tensor], Tensor] | None = None  # of the operator's result: ranks' sum, a norm
 
     @property
     def first(self) -> AfterNorm | None:
@@ -116,6 +118,8 @@ def _block(b: Builder, index: int, at: int, names: Names) -> BuiltBlock:
     before = index - 1 if at == 0 else None  # the layer that ends here
     residual = residual_of(b, block.hyper, layer + names.streams[at], scale_of(b, before, names))
     post = _post(b, layer + names.post_norms[at], block.post)
+    if b.ops.group is not None and divided(block.body) and not isinstance(operator, ExpertsBeside):
+        post = _summed(b.ops.group, post)
     return BuiltBlock(weight, block.norm.eps, operator, block.body.states(), residual, post)
 
 
@@ -124,6 +128,11 @@ def _post(b: Builder, name: str, norm: Norm | None) -> Callable[[Tensor], Tensor
         return None
     weight, eps, ops = b.norm(f"{name}.weight", norm, b.config.hidden), norm.eps, b.ops
     return lambda y: ops.rms_norm(y, weight, eps)
+
+
+def _summed(group: Group, norm: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
+    """What becomes of one rank's summands."""
+    return group.sum if norm is None else lambda rows: norm(group.sum(rows))
 
 
 def _operator(b: Builder, index: int, names: Names, block: Block) -> Operator:

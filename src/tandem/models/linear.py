@@ -1,4 +1,4 @@
-"""`SideBySide`: several matrices of one input whose formats differ, so that they cannot be stacked into one."""
+"""Matrices that are more than one: of one input whose formats differ (`SideBySide`), or whose outputs ranks share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Linear, SureRead
+from tandem.kernels.ranks.group import Group
 
 
 class SideBySide:
@@ -31,7 +32,20 @@ class SideBySide:
         return out
 
 
+class Gathered:
+    """`Linear` of which every rank has some outputs."""
+
+    def __init__(self, own: Linear, group: Group, outputs: int) -> None:
+        self.own, self._group = own, group
+        self.out_features, self.in_features = outputs, own.in_features
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        gathered = self._group.gather(self.own(x, out_dtype))
+        return gathered if out is None else out.copy_(gathered)
+
+
 def sure_reads(*matrices: Linear) -> list[SureRead]:
     """Matrices that every step multiplies by, in order."""
-    parts = (m.parts if isinstance(m, SideBySide) else (m,) for m in matrices)
+    own = (m.own if isinstance(m, Gathered) else m for m in matrices)
+    parts = (m.parts if isinstance(m, SideBySide) else (m,) for m in own)
     return [SureRead(part) for several in parts for part in several]

@@ -10,13 +10,15 @@ from torch import Tensor
 from tandem.architectures import family_of
 from tandem.architectures.names import Names
 from tandem.config import ModelConfig
+from tandem.config.model_config import head_rows
 from tandem.formats.cut import numbers
-from tandem.kernels.ops import Linear, Ops, Recorded, SureRead
+from tandem.kernels.ops import Linear, Ops, Recorded
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.linear import Gathered, sure_reads
 from tandem.models.moe import MoEBlock
 from tandem.models.passing import Pass, States
 from tandem.models.residual import OneStream, Residual, end_of, widened
@@ -49,7 +51,7 @@ class Model:
         self._spans = _spans(self.layers)
         self._operators = operators(self.layers)
         reads = [read for layer in self.layers for read in layer.reads()]
-        self.ops.read_in_order([*reads, SureRead(self.head)])
+        self.ops.read_in_order([*reads, *sure_reads(self.head)])
         self.drafter = None if config.drafter is None else DraftLayer(b, names)
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
         self._recorded_cache: Tensor | None = None
@@ -135,6 +137,8 @@ class Model:
         return p
 
     def _worth_recording(self, rows: int) -> bool:
+        if self.ops.group is not None:  # other ranks' summands are not in a recording
+            return False
         if self.config.layers[0].hyper is not None:  # torch mixes streams, which a recording cannot repeat
             return False
         elements = rows * len(self.layers) * self.config.hidden
@@ -188,7 +192,8 @@ def names_of(b: Builder) -> Names:
 
 
 def head_of(b: Builder) -> Linear:
-    return b.linear([head_name(b.config)], [b.config.vocab], b.config.hidden)
+    own = b.linear([head_name(b.config)], [head_rows(b.config)], b.config.hidden)
+    return own if b.ops.group is None else Gathered(own, b.ops.group, b.config.vocab)
 
 
 def final_norm_of(b: Builder) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.layers import Beside, Dense, Moe
 from tandem.config.model_config import moe_index
+from tandem.config.ranks.cut import shard_of
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.joined import AfterNorm, Beginning
@@ -25,7 +26,7 @@ from tandem.models.passing import Pass, States
 
 def dense_mlp(b: Builder, prefix: str, shape: Dense) -> MLP:
     """A feed-forward for every token."""
-    hidden, width, gated = b.config.hidden, shape.width, shape.activation.gated
+    hidden, width, gated = b.config.hidden, shard_of(b.config, shape).share(shape.width), shape.activation.gated
 
     def matrices() -> ExpertMatrices:
         found = mlp_matrices(b.checkpoint, prefix, hidden, width, gated)
@@ -136,7 +137,8 @@ class MoEBlock:
 
 
 class ExpertsBeside(MoEBlock):
-    """Router and experts, which take the residual, beside a dense feed-forward, which takes what the block is given."""
+    """Router and experts, which take the residual, beside a dense feed-forward, which takes what the block is given.
+    Both results have norms, so ranks add up each."""
 
     first = None
 
@@ -157,10 +159,14 @@ class ExpertsBeside(MoEBlock):
     ) -> Tensor:
         routing = self._routed(self._logits(self._asked(p))[0], p, self._named(p))
         ticket = self.experts.submit(self.ops.rms_norm(p.residual, self.experts_norm, self.eps), routing)
-        dense = self.ops.rms_norm(self.dense(x), self.dense_norm, self.eps)
+        dense = self.ops.rms_norm(self._summed(self.dense(x)), self.dense_norm, self.eps)
         if meanwhile is not None:
             meanwhile()
-        return dense.add_(self.ops.rms_norm(self.experts.wait(ticket), self.result_norm, self.eps))
+        experts = self._summed(self.experts.wait(ticket))
+        return dense.add_(self.ops.rms_norm(experts, self.result_norm, self.eps))
+
+    def _summed(self, rows: Tensor) -> Tensor:
+        return rows if self.ops.group is None else self.ops.group.sum(rows)
 
     def foresee(self, x: Tensor, p: Pass) -> None:
         super().foresee(self._asked(p), p)
@@ -211,16 +217,16 @@ def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:
 
 def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Experts:
     """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
-    hidden, routed, width = shape.experts.channels(b.config.hidden), shape.experts.count, shape.experts.width
-    shared = 0 if shape.shared is None else shape.shared.width
-    gated = shape.experts.activation.gated
+    hidden, routed = shape.experts.channels(b.config.hidden), shape.experts.count
+    share = shard_of(b.config, shape).share
+    width, shared = shape.experts.width, share(0 if shape.shared is None else shape.shared.width)
+    gated, sizes = shape.experts.activation.gated, (routed, hidden, share(width))
 
     def matrices_of(index: int) -> Callable[[int], ExpertMatrices]:
         layer = names.at(index)
 
         def matrices(expert: int) -> ExpertMatrices:
             if expert < routed:
-                sizes = routed, hidden, width
                 found = expert_matrices(names.experts, b.checkpoint, layer, expert, sizes, gated)
                 return found if gated else ungated(*found[1:])
             gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, shared, gated)
@@ -232,6 +238,6 @@ def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Ex
 
     biases = None
     if shape.experts.biases:
-        sizes = routed, hidden, width
         biases = expert_biases(names.experts, b.checkpoint, names.at(index), sizes)
+        biases = biases if b.config.shard.first else biases._replace(down=torch.zeros_like(biases.down))
     return b.experts(index, replace(shape.experts, count=routed + fused), matrices_of, biases)

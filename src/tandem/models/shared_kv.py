@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.mechanisms.shared_kv import Pool, SharedKv
+from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
 from tandem.kernels.shared_kv.heads import Projected
@@ -23,9 +24,9 @@ class SharedKvAttention:
     def __init__(self, b: Builder, shape: SharedKv, name: str) -> None:
         """name: of the module that holds the projections."""
         self.shape, self.ops, hidden, name = shape, b.ops, b.config.hidden, name + "."
-        s, q_width = shape, shape.heads * shape.dim
+        s, share = shape, shard_of(b.config, shape).share
         self.down = b.linear([name + "q_a_proj", name + "kv_proj"], [s.q_rank, s.dim], hidden)
-        self.query = b.linear([name + "q_b_proj"], [q_width], s.q_rank)
+        self.query = b.linear([name + "q_b_proj"], [share(s.heads * s.dim)], s.q_rank)
         self.q_norm = b.float_tensor(name + "q_a_norm.weight", s.q_rank)
         self.kv_norm = b.float_tensor(name + "kv_norm.weight", s.dim)
         self.ones = b.ops.resident(torch.ones(s.dim))
@@ -35,7 +36,7 @@ class SharedKvAttention:
         if index is not None:
             self.index_query = b.linear([f"{name}{INDEX}q_b_proj"], [index.heads * index.dim], s.q_rank)
         self.heads = b.ops.shared_kv(shape, _weights(b, s, name), b.dense_format)
-        self.out = b.linear([name + "o_b_proj"], [hidden], s.out_groups * s.out_rank)
+        self.out = b.linear([name + "o_b_proj"], [hidden], share(s.out_groups * s.out_rank))
 
     def reads(self) -> list[SureRead]:
         optional = (m for m in (self.inputs, self.index_query) if m is not None)
@@ -73,12 +74,13 @@ def _inputs(b: Builder, shape: SharedKv, pool: Pool, name: str) -> Linear:
 
 
 def _weights(b: Builder, shape: SharedKv, name: str) -> SharedKvWeights:
-    s, rope = shape, b.rope(shape.rope)
-    groups = numbers(b.checkpoint.weight(name + "o_a_proj", (s.out_groups * s.out_rank, s.group_dim))).to(b.dtype)
+    s, rope, share = shape, b.rope(shape.rope), shard_of(b.config, shape).share
+    rows = share(s.out_groups * s.out_rank)
+    groups = numbers(b.checkpoint.weight(name + "o_a_proj", (rows.whole, s.group_dim), rows.cut)).to(b.dtype)
     widths = () if s.pool is None else s.pool.widths(s.dim)
     prefixes = (name + COMPRESSOR, name + INDEX)
     pools = tuple(_pool(b, s.pool, *each) for each in zip(prefixes, widths, strict=False) if s.pool is not None)
-    sinks = b.float_tensor(name + "sinks", s.heads)
+    sinks = b.float_tensor(name + "sinks", share(s.heads))
     return SharedKvWeights(rope.cos, rope.sin, sinks, groups.unflatten(0, (s.out_groups, s.out_rank)), pools)
 
 

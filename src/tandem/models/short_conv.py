@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.config.mechanisms.short_conv import ShortConv
+from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.folds import taps_of
 from tandem.models.builder import Builder
@@ -17,8 +18,8 @@ class ShortConvolution:
 
     def __init__(self, b: Builder, shape: ShortConv, name: str) -> None:
         """name: of the module that holds the projections."""
-        hidden, channels, self.folds = b.config.hidden, shape.channels, b.ops.folds
-        self.projected = b.linear([f"{name}.in_proj"], [3 * channels], hidden, bias=shape.bias)
+        hidden, channels, self.folds = b.config.hidden, shard_of(b.config, shape).share(shape.channels), b.ops.folds
+        self.projected = b.linear([f"{name}.in_proj"], [(channels,) * 3], hidden, bias=shape.bias)
         conv = b.float_tensor(f"{name}.conv.weight", channels, 1, shape.taps)[:, 0]
         self.taps = taps_of(conv, b.float_tensor(f"{name}.conv.bias", channels) if shape.bias else None)
         self.out = b.linear([f"{name}.out_proj"], [hidden], channels, bias=shape.bias)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.mechanisms.state_space import StateSpace
+from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.folds import Tokens, taps_of
 from tandem.models.builder import Builder
@@ -19,16 +20,18 @@ class StateSpaceBlock:
 
     def __init__(self, b: Builder, shape: StateSpace, name: str) -> None:
         """name: of the module that holds the projections."""
-        rows, hidden, name = shape.inner + shape.channels + shape.heads, b.config.hidden, name + "."
+        hidden, name, share = b.config.hidden, name + ".", shard_of(b.config, shape).share
+        inner, heads, asked = share(shape.inner), share(shape.heads), share(shape.groups * shape.state)
+        mixed = inner, asked, asked
         self.shape, self.folds = shape, b.ops.folds
-        self.projected = b.linear([name + "in_proj"], [rows], hidden, bias=shape.bias)
-        conv = b.float_tensor(name + "conv1d.weight", shape.channels, 1, shape.taps)[:, 0]
-        self.taps = taps_of(conv, b.float_tensor(name + "conv1d.bias", shape.channels) if shape.conv_bias else None)
-        self.decay = -b.float_tensor(name + "A_log", shape.heads).exp()
-        self.step_bias = b.float_tensor(name + "dt_bias", shape.heads)
-        self.through = b.float_tensor(name + "D", shape.heads)
-        self.norm = b.float_tensor(name + "norm.weight", shape.inner)
-        self.out = b.linear([name + "out_proj"], [hidden], shape.inner, bias=shape.bias)
+        self.projected = b.linear([name + "in_proj"], [(inner, *mixed, heads)], hidden, bias=shape.bias)
+        conv = b.float_tensor(name + "conv1d.weight", mixed, 1, shape.taps)[:, 0]
+        self.taps = taps_of(conv, b.float_tensor(name + "conv1d.bias", mixed) if shape.conv_bias else None)
+        self.decay = -b.float_tensor(name + "A_log", heads).exp()
+        self.step_bias = b.float_tensor(name + "dt_bias", heads)
+        self.through = b.float_tensor(name + "D", heads)
+        self.norm = b.float_tensor(name + "norm.weight", inner)
+        self.out = b.linear([name + "out_proj"], [hidden], inner, bias=shape.bias)
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected, self.out)

@@ -60,5 +60,6 @@ class _NoOps:
         return _Nothing()
 
     joins_late = False
+    group = None
     folds = None
     latent = experts = mlp = delta_rule = shared_kv = streams = token_index = linear

@@ -178,7 +178,7 @@ class LayerStream:
         shape, b = self.config.moe.experts, self._builder
         if not shape.biases:
             return None
-        sizes = shape.count, self.config.hidden, shape.width
+        sizes = shape.count, self.config.hidden, self.config.shard.share(shape.width)
         return expert_biases(names_of(b).experts, b.checkpoint, f"model.layers.{index}.", sizes)
 
     def advance(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tandem.checkpoint.mapped.cut import ALL
 from tandem.checkpoint.source import Checkpoint, Lookup
+from tandem.config.ranks.shard import ALL
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
 

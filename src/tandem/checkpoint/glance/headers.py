@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.mapped.cut import ALL
 from tandem.checkpoint.source import Checkpoint
 from tandem.config import StoredFormats
+from tandem.config.ranks.shard import ALL
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
 

@@ -50,6 +50,7 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
+from tandem.kernels.ranks.group import Group
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
@@ -61,6 +62,7 @@ class GpuOps:
     """`Ops` on `device`; `cpu` packs expert weights and runs the experts that stay in CPU memory."""
 
     joins_late = True
+    group: Group | None = None
 
     def __init__(
         self,

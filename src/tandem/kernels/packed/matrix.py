@@ -151,4 +151,5 @@ class PackedHeads:
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty((x.shape[0], self.heads, self._rows))
         self._multiply(x, out)
-        return out[..., : self.out_features]
+        own = out[..., : self.out_features]
+        return own.contiguous() if self.heads == 1 else own  # of one head, joining heads would not copy it

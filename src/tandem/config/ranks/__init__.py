@@ -1,0 +1,1 @@
+"""Several ranks: which part of a model each of them holds."""
