@@ -122,7 +122,7 @@ def test_links() -> None:
     ]
 
 
-def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "cpu_speeds", lambda _machine, _tier: speeds(dram_gbps=5.0))
     monkeypatch.setattr(probes, "gpu_speeds", lambda: GpuSpeeds(3000.0, 55.0, 54.0, 6e14, 1e-6, 1e-5))
     monkeypatch.setattr(Machine, "detect", lambda: RICH)
@@ -130,4 +130,4 @@ def test_the_whole_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert shown.exit_code == 0, shown.output
     assert "5.0 GB/s read" in shown.stdout and "55.0 GB/s to the GPU" in shown.stdout
     assert "! memory speed: decoding is bound by it" in shown.stdout and "    sudo dmidecode" in shown.stdout
-    assert problems(storage(tmp_path)) <= {"demo model"} and len(list(network())) == 1
+    assert problems(storage()) <= {"demo model"} and len(list(network())) == 1

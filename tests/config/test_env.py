@@ -1,9 +1,11 @@
-"""Where compiled kernels go: below HOME, unless that cannot be written."""
+"""Where files go: compiled kernels below HOME, unless that cannot be written; and where there is no HOME."""
 
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,17 @@ def test_kernels_are_kept_where_it_is_possible(
     if not writable:
         assert Path(now).is_dir() and not list(Path(now).iterdir())
         shutil.rmtree(now)
+
+
+def test_a_user_without_home_and_name_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers have them, whose users are numbers."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("HOME", "TANDEM_CACHE_DIR", "XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert tmp_path in env.cache_dir().parents
+    env.keep_kernels_where_possible()

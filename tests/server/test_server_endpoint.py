@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import socket
 import stat
 import tempfile
@@ -73,3 +74,19 @@ def test_what_a_killed_server_left_is_removed_by_the_next(monkeypatch, tmp_path)
         listening.listen()
         with private_endpoint():
             assert not dead.exists() and alive.exists() and other.exists()
+
+
+def test_a_user_without_a_name_finds_its_own(monkeypatch, tmp_path):
+    """As containers have them."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = tmp_path / "tandem-dead"
+    dead.mkdir()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(dead / "engine"))
+    with private_endpoint():
+        assert not dead.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import typer
 
@@ -31,7 +30,7 @@ def _findings() -> Iterator[Finding]:
     yield from checks.hardware(machine)
     yield from checks.settings(machine)
     yield from _measured(machine)
-    yield from checks.storage(Path.home())
+    yield from checks.storage()
     yield from checks.network()
 
 

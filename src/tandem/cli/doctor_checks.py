@@ -226,7 +226,7 @@ def link_gbps(text: str) -> float:
     return LANE_GBPS.get(int(words[0]), 0.0) * int(words[1])
 
 
-def storage(home: Path) -> Iterator[Finding]:
+def storage() -> Iterator[Finding]:
     """Where prepared and fetched models are kept."""
     from tandem.checkpoint import demo_dir
     from tandem.hub.snapshot import cache_root
@@ -234,16 +234,16 @@ def storage(home: Path) -> Iterator[Finding]:
     if demo_dir().is_dir():
         yield Finding("demo model", str(demo_dir()))
     else:
-        free, parent = _free(demo_dir(), home)
+        free, parent = _free(demo_dir())
         fix = f"{gib(free)} are free below {parent}; it needs 2 GiB" if free < 2 * DEMO_BYTES else ""
         value = f"not built yet (kt demo); {gib(free)} of disk are free"
         yield Finding("demo model", value, fix, "export TANDEM_CACHE_DIR=/a/larger/disk" if fix else "")
-    free, _ = _free(cache_root(), home)
+    free, _ = _free(cache_root())
     yield Finding("hub's models", f"{cache_root()}; {gib(free)} of disk are free")
 
 
-def _free(folder: Path, home: Path) -> tuple[int, Path]:
-    parent = next(path for path in [folder, *folder.parents, home] if path.is_dir())
+def _free(folder: Path) -> tuple[int, Path]:
+    parent = next(path for path in (folder, *folder.parents) if path.is_dir())
     return shutil.disk_usage(parent).free, parent
 
 

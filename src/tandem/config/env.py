@@ -22,7 +22,15 @@ def cache_dir() -> Path:
     if chosen:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "tandem"
+    return (Path(base).expanduser() if base else _home() / ".cache") / "tandem"
+
+
+def _home() -> Path:
+    """A container's user may be a number, with neither HOME nor a name."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir())
 
 
 def recorder_dir() -> Path:
@@ -44,7 +52,7 @@ def number_gpus_by_slot() -> None:
 def keep_kernels_where_possible() -> None:
     """Triton writes the kernels that it has compiled below HOME. Where it cannot, a start would fail; they then go to a
     folder of this process's own, which ends with it."""
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    home = Path(os.environ.get("TRITON_HOME") or _home())
     place = Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or home / ".triton" / "cache")
     nearest = next(path for path in (place, *place.parents) if path.exists())
     if os.access(nearest, os.W_OK):

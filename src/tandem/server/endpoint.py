@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import tempfile
@@ -40,7 +41,7 @@ def _remove_left_over(parent: Path) -> None:
     """Folders of servers that were killed before they met their engines."""
     for name in parent.glob(f"{_PREFIX}*/{_NAME}"):
         with contextlib.suppress(OSError):
-            if name.is_socket() and name.owner() == Path("/proc/self").owner() and not _answers(name):
+            if name.is_socket() and name.stat().st_uid == os.getuid() and not _answers(name):
                 shutil.rmtree(name.parent, ignore_errors=True)
 
 
