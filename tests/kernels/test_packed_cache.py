@@ -284,6 +284,19 @@ def test_a_full_disk_stops_only_the_writing(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
 
 
+def test_a_disk_that_becomes_read_only_stops_only_the_writing(tmp_path: Path, monkeypatch) -> None:
+    """Then what was begun cannot be removed either."""
+
+    def read_only(*_given: object, **_how: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(PackedWriter, "_write", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    told = Told()
+    assert torch.equal(fill(told.cache(tmp_path)), MATRIX.bfloat16().float())
+    assert len(told) == 1 and "Read-only file system" in told[0]
+
+
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     told, other = Told(), PackedWriter(tmp_path / "m.packed", POOL)
     fill(told.cache(tmp_path))

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -183,5 +184,6 @@ class PackedWriter:
         return end
 
     def abandon(self) -> None:
-        self.partial.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be removed
+            self.partial.unlink()
         self._file.close()
