@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 import echo_engine
-from echo_tokenizer import EchoTokenizer
+from echo_tokenizer import seen_by_the_template
 from server_harness import LocalServer
 from server_requests import run
 from tandem.errors import EngineError
@@ -144,21 +144,9 @@ def test_a_malformed_call_is_text_also_in_a_stream():
     run(scenario, **HERMES)
 
 
-def seen_by_the_model(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the chat template is given for the newest prompt."""
-    seen: list[dict[str, Any]] = []
-
-    def noted(self: EchoTokenizer, messages: list[dict[str, Any]], **variables: Any) -> str:
-        seen[:] = messages
-        return str(messages[-1]["content"])
-
-    monkeypatch.setattr(EchoTokenizer, "apply_chat_template", noted)
-    return seen
-
-
 def test_history(monkeypatch):
     """An answer and results go back as the client has them; turns of one role are one turn."""
-    seen = seen_by_the_model(monkeypatch)
+    seen = seen_by_the_template(monkeypatch)
 
     async def scenario(server: LocalServer):
         create = client_of(server).messages.create
@@ -193,7 +181,7 @@ def test_history(monkeypatch):
 
 
 def test_what_is_for_billing_is_no_part_of_the_prompt(monkeypatch):
-    seen = seen_by_the_model(monkeypatch)
+    seen = seen_by_the_template(monkeypatch)
 
     async def scenario(server: LocalServer):
         billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1.2.3; cch=0a1b2;"}
@@ -206,7 +194,7 @@ def test_what_is_for_billing_is_no_part_of_the_prompt(monkeypatch):
 
 
 def test_an_answer_that_the_client_began(monkeypatch):
-    seen_by_the_model(monkeypatch)
+    seen_by_the_template(monkeypatch)
 
     async def scenario(server: LocalServer):
         begun = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, tw"}]

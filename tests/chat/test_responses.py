@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from echo_tokenizer import EchoTokenizer
+from echo_tokenizer import seen_by_the_template
 from server_harness import LocalServer
 from server_requests import error_of, run
 from tandem.errors import EngineError
@@ -92,21 +92,9 @@ def test_the_order_of_events():
     run(scenario)
 
 
-def templated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the chat template is given for the newest prompt."""
-    seen: list[dict[str, Any]] = []
-
-    def noted(self: EchoTokenizer, messages: list[dict[str, Any]], **variables: Any) -> str:
-        seen[:] = messages
-        return str(messages[-1]["content"])
-
-    monkeypatch.setattr(EchoTokenizer, "apply_chat_template", noted)
-    return seen
-
-
 def test_it_goes_on_from_a_response(monkeypatch):
     """The same prompt as when the client keeps all items itself. `instructions` are of one response only."""
-    seen = templated(monkeypatch)
+    seen = seen_by_the_template(monkeypatch)
 
     async def scenario(server: LocalServer):
         create = client_of(server).responses.create

@@ -1,4 +1,4 @@
-"""An abort that finds the GPU dead says so, and not in CUDA's words."""
+"""An abort that finds the GPU dead says so, and not in CUDA's words; one that finds no text ends the answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from fake_model import fake_engine, request
+from fake_model import FakeModel, FakeTokenizer, check_pages, fake_config, fake_engine, fake_plan, request
 from tandem.engine.engine import Engine
-from tandem.errors import EngineError
+from tandem.engine.start.parts import EngineParts
+from tandem.errors import EngineError, RequestError
 
 
 def running() -> Engine:
@@ -46,3 +47,28 @@ def test_another_error_stays_what_it_is(broken: Any) -> None:
 
 def test_unknown_names_are_ignored() -> None:
     running().abort("nobody")
+
+
+class NeverWhole(FakeTokenizer):
+    """Whose texts end in part of a character, and which cannot be read once `broken`."""
+
+    broken = False
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if self.broken:
+            raise RequestError("the model's tokenizer cannot write these tokens")
+        return super().decode(ids, skip_special_tokens) + "\ufffd"
+
+
+def test_an_answer_whose_text_cannot_be_had_is_aborted_all_the_same() -> None:
+    tokenizer = NeverWhole()
+    engine = Engine.from_parts(EngineParts(fake_plan(), fake_config(), FakeModel(), tokenizer))
+    engine.add(request("a", [3, 4, 5], max_tokens=20, ignore_eos=True))
+    engine.add(request("b", [4, 5, 6], max_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    tokenizer.broken = True
+    engine.abort("a")
+    tokenizer.broken = False
+    assert {o.id: o.finish_reason for o in engine.step()} == {"a": "abort", "b": None}
+    check_pages(engine)

@@ -5,11 +5,14 @@ Without torch: a server starts fast, and fails fast."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tandem.config import EngineConfig
 from tandem.engine.text.token_table import TokenTable
 from tandem.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import pytest
 
 EOS, END, VOCAB = 256, 257, 258
 
@@ -47,6 +50,18 @@ class EchoTokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
         return str(messages[-1]["content"])
+
+
+def seen_by_the_template(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the chat template is given for the newest prompt."""
+    seen: list[dict[str, Any]] = []
+
+    def noted(self: EchoTokenizer, messages: list[dict[str, Any]], **_: Any) -> str:
+        seen[:] = messages
+        return str(messages[-1]["content"])
+
+    monkeypatch.setattr(EchoTokenizer, "apply_chat_template", noted)
+    return seen
 
 
 def load_tokenizer(path: Path) -> EchoTokenizer:

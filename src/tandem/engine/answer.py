@@ -1,14 +1,23 @@
-"""`Answer`: a sequence with its text; turns each chosen token into a `TokenOutput` and decides when to stop."""
+"""`Answer`: a sequence with its text; turns each chosen token into a `TokenOutput` and decides when to stop. `Answers`:
+of all requests, and how they end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from time import perf_counter
 
+import msgspec
+
+from tandem.engine.counters import Counters
+from tandem.engine.failures import why
+from tandem.engine.limits import refused_grammar
 from tandem.engine.protocol import FirstToken, TokenLogprob, TokenOutput
 from tandem.engine.sampling.sampler import Sampled
-from tandem.engine.sequence import Sequence
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Sequence, Status
 from tandem.engine.text.detokenizer import Decoder, TextStream
+from tandem.errors import RequestError
 
 
 class Answer:
@@ -35,8 +44,12 @@ class Answer:
         return self._output(text, [sampled.token_id], logprobs, reason, stop)
 
     def end(self, reason: str, error: str | None = None) -> TokenOutput:
-        """Ends without a further token; text held back is given out."""
-        return self._output(self._stream.finish().text, [], None, reason, None, error)
+        """Ends without a further token; text held back is given out, where it can be had."""
+        try:
+            text = self._stream.finish().text
+        except Exception:  # perhaps why it ends
+            text = ""
+        return self._output(text, [], None, reason, None, error)
 
     def _is_end_token(self, token_id: int) -> bool:
         params = self.sequence.sampling
@@ -83,3 +96,59 @@ class Answer:
 def _first_token(sequence: Sequence) -> FirstToken:
     started = sequence.started_at
     return FirstToken(started - sequence.arrived_at, perf_counter() - started)
+
+
+class Answers:
+    """Of the requests that have not ended, by their ids. What is ended here frees its pages now."""
+
+    def __init__(
+        self, scheduler: Scheduler, decoder: Decoder, eos_ids: Collection[int], counters: Counters
+    ) -> None:
+        self._scheduler, self._decoder, self._eos_ids, self._counters = scheduler, decoder, eos_ids, counters
+        self._of: dict[str, list[Answer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """Those of one request."""
+        answers = [Answer(sequence, self._decoder, self._eos_ids) for sequence in sequences]
+        self._of[sequences[0].request_id] = answers
+
+    def of(self, sequence: Sequence) -> Answer:
+        return self._of[sequence.request_id][sequence.index]
+
+    def end(self, sequence: Sequence, output: TokenOutput, *, keep: bool = True) -> TokenOutput:
+        """output: its last. keep: what its pages hold is sound."""
+        self._scheduler.finish(sequence, keep=keep)
+        if not self._open(sequence.request_id):
+            del self._of[sequence.request_id]
+            self._counters.finished_requests += 1
+        return output
+
+    def fail(self, sequence: Sequence, error: Exception) -> TokenOutput:
+        return self.end(sequence, self.of(sequence).end("error", why(error)), keep=False)
+
+    def refuse(self, sequence: Sequence, error: Exception) -> TokenOutput:
+        """Its grammar cannot be had."""
+        output = self.of(sequence).end("error", refused_grammar(error))
+        if isinstance(error, RequestError):
+            output = msgspec.structs.replace(output, refused="grammar")
+        return self.end(sequence, output, keep=False)
+
+    def abort(self, request_id: str) -> list[TokenOutput]:
+        """All of a request, or of all with ""."""
+        names = list(self._of) if request_id == "" else [request_id]
+        answers = {name: self._open(name) for name in names}
+        for answer in (answer for each in answers.values() for answer in each):
+            self._scheduler.finish(answer.sequence)
+        for name in names:
+            self._of.pop(name, None)
+        self._counters.aborted_requests += sum(map(bool, answers.values()))
+        return [answer.end("abort") for each in answers.values() for answer in each]
+
+    def _open(self, request_id: str) -> list[Answer]:
+        return [a for a in self._of.get(request_id, ()) if a.sequence.status is not Status.FINISHED]

@@ -8,22 +8,20 @@ from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 
-import msgspec
 from torch import Tensor
 
 from tandem.config import EngineConfig
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.config.state import StateLayout
-from tandem.engine.answer import Answer
-from tandem.engine.aside import Aside
+from tandem.engine.answer import Answers
+from tandem.engine.aside import Aside, Beside
 from tandem.engine.batch_arrays import StepShape
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
-from tandem.engine.failures import why
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.limits import answer_limit, check_prompt_ids, refused_grammar, validate
+from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.pace import PrefillPace
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
@@ -32,7 +30,7 @@ from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Chunk, Sequence, Status, masks_of
+from tandem.engine.sequence import Chunk, Sequence, masks_of
 from tandem.engine.speculation.made import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
@@ -158,10 +156,10 @@ class Engine:
         if parts.usage is not None:
             self._meter = ExpertMeter(parts.usage, parts.model_config.moe_layers, parts.handoff, parts.live)
         self.grammars = GrammarQueue(parts.tokenizer, parts.model_config.vocab, self._eos_ids)
-        self._answers: dict[str, list[Answer]] = {}
         self._notices: list[TokenOutput] = []  # outputs that no step made: aborts
         self._arrivals = 0
         self._counters = Counters()
+        self._answers = Answers(self._scheduler, parts.tokenizer, self._eos_ids, self._counters)
 
     def add(self, request: GenerateRequest) -> None:
         """Queues a request. Raises RequestError, and changes nothing, if it can never run; BusyError if not now."""
@@ -176,7 +174,7 @@ class Engine:
             self._scheduler.add(sequences)
         else:
             self.grammars.add(sequences, request.sampling.grammar)
-        self._answers[request.id] = [Answer(s, self.tokenizer, self._eos_ids) for s in sequences]
+        self._answers.begin(sequences)
         self._counters.prompt_tokens += len(request.prompt_ids)
 
     def close(self) -> None:
@@ -186,15 +184,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are
         ignored. Raises EngineError where the GPU has stopped."""
-        names = list(self._answers) if request_id == "" else [request_id]
         try:
-            for name in names:
-                answers = [a for a in self._answers.get(name, ()) if a.sequence.status is not Status.FINISHED]
-                self._counters.aborted_requests += bool(answers)
-                for answer in answers:
-                    self._scheduler.finish(answer.sequence)
-                    self._notices.append(answer.end("abort"))
-                self._answers.pop(name, None)
+            self._notices += self._answers.abort(request_id)
         except Exception:
             self._runner.after_failure()  # says that the GPU has stopped, where that is why
             raise
@@ -217,14 +208,16 @@ class Engine:
         beside = self._aside.beside(chunks, partial(self._tried, step=False), pauses)
         if not beside.waits:
             beside()
-        if not chunks:
-            outputs += beside.outputs
-            if not outputs and not beside.under_way and self.grammars:
-                self.grammars.wait()
-            return outputs
+        ran = self._run(chunks, beside, drawing) if chunks else []
+        outputs += [*beside.outputs, *ran]
+        if self.grammars and not (chunks or outputs or beside.under_way):
+            self.grammars.wait()
+        return outputs
+
+    def _run(self, chunks: list[Chunk], beside: Beside, drawing: float) -> list[TokenOutput]:
+        """A step of these chunks. What it took tells the pace and the guesses' governor."""
         started, prompts = perf_counter(), any(chunk.prefills for chunk in chunks)
         ran = self._tried(chunks, lambda: self._runner.run(chunks, beside))
-        outputs += [*beside.outputs, *ran.outputs]
         seconds = perf_counter() - started - beside.overtook
         _tell(self._speculation, ran.turns, seconds + drawing)
         if prompts:
@@ -233,7 +226,7 @@ class Engine:
             self._scheduler.pace.decoded(seconds, beside=beside.under_way)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
-        return outputs
+        return ran.outputs
 
     def _tried(self, chunks: list[Chunk], run: Callable[[], Logits | None], step: bool = True) -> Ran:
         """What became of these chunks. An error fails them all, whatever it was: the engine goes on."""
@@ -245,7 +238,7 @@ class Engine:
             self._runner.after_failure()
             if self._recorder is not None:
                 self._recorder.after_failure()
-            return Ran([self._fail(chunk, error) for chunk in chunks], [])
+            return Ran([self._answers.fail(chunk.sequence, error) for chunk in chunks], [])
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request uses; returns the number of pages freed."""
@@ -287,8 +280,7 @@ class Engine:
             if error is None:
                 self._scheduler.add(sequences)
             else:
-                answers = [self._answers[s.request_id][s.index] for s in sequences]
-                outputs += [self._end(a, _refusal(a, error), keep=False) for a in answers]
+                outputs += [self._answers.refuse(sequence, error) for sequence in sequences]
         return outputs
 
     def _settled(self, chunks: list[Chunk], logits: Logits, step: bool) -> Ran:
@@ -315,7 +307,7 @@ class Engine:
             _log.exception("no token could be chosen for %d sequences", len(turns))
             self._runner.after_failure()
             for turn in turns:
-                turn.end(self._fail(turn.chunk, error))
+                turn.end(self._answers.fail(turn.sequence, error))
             return []
 
     def _settle(self, turn: Turn, sampled: Sampled | None) -> bool:
@@ -324,17 +316,17 @@ class Engine:
             return self._advance(turn, sampled)
         except Exception as error:  # of this answer alone: the others of the step have their tokens
             _log.exception("request %s failed after its step", turn.sequence.request_id)
-            turn.end(self._fail(turn.chunk, error))
+            turn.end(self._answers.fail(turn.sequence, error))
             return False
 
     def _advance(self, turn: Turn, sampled: Sampled | None) -> bool:
         sequence = turn.sequence
-        answer = self._answers[sequence.request_id][sequence.index]
+        answer = self._answers.of(sequence)
         if sampled is not None and sampled.token_id < 0:
             if sequence.matcher is not None:
                 sequence.matcher.check()
-            why = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
-            turn.end(self._end(answer, answer.end("error", why), keep=False))
+            said = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
+            turn.end(self._answers.end(sequence, answer.end("error", said), keep=False))
             return False
         first = sampled is not None and sequence.index == sequence.answer_len == 0
         if turn.tokens:
@@ -346,35 +338,7 @@ class Engine:
         output = answer.push(sampled)
         self._counters.generated_tokens += 1
         self._counters.cached_tokens += output.cached_tokens if first else 0
-        return turn.take(sampled.token_id, self._end(answer, output) if output.finish_reason else output)
-
-    def _end(self, answer: Answer, output: TokenOutput, *, keep: bool = True) -> TokenOutput:
-        self._scheduler.finish(answer.sequence, keep=keep)
-        name = answer.sequence.request_id
-        if all(a.sequence.status is Status.FINISHED for a in self._answers[name]):
-            del self._answers[name]
-            self._counters.finished_requests += 1
-        return output
-
-    def _fail(self, chunk: Chunk, error: Exception) -> TokenOutput:
-        text = why(error)
-        name, index = chunk.sequence.request_id, chunk.sequence.index
-        answer = self._answers[name][index]
-        try:
-            output = answer.end("error", text)
-        except Exception:  # its text cannot be had either
-            output = TokenOutput(
-                id=name, index=index, text="", token_ids=[], finish_reason="error", error=text
-            )
-        return self._end(answer, output, keep=False)
-
-
-def _refusal(answer: Answer, error: Exception) -> TokenOutput:
-    """Of an answer whose grammar cannot be had."""
-    output = answer.end("error", refused_grammar(error))
-    return (
-        msgspec.structs.replace(output, refused="grammar") if isinstance(error, RequestError) else output
-    )
+        return turn.take(sampled.token_id, self._answers.end(sequence, output) if output.finish_reason else output)
 
 
 def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorder | None) -> None:

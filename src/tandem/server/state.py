@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
@@ -38,6 +38,7 @@ class TextTokenizer(PromptTokenizer, Protocol):
     def use_chat_template(self, source: str) -> None: ...
 
 
+T = TypeVar("T")
 TokenizerLoader = Callable[[Path], TextTokenizer]
 
 
@@ -66,47 +67,33 @@ class ServerState:
 
     def engine_ready(self, ready: EngineReady) -> None:
         """A (new) engine is loaded. The tokenizer is read once, from the directory that the engine resolved."""
-        if self._tokenizer is None:
+        if self._prompts is None or self._chat is None:
             self.sampling_defaults = ready.sampling_defaults
             self._tokenizer = self._load_tokenizer(Path(ready.model_path))
             if self.config.chat_template is not None:
                 self._tokenizer.use_chat_template(chat_template_text(self.config.chat_template))
-        if self._prompts is None:
-            prompts = PromptReader(self._tokenizer)
-            prompts.start()
+            self._prompts = PromptReader(self._tokenizer)
+            self._prompts.start()
             parsers = self.config.tool_call_parser, self.config.reasoning_parser
-            self._chat = ChatModel(self._tokenizer, prompts, *parsers)
-            self._prompts = prompts
+            self._chat = ChatModel(self._tokenizer, self._prompts, *parsers)
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
         self._engine = ready
 
     @property
     def engine(self) -> EngineReady:
-        """Raises ApiError 503 while the first engine is loading."""
-        if self._engine is None:
-            raise unavailable(self.client.why_down)
-        return self._engine
+        return _there(self._engine, self.client)
 
     @property
     def tokenizer(self) -> TextTokenizer:
-        """Raises ApiError 503 while the first engine is loading."""
-        if self._tokenizer is None:
-            raise unavailable(self.client.why_down)
-        return self._tokenizer
+        return _there(self._tokenizer, self.client)
 
     @property
     def chat(self) -> ChatModel:
-        """Raises ApiError 503 while the first engine is loading."""
-        if self._chat is None:
-            raise unavailable(self.client.why_down)
-        return self._chat
+        return _there(self._chat, self.client)
 
     @property
     def prompts(self) -> PromptReader:
-        """Raises ApiError 503 while the first engine is loading."""
-        if self._prompts is None:
-            raise unavailable(self.client.why_down)
-        return self._prompts
+        return _there(self._prompts, self.client)
 
     def close(self) -> bool:
         """The server ends. True: a thread is still at a long prompt."""
@@ -193,3 +180,10 @@ class ServerState:
 def _room(plan: Plan) -> tuple[int, int]:
     """Tokens of the context, and of the KV cache."""
     return plan.context_length, plan.num_pages * plan.page_size
+
+
+def _there(found: T | None, client: EngineClient) -> T:
+    """Raises ApiError 503 while the first engine is loading."""
+    if found is None:
+        raise unavailable(client.why_down)
+    return found
