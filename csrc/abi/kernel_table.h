@@ -16,7 +16,6 @@ enum class Tier : int32_t {
   amx = 4,
   amx_standin = 5,  // the AMX blocking on portable code: for tests where no AMX exists
 };
-constexpr int kTierCount = 6;
 
 enum class ActivationKind : int32_t {
   silu = 0,          // silu(gate) * up

@@ -26,9 +26,6 @@ WeightFormat format_of(const WeightView& layout);
 bool operator==(const WeightFormat& a, const WeightFormat& b);
 std::string described(const WeightFormat& format);  // for errors
 
-// How weights that are quantised here store their scales: bf16 for groups, float for rows.
-inline ScaleType usual_scale_type(int group) { return group ? ScaleType::bf16 : ScaleType::f32; }
-
 // Scales, or shifts, of a whole matrix: [ceil(rows / block_rows), groups along the depth, or 1] of a ScaleType, and for
 // shared ones [.., ceil(depth / 256)] halves; for e4m3 [ceil(rows / block_rows)] factors.
 struct StoredScales {

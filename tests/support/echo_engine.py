@@ -216,8 +216,3 @@ def load_routed(config: EngineConfig, layers: int = 6, experts: int = 32) -> Loa
     loaded.engine._runner._model = model
     loaded.engine._meter = DividedMeter(model, layers)
     return replace(loaded, plan=replace(loaded.plan, ledgers=LEDGERS, decisions=DECISIONS))
-
-
-def load_routed_large(config: EngineConfig) -> LoadedEngine:
-    """The size of a real model, for pictures."""
-    return load_routed(config, 48, 128)

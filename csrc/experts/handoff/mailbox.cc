@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "runtime/signal.h"
+
 namespace tandem {
 namespace {
 
@@ -35,12 +37,6 @@ std::atomic_ref<uint32_t> word(uint8_t* memory, Word index) {
 }
 
 double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
-
-inline void cpu_pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 }  // namespace
 

@@ -186,10 +186,6 @@ def _burst_rounds(workspace: _core.Workspace, fmt: str, int8_activations: bool) 
     return rounds
 
 
-def measure_ceilings(pool: _core.WorkerPool, tier: str, buffer_bytes: int | None = None) -> Ceilings:
-    return Ceilings(measure_read_gbps(pool, tier, buffer_bytes), measure_flops(pool, tier))
-
-
 @dataclass(slots=True)
 class Roofs:
     """The ceilings of a run: each the best that was seen, so measure before and after what they are compared with."""
