@@ -43,7 +43,9 @@ FIELDS = [
     ({"structured_outputs": {"regex": "[xy]{5}"}}, "[xy]{5}"),
     ({"guided_choice": WORDS}, "|".join(WORDS)), ({"structured_outputs": {"choice": WORDS}}, "|".join(WORDS)),
     ({"guided_grammar": EBNF}, "(cd)*ab"), ({"ebnf": EBNF}, "(cd)*ab"),
-    ({"structured_outputs": {"grammar": EBNF}}, "(cd)*ab"),
+    ({"structured_outputs": {"grammar": EBNF}}, "(cd)*ab"), ({"grammar": EBNF}, "(cd)*ab"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, SCHEMA),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, SCHEMA),
     ({"response_format": TAG}, "<<[ab]{2}>>"), ({"structural_tag": json.dumps(TAG)}, "<<[ab]{2}>>"),
 ]  # fmt: skip
 

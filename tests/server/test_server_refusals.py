@@ -179,7 +179,7 @@ WOULD_CHANGE_THE_ANSWER = {
     CHAT: {
         "function_call": {"name": "f"}, "guided_whitespace_pattern": "x", "bad_words": ["x"], "do_sample": False,
         "best_of": 2,
-        "input_ids": [1], "prompt_logprobs": 0, "return_tokens_as_token_ids": True, "grammar": "root ::= x",
+        "input_ids": [1], "prompt_logprobs": 0, "return_tokens_as_token_ids": True,
         "mirostat": 2,
         "n_predict": 3, "options": {"seed": 1}, "add_special_tokens": True,
         "echo": True, "lora_path": "x", "chat_template": "x", "modalities": ["audio"],
@@ -201,6 +201,23 @@ def test_fields_that_would_change_the_answer_are_refused(path):
             response = await server.post(path, **prompt[path], **{name: value})
             error = error_of(response, 400)
             assert (error["code"], error["param"]) == ("not_available", name)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/completions", {"prompt": "x", "n_predict": 3}, "n_predict is not known here: give max_tokens"),
+        (CHAT, {"messages": user("x"), "max_new_tokens": 3}, "give max_tokens"),
+        ("/generate", {"text": "x", "sampling_params": {"max_tokens": 3}}, "max_new_tokens"),
+        (CHAT, {"messages": user("x"), "repeat_penalty": 1.1}, "give repetition_penalty"),
+        (CHAT, {"messages": user("x"), "mirostat": 2}, "mirostat is not available; leave it out"),
+    ],
+)
+def test_another_server_s_name_is_told_ours(path, body, says):
+    async def scenario(server: LocalServer):
+        assert says in error_of(await server.post(path, **body), 400)["message"]
 
     run(scenario)
 

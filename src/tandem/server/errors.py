@@ -76,9 +76,11 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
 
 
-def not_available(param: str) -> ApiError:
-    """`param` asks for what the server cannot do yet; ignoring it would change the answer."""
-    return ApiError(400, f"{param} is not available yet; leave it out", param=param, code="not_available")
+def not_available(param: str, instead: str | None = None) -> ApiError:
+    """`param` asks for what the server cannot do; ignoring it would change the answer. instead: what this route calls
+    the same thing."""
+    text = "is not available; leave it out" if instead is None else f"is not known here: give {instead}"
+    return ApiError(400, f"{param} {text}", param=param, code="not_available")
 
 
 @contextmanager

@@ -60,6 +60,15 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "messages[].audio": (), "messages[].function_call": (), "messages[].prompt_token_ids": (),
     "stream_options.chunk_size": (),
 }  # fmt: skip
+# Names of one thing: a route that does not know one of them says which it knows.
+_SAME = (
+    ("max_tokens", "max_output_tokens", "max_new_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_length"),
+    ("min_tokens", "min_new_tokens"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("response_format", "guided_json", "json_schema", "format", "output_format"),
+    ("ebnf", "guided_grammar", "grammar"),
+    ("regex", "guided_regex"),
+)
 _FALSE_COUNTS = {"do_sample"}
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}
@@ -75,8 +84,15 @@ def read_fields_as(fields: Fields, kind: type[T]) -> tuple[T, list[str]]:
         if name in _UNAVAILABLE:
             value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
             if not _changes_nothing(name, value):
-                raise not_available(path)
+                raise not_available(path, _instead(path, kind))
     return body, list(unknown)
+
+
+def _instead(name: str, kind: type[msgspec.Struct]) -> str | None:
+    """What a body of this kind calls the same thing."""
+    known = {f.encode_name for f in msgspec.structs.fields(kind)}
+    same = next((names for names in _SAME if name in names), ())
+    return next((other for other in same if other in known), None)
 
 
 def refuse_misspelt(ignored: Iterable[str], kind: type[msgspec.Struct]) -> None:

@@ -32,10 +32,12 @@ class TagStructure(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`format`, or `structures` and `triggers` in the older form, belong to a structural tag."""
+    """`format`, or `structures` and `triggers` in the older form, belong to a structural tag. `schema` beside the type
+    is llama.cpp's form."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
+    schema: bool | dict[str, Any] | None = None
     format: dict[str, Any] | None = None
     structures: list[TagStructure] | None = None
     triggers: list[str] | None = None
@@ -62,7 +64,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
 
 
 class OpenAIGrammarFields(GrammarFields, kw_only=True):
-    """The fields of OpenAI's routes: its own, and those of SGLang and of vLLM, new and old."""
+    """The fields of OpenAI's routes: its own, those of SGLang and of vLLM, new and old, and llama.cpp's `grammar`."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -70,6 +72,7 @@ class OpenAIGrammarFields(GrammarFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    grammar: str | None = None
 
 
 def grammar_of(fields: GrammarFields) -> Grammar | None:
@@ -110,13 +113,19 @@ def _of_response_format(given: ResponseFormat) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return sources.json_object()
+            return sources.json_object() if given.schema is None else sources.json_schema(given.schema)
         case "json_schema":
-            if given.json_schema is None or given.json_schema.schema is None:
-                raise RequestError("json_schema.schema is missing")
-            return sources.json_schema(given.json_schema.schema)
+            return sources.json_schema(_schema(given))
         case "structural_tag":
             return _tag({"type": "structural_tag", "format": given.format or _triggered(given)})
+
+
+def _schema(given: ResponseFormat) -> bool | dict[str, Any]:
+    named = None if given.json_schema is None else given.json_schema.schema
+    found = given.schema if named is None else named
+    if found is None:
+        raise RequestError("json_schema.schema is missing")
+    return found
 
 
 def _triggered(given: ResponseFormat) -> dict[str, Any]:
@@ -147,6 +156,6 @@ _MAKERS: dict[str, Callable[[Any], Grammar | None]] = {
     "guided_choice": sources.choice,
     **dict.fromkeys(("guided_json", "json_schema"), sources.json_schema),
     **dict.fromkeys(("guided_regex", "regex"), lambda text: Grammar("regex", text)),
-    **dict.fromkeys(("guided_grammar", "ebnf"), lambda text: Grammar("ebnf", text)),
+    **dict.fromkeys(("guided_grammar", "ebnf", "grammar"), lambda text: Grammar("ebnf", text)),
     "structural_tag": _tag,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_ONLY_TEXT = "it is not served: this model writes text"
+_ONLY_TEXT = "this model writes text, and nothing else"
 _OTHERS = {
     # llama.cpp's
     "/completion": "/v1/completions is here",
