@@ -443,3 +443,22 @@ def responds(server: ServerProcess) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return bool(server.get("/").status_code)
     return False
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_hears_when_the_server_is_ready_and_when_it_stops(tmp_path: Path, monkeypatch, abstract: bool):
+    name = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(PATIENCE)
+        manager.bind(f"\0{name}" if abstract else name)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}" if abstract else name)
+        if abstract:
+            launch.tell_service_manager("READY=1")
+            assert manager.recv(100) == b"READY=1"
+            return
+        server = spawn_echo(tmp_path / "log")
+        assert manager.recv(100) == b"READY=1"
+        assert server.get("/health").status_code == 200
+        assert server.stop() == 0
+        assert manager.recv(100) == b"STOPPING=1"
+    launch.tell_service_manager("READY=1")  # nobody listens: nothing happens

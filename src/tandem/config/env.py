@@ -69,3 +69,8 @@ def tokenize_on_one_thread() -> None:
 def api_key() -> str | None:
     """TANDEM_API_KEY: the server's key where no flag gives one, and what `kt chat` and `kt bench` send."""
     return os.environ.get("TANDEM_API_KEY") or None
+
+
+def service_manager() -> str | None:
+    """NOTIFY_SOCKET: where systemd hears from a unit of `Type=notify`; "@" begins an abstract name."""
+    return os.environ.get("NOTIFY_SOCKET") or None

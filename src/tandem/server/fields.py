@@ -62,13 +62,14 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Names of one thing: a route that does not know one of them says which it knows.
 _SAME = (
-    ("max_tokens", "max_output_tokens", "max_new_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_length"),
+    ("max_tokens", "max_output_tokens", "max_new_tokens", "max_completion_tokens", "n_predict", "num_predict",
+     "max_length"),
     ("min_tokens", "min_new_tokens"),
     ("repetition_penalty", "repeat_penalty"),
     ("response_format", "guided_json", "json_schema", "format", "output_format"),
     ("ebnf", "guided_grammar", "grammar"),
     ("regex", "guided_regex"),
-)
+)  # fmt: skip
 _FALSE_COUNTS = {"do_sample"}
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}

@@ -165,6 +165,7 @@ class _Server:
     async def _drain(self) -> None:
         """New requests get 503; running ones may finish, for `--shutdown-timeout` at most."""
         self._state.draining = True
+        tell_service_manager("STOPPING=1")
         log.info("stopping%s", _who_may_finish(self._state.http_active))
         ends = asyncio.get_running_loop().time() + self._config.shutdown_timeout
         while self._state.http_active and self._signals < 2 and asyncio.get_running_loop().time() < ends:
@@ -175,8 +176,19 @@ class _Server:
         while not (self._state.client.ready and self._http.started):
             await asyncio.sleep(_POLL_SECONDS)
         with loaded_is_kept():
+            tell_service_manager("READY=1")
             print(greeting(self._config, self._state.model_name, self._socket.getsockname()[1]), flush=True)
             await self._stop.wait()
+
+
+def tell_service_manager(state: str) -> None:
+    """A unit of `Type=notify` has started when the model is loaded, so units after it find a server that answers."""
+    where = env.service_manager()
+    if where is None:
+        return
+    address = f"\0{where[1:]}" if where.startswith("@") else where
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(state.encode(), address)
 
 
 def _who_may_finish(requests: int) -> str:

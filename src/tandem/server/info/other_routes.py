@@ -14,6 +14,11 @@ _OTHERS = {
     "/props": "/get_server_info is here",
     "/slots": "/get_server_info is here",
     "/lora-adapters": "adapters are not served",
+    # Ollama's
+    **dict.fromkeys(
+        ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push"),
+        "one model is served; kt serve MODEL chooses it, and fetches it",
+    ),
     # for models of another kind
     **dict.fromkeys(
         ("/embedding", "/embeddings", "/rerank", "/reranking", "/score", "/classify", "/pooling", "/encode",
