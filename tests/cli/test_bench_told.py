@@ -51,6 +51,8 @@ SAID = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "small", CONFIGS["glm-4.5-air"] | SMALL)
     monkeypatch.setitem(CONFIGS, "small-v4", CONFIGS["deepseek-v4-flash"] | V4)
+    block = {"dspark_noise_token_id": 9, "dspark_markov_rank": 8}
+    monkeypatch.setitem(CONFIGS, "small-block", CONFIGS["deepseek-v4-flash-0731"] | V4 | block)
 
 
 def rows(tmp_path: Path, line: str) -> list[dict[str, Any]]:
@@ -154,6 +156,13 @@ def test_entries_of_several_tokens_take_guesses_too(small, tmp_path: Path) -> No
     assert row["right"] == 1.0 and row["width"] > 1.5
 
 
+def test_a_block_s_layers_work_as_they_would(small, tmp_path: Path) -> None:
+    """And their guesses are replaced by right ones."""
+    line = "--speculative DSPARK --config small-block --layers 4 --overlap 0.25 --acceptance 1 --no-governor"
+    [row] = rows(tmp_path, line + " --speculative-num-steps 5 --fixed 5 --batch 1 --steps 19")
+    assert row["right"] == 1.0 and row["width"] > 3.5 and row["algorithm"] == "DSPARK, foretold"
+
+
 def test_routing_is_told_to_made_up_weights_alone() -> None:
     done = CliRunner().invoke(app, ["bench", "decode", "--speculative", "NGRAM", "--overlap", "0.5"])
     assert isinstance(done.exception, ConfigError) and "--config" in str(done.exception)
@@ -221,7 +230,8 @@ def test_flags_that_would_be_ignored_are_refused(line: str, missing: str) -> Non
 
 
 def test_a_draft_layer_guesses_three_tokens_if_nothing_is_said(small) -> None:
-    assert [asked(speculative=name, num_steps=None).most for name in ("NEXTN", "eagle", "NGRAM")] == [3, 3, 7]
+    names = "NEXTN", "eagle", "dspark", "NGRAM"
+    assert [asked(speculative=name, num_steps=None).most for name in names] == [3, 3, 5, 7]
 
 
 def test_a_picture_has_a_line_for_each_width_and_share(small) -> None:

@@ -49,6 +49,6 @@ def test_states_of_every_family_take_what_is_planned(variant: str, tiny_models) 
 
 
 def test_a_draft_layers_states_take_what_is_planned() -> None:
-    for name in ("deepseek-v3", "deepseek-v4-flash", "glm-4.5-air"):
+    for name in ("deepseek-v3", "deepseek-v4-flash", "deepseek-v4-flash-0731", "glm-4.5-air"):
         planned, allocated = taken(named_config(name, None), HOST, speculative_algorithm="NEXTN", context_length=2000)
         assert planned == pytest.approx(allocated, rel=SHARE)

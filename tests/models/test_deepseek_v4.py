@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from weakref import ref
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from hub_v4 import both_forms, hub_config, saved
 from plans import reason, with_gpu
 from sessions import Session, worst
-from stored_formats import Made, fp4_deepseek, fp8_blocks
 from tandem import LLM, SamplingParams, _core
 from tandem.bench.architectures import named_subject
 from tandem.checkpoint import open_checkpoint
@@ -27,6 +24,7 @@ from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.rope import Rope
 from tandem.config.speculation.choice import speculation, speculation_notices
+from tandem.config.speculation.drafts import GuessBlock
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
@@ -34,74 +32,16 @@ from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tiny import file_tensors
 
 OPS = ["torch", *_core.supported_tiers()]
-YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
-FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
 LENGTH = 140
-
-
-def on_the_hub(name: str) -> str:
-    """What Transformers saves as … → DeepSeek's own name."""
-    plain = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
-    return plain.replace(".attn.norm.", ".attn.kv_norm.")
-
-
-def as_stored(name: str, tensor: Tensor) -> Made:
-    """A tensor of the hub's name as the hub's checkpoint has it, and the numbers it stands for."""
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    if ".ffn.experts." in name:
-        return fp4_deepseek(tensor)
-    if module in FP8 and "compressor" not in name:
-        return in_blocks(tensor)
-    wide = "norm" in name or not name.endswith(".weight") or tensor.dtype is torch.int64
-    kept = tensor if wide else tensor.bfloat16()
-    return Made({".weight": kept}, kept if wide else kept.float())
-
-
-def in_blocks(weight: Tensor) -> Made:
-    """The last blocks are cut off at the matrix's edge."""
-    n, k = weight.shape
-    made = fp8_blocks(F.pad(weight, (0, -k % 128, 0, -n % 128)), power=True)
-    codes = made.tensors[".weight"][:n, :k].contiguous()
-    return Made(made.tensors | {".weight": codes}, made.expected[:n, :k].contiguous())
-
-
-def hub_config(source: Path) -> dict[str, object]:
-    config = json.loads((source / "config.json").read_text())
-    for key in ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"):
-        del config[key]
-    quantised = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    return config | {
-        "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 1, "rope_scaling": YARN, "expert_dtype": "fp4",
-        "qk_rope_head_dim": 16, "quantization_config": quantised, "topk_method": "noaux_tc",
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def both(tiny_models, tmp_path_factory) -> tuple[Path, Path]:
     """(the hub's own format, the numbers that it stands for)."""
     source, target = tiny_models["deepseek_v4-hub"], tmp_path_factory.mktemp("v4")
-    packed: dict[str, Tensor] = {}
-    plain: dict[str, Tensor] = {}
-    for name, tensor in file_tensors(source).items():
-        there = on_the_hub(name)
-        made = as_stored(there, tensor)
-        stem = there.removesuffix(".weight") if len(made.tensors) > 1 else there
-        endings = made.tensors if len(made.tensors) > 1 else {"": made.tensors[".weight"]}
-        packed |= {stem + ending.replace("_scale_inv", "_scale").replace("weight_scale", "scale"): part.clone()
-                   for ending, part in endings.items()}  # fmt: skip
-        plain[name] = made.expected.clone()
+    packed, plain = both_forms(file_tensors(source))
     draft = {f"mtp.0.{n.removeprefix('layers.0.')}": t.clone() for n, t in packed.items() if n.startswith("layers.0.")}
     return saved(target / "hub", packed | draft, source, hub_config(source)), saved(target / "plain", plain, source)
-
-
-def saved(path: Path, tensors: dict[str, Tensor], source: Path, config: dict[str, object] | None = None) -> Path:
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    for file in source.glob("*.json"):
-        (path / file.name).write_bytes(file.read_bytes())
-    if config is not None:
-        (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 def exact(path: Path, prompt: list[int]) -> Tensor:
@@ -155,20 +95,38 @@ def changed(tiny_models, **changes: object) -> ModelConfig:
     return ModelConfig.from_dict({key: value for key, value in config.items() if value is not None})
 
 
-def test_a_dspark_draft_is_named(tiny_models) -> None:
-    keys = {"dspark_block_size": 5, "dspark_target_layer_ids": [1, 2, 3], "dspark_markov_rank": 256}
-    model = changed(tiny_models, num_nextn_predict_layers=3, **keys)
-    assert model.draft == "a DSpark draft of 3 stages for blocks of 5 tokens" and not model.unread_keys
-    assert model.drafts is None
+DSPARK = {
+    "dspark_block_size": 5, "dspark_target_layer_ids": [1, 2, 3], "dspark_markov_rank": 256,
+    "dspark_noise_token_id": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"dspark_noise_token_id": None}, "whose dspark_noise_token_id is no token"),
+    ({"dspark_target_layer_ids": [1, 2, 4]}, r"whose dspark_target_layer_ids [1, 2, 4] name no layers of the model"),
+    ({"dspark_markov_rank": 0}, "without dspark_markov_rank"),
+    ({"compress_ratios": [0, 4, 128, 4, 0, 4, 0]}, "which pools 4 tokens"),
+    ({"dspark_n_routed_experts": 3}, "with 3 experts of its own, 8 of which a token uses"),
+])  # fmt: skip
+def test_a_dspark_draft_that_is_not_run_is_named(tiny_models, changes: dict[str, object], why: str) -> None:
+    model = changed(tiny_models, num_nextn_predict_layers=1, **DSPARK | changes)
+    assert model.draft.startswith("a DSpark draft of 3 layers for blocks of 5 tokens, ") and why in model.draft
+    asked = EngineConfig.from_keywords("x", speculative_algorithm="NEXTN")
+    [said] = speculation_notices(asked, model)
+    assert "changes nothing: the checkpoint has a DSpark draft of 3 layers" in said and "NGRAM needs none" in said
+    assert model.drafts is None and speculation(asked, model) is None
+
+
+def test_drafts_are_told_apart(tiny_models) -> None:
+    model = changed(tiny_models, num_nextn_predict_layers=1, **DSPARK)
+    assert model.drafts is not None and model.drafts.block == GuessBlock(5, 3, 7, (1, 2, 3), 256)
+    assert not model.draft and not model.unread_keys
     plain, guessing = (changed(tiny_models, num_nextn_predict_layers=count) for count in (0, 1))
     assert plain.draft == guessing.draft == "" and plain.drafts is None and guessing.drafts is not None
     pooled = changed(tiny_models, num_nextn_predict_layers=1, compress_ratios=[0, 4, 128, 4, 4])
     assert pooled.draft == "a draft layer (NextN) that pools 4 tokens" and pooled.drafts is None
-    asked = EngineConfig.from_keywords("x", speculative_algorithm="NEXTN")
-    [said] = speculation_notices(asked, model)
-    assert "changes nothing: the checkpoint has a DSpark draft of 3 stages" in said and "NGRAM needs none" in said
-    assert speculation(asked, model) is None
-    assert speculation(EngineConfig.from_keywords("x", speculative_algorithm="NGRAM"), model) is not None
+    for name in ("NEXTN", "NGRAM"):
+        assert speculation(EngineConfig.from_keywords("x", speculative_algorithm=name), model) is not None
 
 
 FLASH = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tandem.checkpoint.checkpoint as safetensors
+from block_draft_models import block_drafted
 from draft_models import drafted
 from quantised_models import BLOCKS, everything, experts_only, mixed, save_quantised
 from rank_threads import with_ranks
@@ -119,9 +120,11 @@ def test_stored_codes(wide, tmp_path, name) -> None:
     assert median(with_ranks(2, path, core, ours, **how)[0], exact) < 1.5 * alone
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3-plain", "qwen3_next", "deepseek_v4-every"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3-plain", "qwen3_next", "deepseek_v4-every", "dspark"])
 def test_a_draft_layer_is_divided_too(tiny_models, tmp_path, family) -> None:
-    path = drafted(tiny_models[family], tmp_path / "drafted").path
+    block = family == "dspark"  # which says how likely its guesses are
+    source, make = tiny_models["deepseek_v4-every" if block else family], block_drafted if block else drafted
+    path = make(source, tmp_path / "drafted").path
     ranks = next(n for n in possible_ranks(load_model_config(path)) if n > 1)
 
     def guesses(session: Session) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tandem.architectures.dspark import BLOCK_SIZE, with_block
 from tandem.architectures.family import Family
 from tandem.architectures.gguf.deepseek_v4 import DEEPSEEK_V4
 from tandem.architectures.names import DraftNames, Names
@@ -27,7 +28,6 @@ RATIOS = {"0": SLIDING, "4": SPARSE, "128": HEAVY}
 STRIDES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 HASHED, SCORED = "hash_moe", "moe"
 HASH_LAYERS = 3
-DSPARK = "dspark_"
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -46,10 +46,9 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         pre_norm(attention[kind], hashed if router == HASHED else experts, norm, hyper)
         for kind, router in zip(_kinds(keys, count), _routers(keys, count), strict=True)
     ]
-    draft, drafts = _draft(keys, count), None
-    if not draft and keys.count("num_nextn_predict_layers", 0):
-        drafts = Drafts(pre_norm(attention[SLIDING], experts, norm, hyper), norm)
-    return replace(assembled(keys, generation, tuple(layers), norm), draft=draft, drafts=drafts)
+    guessing = Drafts(pre_norm(attention[SLIDING], experts, norm, hyper), norm)
+    made = assembled(keys, generation, tuple(layers), norm)
+    return with_block(keys, made, guessing) if keys.get(BLOCK_SIZE) else _with_draft(keys, made, guessing)
 
 
 def _count(keys: JsonKeys, key: str, usual: int) -> int:
@@ -178,18 +177,14 @@ def _experts(keys: JsonKeys) -> Moe:
     return moe(router, width, width).activated_by(Activation("swiglu_clamp", limit=limit))
 
 
-def _draft(keys: JsonKeys, count: int) -> str:
-    """What guesses tokens, and is not run yet: DSpark's stages since 0731, and NextN layers that pool tokens."""
-    layers, block = keys.count("num_nextn_predict_layers", 0), keys.count(f"{DSPARK}block_size", 0)
-    for key in list(keys):
-        if key.startswith(DSPARK):
-            keys.get(key)
-    if block:
-        return f"a DSpark draft of {layers} stages for blocks of {block} tokens"
-    ratios = keys.get("compress_ratios")
+def _with_draft(keys: JsonKeys, made: ModelConfig, guessing: Drafts) -> ModelConfig:
+    """With a NextN layer, where the checkpoint has one. One that pools tokens is not run."""
+    layers, ratios = keys.count("num_nextn_predict_layers", 0), keys.get("compress_ratios")
+    count, made = len(made.layers), replace(made, unread_keys=keys.unread)
     behind = ratios[count:] if isinstance(ratios, list) and len(ratios) == count + layers else []
-    pooled = [ratio for ratio in behind if ratio]
-    return f"a draft layer (NextN) that pools {pooled[0]} tokens" if pooled else ""
+    if pooled := [ratio for ratio in behind if ratio]:
+        return replace(made, draft=f"a draft layer (NextN) that pools {pooled[0]} tokens")
+    return replace(made, drafts=guessing) if layers else made
 
 
 DRAFTS = DraftNames(

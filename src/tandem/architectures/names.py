@@ -95,6 +95,34 @@ class DraftNames:
 PLAIN_DRAFT_NAMES = DraftNames()
 """DeepSeek-V3's."""
 
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """Modules of layers that guess a block of tokens. {stage}: a layer's number among them; {last}: the last one's.
+    earlier, later: of the two matrices that say which token follows which. sure: of how likely a guess is."""
+
+    layer: str = "mtp.{stage}."
+    projection: str = "mtp.0.main_proj"
+    projected_norm: str = "mtp.0.main_norm"
+    norm: str = "mtp.{last}.norm"
+    streams: str = "mtp.{last}.hc_head_"
+    earlier: str = "mtp.{last}.markov_head.markov_w1"
+    later: str = "mtp.{last}.markov_head.markov_w2"
+    sure: str = "mtp.{last}.confidence_head.proj"
+
+    def at(self, stage: int) -> str:
+        """What is in front of the modules of that layer."""
+        return self.layer.format(stage=stage)
+
+    def of(self, layers: int) -> BlockNames:
+        """Of so many layers."""
+        others = (part.format(last=layers - 1) for part in astuple(self)[1:])
+        return BlockNames(self.layer, *others)
+
+
+BLOCK_NAMES = BlockNames()
+"""DeepSeek-V4's."""
+
 GGUF_DECODER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

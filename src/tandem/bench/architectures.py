@@ -160,6 +160,10 @@ CONFIGS = {
 }  # fmt: skip
 
 
+CONFIGS["deepseek-v4-flash-0731"] = CONFIGS["deepseek-v4-flash"] | {
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0], "dspark_block_size": 5, "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [40, 41, 42], "dspark_markov_rank": 256,
+}  # fmt: skip
 NAMES = ", ".join(CONFIGS)
 
 
@@ -176,10 +180,19 @@ def _words(name: str) -> list[str]:
 
 def named_config(name: str, layers: int | None) -> ModelConfig:
     """The architecture, with its first `layers` layers only, dense and MoE ones in the order that it has them in."""
+    return ModelConfig.from_dict(named_keys(name, layers))
+
+
+def named_keys(name: str, layers: int | None) -> dict[str, object]:
+    """As `named_config`, as its config.json has it. A draft that reads last layers reads the last of those."""
     if name not in CONFIGS:
         raise ConfigError(f"--config {name!r} is not known; these are: {NAMES}")
-    keys = CONFIGS[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    return ModelConfig.from_dict(keys)
+    keys = CONFIGS[name]
+    if layers is None:
+        return keys
+    read = keys.get("dspark_target_layer_ids")
+    last = {"dspark_target_layer_ids": list(range(layers))[-len(read) :]} if isinstance(read, list) else {}
+    return keys | last | {"num_hidden_layers": layers}
 
 
 def named_subject(name: str) -> tuple[ModelConfig, StoredFormats]:

@@ -65,7 +65,9 @@ Speculative = Annotated[
 ]
 MostGuesses = Annotated[
     int | None,
-    typer.Option("--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step (7, NEXTN: 3)"),
+    typer.Option(
+        "--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step (7, NEXTN: 3, DSPARK: 5)"
+    ),
 ]
 Acceptances = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many guesses are right")

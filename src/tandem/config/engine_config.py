@@ -248,14 +248,15 @@ class EngineConfig:
     # --- speculative decoding
     speculative_algorithm: str | None = flag(
         None, "Who guesses: NGRAM the text itself, NEXTN the draft layer.", group=DRAFT,
-        choices=["NGRAM", "NEXTN", "EAGLE"],
+        choices=["NGRAM", "NEXTN", "EAGLE", "DSPARK"],
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
         None, "Directory of a draft layer; default: the checkpoint's own.", group=DRAFT
     )
     speculative_num_steps: int | None = flag(
-        None, "Most guesses of a sequence in a step; default: 7, NEXTN: 3.", group=DRAFT, minimum=1, maximum=63
-    )
+        None, "Most guesses of one in a step; default: 7, NEXTN: 3, DSPARK: 5.", group=DRAFT, minimum=1,
+        maximum=63,
+    )  # fmt: skip
     speculative_eagle_topk: int | None = flag(
         None, "Branches per draft step.", group=DRAFT, minimum=1, later="Use 1: guesses are a chain.", neutral=[1]
     )

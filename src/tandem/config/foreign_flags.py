@@ -76,6 +76,8 @@ FOREIGN = {
     "--top-p": _PER_REQUEST,
     "--min-p": _PER_REQUEST,
     "--repeat-penalty": _PER_REQUEST,
+    "--speculative-dspark-block-size": f"a block has as many tokens as the checkpoint says; for fewer, {_GUESSES}",
+    "--speculative-dspark-confidence-threshold": "rows go to guesses that pay, as measured; leave the flag out",
     "--model-draft": "give --speculative-algorithm: guesses come from the text or from the model's draft layer",
     "-md": "give --speculative-algorithm: guesses come from the text or from the model's draft layer",
     "--tensor-split": _ONE_GPU,

@@ -51,7 +51,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     unread_keys: tuple[str, ...] = ()  # keys of config.json that may matter and were not understood
     draft: str = ""  # what of the checkpoint would guess tokens, and is not run
-    drafts: Drafts | None = None  # a layer that guesses tokens, if the checkpoint has one ...
+    drafts: Drafts | None = None  # what guesses tokens, if the checkpoint has it ...
     drafter: Drafts | None = None  # ... and the same, if it is loaded
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
@@ -81,7 +81,7 @@ class ModelConfig:
         return config_of(JsonKeys(config), JsonKeys(generation or {}, "generation_config.json"))
 
     def __post_init__(self) -> None:
-        layers = self.layers if self.drafts is None else (*self.layers, self.drafts.layer)
+        layers = self.layers if self.drafts is None else (*self.layers, *self.drafts.layers)
         if len({_experts_of(layer.moe) for layer in layers} - {None}) > 1:
             raise ConfigError("config.json: experts that differ between layers are not supported")
 
@@ -152,7 +152,8 @@ class ModelConfig:
         bodies = sum(body.params(self.hidden) for body in self.bodies) + _hyper_params(self)
         blocks = [block for layer in self.layers for block in layer.blocks]
         norms = 1 + len(blocks) + sum(block.post is not None for block in blocks)
-        drafter = 0 if self.drafter is None else self.drafter.params(self.hidden)
+        guessing = self.drafter
+        drafter = 0 if guessing is None else guessing.params(self.hidden) + guessing.pair_params(self.vocab)
         return bodies + norms * self.hidden + head_rows(self).size * self.hidden + drafter
 
     @property
@@ -196,36 +197,41 @@ def head_rows(model: ModelConfig) -> Share:
 
 def number_params(model: ModelConfig) -> int:
     """Dense weights that are numbers however a checkpoint stores them: of heads' matrices, and what connects blocks."""
-    mixers = model.mixers if model.drafter is None else (*model.mixers, model.drafter.layer.mixer)
+    mixers = (*model.mixers, *(layer.mixer for layer in _draft_layers(model)))
     heads = sum(mixer.head_params for mixer in mixers if isinstance(mixer, Latent | SharedKv))
-    return heads + _hyper_params(model)
+    pairs = 0 if model.drafter is None else model.drafter.pair_params(model.vocab)
+    return heads + pairs + _hyper_params(model)
 
 
 def layer_of(model: ModelConfig, index: int) -> Layer:
-    """A draft layer counts as the one behind the last."""
-    if index < len(model.layers) or model.drafter is None:
-        return model.layers[index]
-    return model.drafter.layer
+    """Draft layers count as those behind the last."""
+    return (*model.layers, *_draft_layers(model))[index]
+
+
+def _draft_layers(model: ModelConfig) -> tuple[Layer, ...]:
+    """Those that are loaded."""
+    return () if model.drafter is None else model.drafter.layers
 
 
 def moe_index(model: ModelConfig, layer: int) -> int:
-    """Which of the layers with experts it is; a draft layer comes behind them."""
-    return len(model.moe_layers) if drafts(model, layer) else model.moe_layers.index(layer)
+    """Which of the layers with experts it is; draft layers come behind them."""
+    behind = layer - len(model.layers)
+    return len(model.moe_layers) + behind if behind >= 0 else model.moe_layers.index(layer)
 
 
 def drafts(model: ModelConfig, layer: int) -> bool:
-    """Whether it is the draft layer's number."""
-    return layer == len(model.layers)
+    """Whether it is a draft layer's number."""
+    return layer >= len(model.layers)
 
 
 def draft_experts(model: ModelConfig) -> int:
-    """Routed experts of a draft layer that is loaded."""
+    """Routed experts of draft layers that are loaded."""
     return model.moe.experts.count * (_loaded_moe_layers(model) - len(model.moe_layers))
 
 
 def _loaded_moe_layers(model: ModelConfig) -> int:
-    """With a draft layer's."""
-    return len(model.moe_layers) + (model.drafter is not None and model.drafter.layer.moe is not None)
+    """With draft layers."""
+    return len(model.moe_layers) + sum(layer.moe is not None for layer in _draft_layers(model))
 
 
 def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
@@ -246,7 +252,7 @@ def _hyper_bytes(model: ModelConfig) -> int:
 
 
 def _hypers(model: ModelConfig) -> list[Hyper]:
-    layers = model.layers if model.drafter is None else (*model.layers, model.drafter.layer)
+    layers = (*model.layers, *_draft_layers(model))
     return [block.hyper for layer in layers for block in layer.blocks if block.hyper is not None]
 
 

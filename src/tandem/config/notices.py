@@ -28,7 +28,8 @@ def notices(
 
 def _unread(model: ModelConfig) -> Iterator[str]:
     if model.drafts is not None and model.drafter is None and not why_one_token(model):
-        yield "the checkpoint has a draft layer, which is not loaded; --speculative-algorithm NEXTN guesses with it"
+        name = "NEXTN" if model.drafts.block is None else "DSPARK"
+        yield f"the checkpoint has a draft layer, which is not loaded; --speculative-algorithm {name} guesses with it"
     if model.draft:
         yield f"the checkpoint has {model.draft}, which stays in its files: each step decodes one token"
     for key in model.unread_keys:

@@ -38,6 +38,7 @@ from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, 
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.speculation.choice import (
+    DRAFT_ALGORITHMS,
     SpeculationPlan,
     drafting,
     most_guesses,
@@ -91,7 +92,7 @@ class Plan:
     @property
     def drafts(self) -> bool:
         """Whether a draft layer guesses."""
-        return self.speculation is not None and self.speculation.algorithm == "NEXTN"
+        return self.speculation is not None and self.speculation.algorithm in DRAFT_ALGORITHMS
 
 
 def resolve(

@@ -59,7 +59,7 @@ class HybridStore:
         return self.layers[index]
 
     def _tables_of(self, index: int, count: int) -> SlotTable | None:
-        if not self._live or index == self._placement.layers:  # a draft layer's stay where they are
+        if not self._live or index >= self._placement.layers:  # draft layers' stay where they are
             return None
         if self.tables is None:
             self.tables = SlotTables(self._placement.layers, count, self._ops.device)

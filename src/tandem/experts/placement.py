@@ -16,15 +16,15 @@ RANDOM_SEED = 42
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """on_gpu bool [MoE layers, experts]. drafts: whether the experts of a draft layer, which counts as the one behind
-    those, are there as well."""
+    """on_gpu bool [MoE layers, experts]. drafts: whether the experts of draft layers, which count as those behind
+    these, are there as well."""
 
     on_gpu: Tensor
     drafts: bool = False
 
     @property
     def layers(self) -> int:
-        """Without a draft layer."""
+        """Without draft layers."""
         return len(self.on_gpu)
 
     @property
@@ -33,7 +33,7 @@ class ExpertPlacement:
 
     def slots(self, layer: int) -> Tensor:
         """int32 [experts]: the expert's place among its layer's on the GPU, -1 for those in CPU memory."""
-        if layer == self.layers:
+        if layer >= self.layers:
             here = torch.full_like(self.on_gpu[0], self.drafts)
         else:
             here = self.on_gpu[layer]

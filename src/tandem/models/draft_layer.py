@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.architectures import family_of
-from tandem.architectures.names import DraftNames, Names
+from tandem.architectures.names import BLOCK_NAMES, DraftNames, Names
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig
 from tandem.config.mechanisms.norm import Norm
@@ -149,10 +149,12 @@ def check_draft_layer(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raises ConfigError where a draft layer is wanted and its weights are not there."""
     if config.drafter is None:
         return
-    projection = draft_names(config).projection
+    block = config.drafter.block is not None
+    projection = (BLOCK_NAMES if block else draft_names(config)).projection
     if not checkpoint.has_matrix(projection):
+        asked, what = ("DSPARK", "DSpark draft") if block else ("NEXTN", "draft layer")
         raise ConfigError(
-            f"--speculative-algorithm NEXTN: {checkpoint.path_of(projection)} has no draft layer: there is no tensor "
+            f"--speculative-algorithm {asked}: {checkpoint.path_of(projection)} has no {what}: there is no tensor "
             f"{projection}.weight; take NGRAM, which needs none, or leave it out",
             fields=("speculative_algorithm",),
         )

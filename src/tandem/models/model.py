@@ -15,6 +15,7 @@ from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, Ops, Recorded
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
+from tandem.models.draft_block import DraftBlock
 from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
@@ -52,7 +53,8 @@ class Model:
         self._operators = operators(self.layers)
         reads = [read for layer in self.layers for read in layer.reads()]
         self.ops.read_in_order([*reads, *sure_reads(self.head)])
-        self.drafter = None if config.drafter is None else DraftLayer(b, names)
+        self.drafter = drafter_of(b, names)
+        self._read = self.drafter if isinstance(self.drafter, DraftBlock) else None
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
         self._recorded_cache: Tensor | None = None
         b.all_done()
@@ -72,14 +74,17 @@ class Model:
 
     def draft(self, hidden: Tensor | None, batch: ForwardBatch, states: States) -> tuple[Tensor, Tensor]:
         """One guess for each of batch.logits_rows by the draft layer, int64 [R], and hidden rows for the next, [R, n].
+        Of layers that guess a block, all that they guess, [R, n], and how likely each is.
 
         Row p of the batch has the token at p + 1. hidden: what stands for the model's hidden states; None: they are
         those that `forward` kept of the batch's positions.
         """
         assert self.drafter is not None, "a model without a draft layer"
+        first = self._spans[-1][1] + sum(len(block.states) for block in self.layers[-1].blocks)
+        if isinstance(self.drafter, DraftBlock):
+            return self.drafter(self.embedding, self.head, batch, states[first:])
         if hidden is None:
             hidden = self.drafter.kept(batch, states[-1][0])
-        first = self._spans[-1][1] + sum(len(block.states) for block in self.layers[-1].blocks)
         x, hidden = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
         return self.drafter.guesses(x, self.head), hidden
 
@@ -87,7 +92,10 @@ class Model:
         """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""
         if self.drafter is None:
             return x
-        self.drafter.keep(hidden_rows(p, x), p, states[-1][0])
+        if self._read is not None:
+            self._read.keep(len(self.layers) - 1, p, states[-1][0])
+        elif isinstance(self.drafter, DraftLayer):
+            self.drafter.keep(hidden_rows(p, x), p, states[-1][0])
         rows = p.batch.logits_rows
         return x if len(rows) == len(x) else x[rows]
 
@@ -102,8 +110,10 @@ class Model:
         first_block, first_state = self._spans[index]
         for i, block in enumerate(self.layers[index].blocks, first_block):
             last_state = first_state + len(block.states)
-            own = states[first_state:last_state]
-            p.pending = block.leave(self._operators[i](block.enter(p), p, own))
+            own, x = states[first_state:last_state], block.enter(p)
+            if i == first_block and self._read is not None:
+                self._read.keep(index - 1, p, states[-1][0])
+            p.pending = block.leave(self._operators[i](x, p, own))
             first_state = last_state
 
     def end(self, p: Pass) -> Tensor:
@@ -157,6 +167,14 @@ class Model:
             return x
         recorded = self._recorded[rows]
         return self._layers(embedded, batch, states) if recorded is None else recorded(embedded, batch)
+
+
+def drafter_of(b: Builder, names: Names) -> DraftLayer | DraftBlock | None:
+    """What guesses tokens, where it is loaded."""
+    drafter = b.config.drafter
+    if drafter is None:
+        return None
+    return DraftLayer(b, names) if drafter.block is None else DraftBlock(b, names)
 
 
 def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:

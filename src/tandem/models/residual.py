@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.config.mechanisms.hyper import LANES, Hyper
+from tandem.config.model_config import layer_of
 from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, RowNorm, left
 from tandem.kernels.joined import AfterNorm, Sum
 from tandem.kernels.ops import Ops
@@ -92,7 +93,7 @@ def widened(embedded: Tensor, hyper: Hyper | None) -> Tensor:
 
 def scale_of(b: Builder, layer: int | None, names: Names) -> Tensor | None:
     """What the residual is multiplied with where that layer ends, [1]."""
-    if layer is None or layer < 0 or not b.config.layers[layer].scaled:
+    if layer is None or layer < 0 or not layer_of(b.config, layer).scaled:
         return None
     return b.tensor(f"model.layers.{layer}.{names.scale}", 1)
 

@@ -9,7 +9,8 @@ from tandem.config.mechanisms.shared_kv import Pool, SharedKv
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
-from tandem.kernels.shared_kv.heads import Projected
+from tandem.kernels.shared_kv.heads import BlockRows, Projected
+from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, own_bias
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -47,11 +48,22 @@ class SharedKvAttention:
         pooled = tuple(array for arrays in pooled_states for array in arrays)
         return self.out(self.heads(self._projected(x), p.rows, ring, pooled))
 
+    def keep(self, x: Tensor, rows: StepRows, ring: Tensor) -> None:
+        """Rows that others see later, and that ask for nothing."""
+        self.heads.keep(self._keys(self.down(x)), rows, ring)
+
+    def block(self, x: Tensor, at: BlockRows, ring: Tensor) -> Tensor:
+        """Rows that see each other, and what was kept."""
+        return self.out(self.heads.block(self._projected(x), at, ring))
+
+    def _keys(self, down: Tensor) -> Tensor:
+        return self.ops.rms_norm(down[:, self.shape.q_rank :].contiguous(), self.kv_norm, self.shape.eps)
+
     def _projected(self, x: Tensor) -> Projected:
         s, down = self.shape, self.down(x)
         latent = self.ops.rms_norm(down[:, : s.q_rank].contiguous(), self.q_norm, s.eps)
         q = self.ops.rms_norm(self.query(latent).view(-1, s.dim), self.ones, s.eps).view(len(x), -1)
-        kv = self.ops.rms_norm(down[:, s.q_rank :].contiguous(), self.kv_norm, s.eps)
+        kv = self._keys(down)
         if self.inputs is None or s.pool is None:
             return Projected(q, kv)
         made, width = self.inputs(x), s.pool.inputs(s.dim)

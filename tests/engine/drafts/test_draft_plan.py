@@ -36,6 +36,24 @@ def test_experts_of_the_draft_layer_are_on_the_gpu_where_they_fit() -> None:
     assert entry(plan, "RAM", "experts") == 0
 
 
+def test_three_layers_that_guess_a_block_have_three_layers_experts() -> None:
+    """On either side; and pages of their own have the rings of three layers, and what they read of the model."""
+    model = named_config("deepseek-v4-flash-0731", 8)
+    line = "x --device cuda --speculative-algorithm DSPARK --context-length 8192 --kt-method INT4"
+    asked = EngineConfig.from_args([*line.split(), "--kt-num-gpu-experts", "0"])
+    plans = [resolve(asked, model, replace(with_gpu(free * GIB), available_memory=200 * GIB)) for free in (60, 16)]
+    assert [decided(plan, "draft experts") for plan in plans] == ["GPU", "CPU memory"]
+    each = model.expert_bytes("int4")
+    assert entry(plans[0], "VRAM", "draft experts") == 3 * 256 * each
+    assert [entry(plan, "RAM", "experts") for plan in plans] == [8 * 256 * each, 11 * 256 * each]
+    assert model.drafts is not None and model.drafts.block is not None
+    guesses, width = model.drafts.block.size, 2  # bytes of a number
+    rings = sum((128 + guesses) * channels * width for channels in (512, 512, 512, 3 * 4096))
+    own = [replace(model, drafter=drafter).state_layout("bfloat16", 128, guesses).slot_bytes
+           for drafter in (None, model.drafts)]  # fmt: skip
+    assert own[1] - own[0] == rings
+
+
 def test_else_they_are_in_cpu_memory() -> None:
     """All that the GPU has beside the dense weights was asked for."""
     for free in range(40, 4, -1):

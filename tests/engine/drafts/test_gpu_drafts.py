@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from block_draft_models import block_drafted
 from draft_models import Drafted, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
@@ -18,9 +19,10 @@ from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "qwen3_next", "qwen3_5_moe_text", "deepseek_v4"]
+FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "qwen3_next", "qwen3_5_moe_text", "deepseek_v4",
+            "dspark"]
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
-ROWS = 12  # of the only graph of steps, so that products of all steps have the same shapes
+ROWS = 18  # of the only graph of steps, so that products of all steps have the same shapes
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +31,9 @@ def made(tiny_models, tmp_path_factory):
 
     def make(variant: str) -> Drafted:
         if variant not in kept:
-            kept[variant] = drafted(tiny_models[variant], folder / variant)
+            block = variant == "dspark"
+            source, make_one = tiny_models["deepseek_v4" if block else variant], block_drafted if block else drafted
+            kept[variant] = make_one(source, folder / variant)
         return kept[variant]
 
     return make

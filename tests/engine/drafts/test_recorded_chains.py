@@ -9,39 +9,16 @@ import torch
 
 from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
+from recorded_chains import CPU, recording
 from tandem.config.cuda_graphs import draft_sizes
-from tandem.engine.engine import Engine
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
 from tandem.engine.speculation.drawn_rows import Run
-from tandem.engine.speculation.gpu_chains import GpuChains, GpuDrafts
-from tandem.experts.handoff import Handoff, HandoffSizes
-
-CPU = torch.device("cpu")
+from tandem.engine.speculation.gpu_chains import GpuChains
 
 
 @pytest.fixture(scope="session")
 def glm(tiny_models, tmp_path_factory):
     return drafted(tiny_models["glm4_moe"], tmp_path_factory.mktemp("chains") / "glm")
-
-
-def recording(engine: Engine, sizes: tuple[int, ...], rows: int = 8) -> list[int]:
-    """Makes it draw as on a GPU; of each call, for how many sequences a recording was used: 0 for none."""
-    runner, plan = engine._runner, engine.plan
-    handoff = Handoff(HandoffSizes(8, 8, engine.model_config.hidden, 1), CPU, 1.0)
-    pages = -(-plan.context_length // plan.page_size)
-    shapes = [ChainShape(size, rows, plan.guesses, pages, plan.page_size) for size in sizes]
-    drafts = GpuDrafts(runner._model, runner._states, handoff, lambda batch, captured: None)
-    chains, used = GpuChains(drafts, shapes, plan.page_size), []
-    draw = chains.chains
-
-    def noted(runs, widths):
-        found = draw(runs, widths)
-        used.append(0 if chains.unusual else len(runs))
-        return found
-
-    chains.chains = noted
-    engine._speculation._drafter._chain = chains
-    return used
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

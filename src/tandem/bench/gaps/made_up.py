@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tandem.bench.architectures import CONFIGS, named_config
+from tandem.bench.architectures import named_config, named_keys
 from tandem.bench.stored import experts_of, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.checkpoint import load_model_config
@@ -48,8 +48,7 @@ LOADER = "tandem.bench.gaps.made_up:load_engine"
 def write_folder(folder: Path, config: str, layers: int | None) -> None:
     """What a server needs to know of a named architecture. Raises ConfigError."""
     vocab = named_config(config, layers).vocab
-    keys = CONFIGS[config] | ({} if layers is None else {"num_hidden_layers": layers})
-    (folder / "config.json").write_text(json.dumps(keys))
+    (folder / "config.json").write_text(json.dumps(named_keys(config, layers)))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     _vocabulary(vocab).save(str(folder / "tokenizer.json"))
 

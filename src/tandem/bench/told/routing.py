@@ -54,7 +54,10 @@ class ToldRouting:
 
     def __init__(self, model: ModelConfig, overlap: float, most_rows: int) -> None:
         """A draft layer has a chain of its own."""
-        router, layers = model.moe.router, len(model.moe_layers) + (model.drafter is not None)
+        guessing = model.drafter
+        self._drafts = 0 if guessing is None else len(guessing.layers)
+        self._block = 1 if guessing is None or guessing.block is None else guessing.block.size
+        router, layers = model.moe.router, len(model.moe_layers) + self._drafts
         self.experts = router.num_experts
         self.chain = chains(layers, router.num_experts, router.top_k, overlap)
         self.chosen = self.chain[:1].transpose(0, 1).repeat(1, most_rows, 1)
@@ -73,10 +76,12 @@ class ToldRouting:
         self.chosen[:, :rows].copy_(self._table.index_select(0, places).transpose(0, 1))
 
     def begin_guesses(self, batch: ForwardBatch) -> None:
-        """Of a draft layer's rows that guess; each sequence has one."""
+        """Of draft layers' rows that guess; each sequence has one, or a block."""
         places = batch.positions[batch.logits_rows]
         apart = torch.arange(len(places), device=places.device) * APART
-        self.chosen[-1, : len(places)].copy_(self._table[:, -1].index_select(0, (places + apart) % len(self._table)))
+        rows = (places + apart)[:, None] + torch.arange(self._block, device=places.device)
+        told = self._table[:, -self._drafts :].index_select(0, rows.flatten() % len(self._table))
+        self.chosen[-self._drafts :, : len(told)].copy_(told.transpose(0, 1))
 
     def distinct(self, rows: float, sequences: int) -> float:
         """Experts of a layer that `sequences` use together, each with so many neighbouring rows."""

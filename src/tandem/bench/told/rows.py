@@ -33,7 +33,7 @@ from tandem.engine.protocol import SpeculationStats
 from tandem.errors import ConfigError
 from tandem.kernels.free_memory import return_free_memory
 
-_ALGORITHMS = {"NGRAM": "foretold", "NEXTN": "NEXTN, foretold"}
+_ALGORITHMS = {"NGRAM": "foretold", "NEXTN": "NEXTN, foretold", "DSPARK": "DSPARK, foretold"}
 READ_SECONDS = 0.2
 ROOM = 64  # tokens of a sequence beside its prompt and its answer
 
@@ -59,7 +59,7 @@ class Request:
     tier: str
     dense: str
     draft_seconds: float
-    algorithm: str = "NGRAM"  # or NEXTN: a draft layer does its work, and its guesses are replaced
+    algorithm: str = "NGRAM"  # or NEXTN, DSPARK: a draft layer does its work, and its guesses are replaced
 
     @property
     def widths(self) -> list[tuple[int, bool]]:
@@ -74,12 +74,13 @@ class Request:
 
 def request(flags: Mapping[str, Any]) -> Request:
     """Of the parameters of `kt bench decode`. Raises ConfigError."""
-    algorithm = "NEXTN" if check_algorithm(flags["speculative"]) in DRAFT_ALGORITHMS else "NGRAM"
+    algorithm = check_algorithm(flags["speculative"])
+    algorithm = "NEXTN" if algorithm == "EAGLE" else algorithm
     if flags["config"] is None:
         raise ConfigError("--overlap is of made-up weights: give --config, too")
-    if algorithm == "NEXTN" and flags["draft_ms"]:
+    if algorithm in DRAFT_ALGORITHMS and flags["draft_ms"]:
         raise ConfigError(
-            "--draft-ms is what a guess takes that no layer draws, and NEXTN's layer takes its own time: "
+            f"--draft-ms is what a guess takes that no layer draws, and {algorithm}'s layer takes its own time: "
             "leave --draft-ms out, or give --speculative NGRAM"
         )
     most = flags["num_steps"] or default_guesses(algorithm)

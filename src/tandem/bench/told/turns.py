@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.bench.told.paid import Paid
 from tandem.bench.told.parts import Told, told_tokens
-from tandem.config.speculation.choice import SpeculationPlan
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS, SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
 from tandem.engine.speculation.foretold import Foretold
@@ -102,7 +102,7 @@ class Turns:
         plan = replace(plan, speculation=SpeculationPlan(guesses.algorithm, guesses.most, guesses.governed))
         answers = {(str(i), 0): told_tokens(asked.context, asked.tokens, vocab) for i in range(asked.batch)}
         told = answers, guesses.acceptance, vocab
-        drafter = Foretold(*told) if guesses.algorithm == "NEXTN" else Paid(*told, guesses.seconds)
+        drafter = Foretold(*told) if guesses.algorithm in DRAFT_ALGORITHMS else Paid(*told, guesses.seconds)
         return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
 
 

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from tandem.architectures import family_of
+from tandem.architectures.names import BLOCK_NAMES
 from tandem.checkpoint.elsewhere.two import TwoCheckpoints
 from tandem.checkpoint.resolve import demo_dir, resolve_model
 from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint
@@ -66,8 +67,15 @@ def with_draft_layer(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint
         return checkpoint
     model = load_model_config(path)
     number = len(model.layers)
-    names = astuple(family_of(model.model_type).drafts.behind(number))
-    return DraftsElsewhere(checkpoint, open_checkpoint(path), tuple(filter(None, names)), number)
+    return DraftsElsewhere(checkpoint, open_checkpoint(path), _beginnings(model), number)
+
+
+def _beginnings(model: ModelConfig) -> tuple[str, ...]:
+    """Of a draft's names."""
+    block, number = None if model.drafts is None else model.drafts.block, len(model.layers)
+    if block is not None:
+        return tuple(BLOCK_NAMES.at(stage) for stage in range(block.layers))
+    return tuple(filter(None, astuple(family_of(model.model_type).drafts.behind(number))))
 
 
 class DraftsElsewhere(TwoCheckpoints):

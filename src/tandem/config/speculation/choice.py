@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from tandem.config.attention_backend import own_kernels
 from tandem.config.engine_config import EngineConfig
 from tandem.config.model_config import ModelConfig, why_alone
+from tandem.config.speculation.drafts import GuessBlock
 from tandem.config.state import Fold, State
 from tandem.errors import ConfigError
 
 DEFAULT_GUESSES = 7  # with the token before them 8 rows: as many as are recorded on a CPU
 DEFAULT_DRAFTS = 3  # of a draft layer: each costs a pass through it, and is likely only if those before it are
-DRAFT_ALGORITHMS = ("NEXTN", "EAGLE")
+DEFAULT_BLOCK = 5  # of DSpark's layers, which make all at once
+DRAFT_ALGORITHMS = ("NEXTN", "EAGLE", "DSPARK")
 DEFAULT_LEAST_MATCH, DEFAULT_LONGEST_MATCH = 2, 16  # tokens
 SPECULATION_FIELDS = (
     "speculative_draft_model_path", "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk",
@@ -51,13 +53,18 @@ def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | N
     asked = config.speculative_algorithm
     if asked is None:
         return None
-    most = _most_guesses(config)
+    most = _most_guesses(config, model)
     least, longest = _match(config)
     if _why_none(asked, model):
         return None
     if asked in DRAFT_ALGORITHMS and model.drafts is None:
         raise ConfigError(_no_layer(asked), fields=_ALGORITHM)
-    return SpeculationPlan(_taken_as(asked), most, not config.disable_speculative_governor, least, longest)
+    if asked == "DSPARK" and _block(model) is None:
+        raise ConfigError(
+            "--speculative-algorithm DSPARK: the checkpoint's draft layer guesses one token after the other; take "
+            "NEXTN", fields=_ALGORITHM,
+        )  # fmt: skip
+    return SpeculationPlan(_taken_as(asked, model), most, not config.disable_speculative_governor, least, longest)
 
 
 def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
@@ -80,8 +87,14 @@ def check_drafts_on_gpu(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _taken_as(asked: str) -> str:
-    return "NEXTN" if asked in DRAFT_ALGORITHMS else asked
+def _taken_as(asked: str, model: ModelConfig) -> str:
+    if asked not in DRAFT_ALGORITHMS:
+        return asked
+    return "NEXTN" if _block(model) is None else "DSPARK"
+
+
+def _block(model: ModelConfig) -> GuessBlock | None:
+    return None if model.drafts is None else model.drafts.block
 
 
 def _no_layer(asked: str) -> str:
@@ -111,7 +124,8 @@ def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tupl
     if why := _why_none(config.speculative_algorithm, model):
         yield "off", why
         return
-    how = f"{_taken_as(config.speculative_algorithm)}, up to {_most_guesses(config)} guesses a step"
+    taken = _taken_as(config.speculative_algorithm, model)
+    how = f"{taken}, up to {_most_guesses(config, model)} guesses a step"
     always = config.disable_speculative_governor
     yield how, "--disable-speculative-governor: all of them" if always else "in each step as many as pay"
 
@@ -138,17 +152,31 @@ def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[st
     elif why := _why_none(asked, model):
         yield f"--speculative-algorithm {asked} changes nothing: {why}"
     elif asked in DRAFT_ALGORITHMS:
-        if asked != "NEXTN":
-            yield f"--speculative-algorithm {asked} is taken as NEXTN: the checkpoint's own draft layer guesses"
-        for flag in config.given_flags(_NGRAM_FLAGS):
-            yield f"{flag} changes nothing: NEXTN looks nothing up"
+        yield from _draft_notices(asked, config, model)
     else:
         for flag in config.given_flags(_DRAFT_FLAGS):
             yield f"{flag} changes nothing: {asked} has no draft model"
 
 
-def _most_guesses(config: EngineConfig) -> int:
-    """Draft tokens are rows of a sequence: the newest token's and those of its guesses."""
+def _draft_notices(asked: str, config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    taken, block = _taken_as(asked, model), _block(model)
+    if asked != taken:
+        yield f"--speculative-algorithm {asked} is taken as {taken}: the checkpoint's own draft layer guesses"
+    if block is not None and (most := _asked_guesses(config) or 0) > block.size:
+        yield f"{most} guesses a step are asked for: DSPARK makes {block.size} at once, and no more"
+    for flag in config.given_flags(_NGRAM_FLAGS):
+        yield f"{flag} changes nothing: {taken} looks nothing up"
+
+
+def _most_guesses(config: EngineConfig, model: ModelConfig) -> int:
+    asked, block = _asked_guesses(config), _block(model)
+    if config.speculative_algorithm in DRAFT_ALGORITHMS and block is not None:
+        return min(asked or block.size, block.size)
+    return asked or default_guesses(config.speculative_algorithm)
+
+
+def _asked_guesses(config: EngineConfig) -> int | None:
+    """Draft tokens are rows of a sequence: the newest token's and those of its guesses. None: nothing is asked."""
     steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not None and rows is not None and rows != steps + 1:
         raise ConfigError(
@@ -156,13 +184,13 @@ def _most_guesses(config: EngineConfig) -> int:
             f"guesses has {steps + 1} draft tokens: give one of the two",
             fields=("speculative_num_steps", "speculative_num_draft_tokens"),
         )
-    if steps is not None:
-        return steps
-    return default_guesses(config.speculative_algorithm) if rows is None else rows - 1
+    return steps if steps is not None or rows is None else rows - 1
 
 
 def default_guesses(algorithm: str | None) -> int:
     """Of a sequence in a step."""
+    if algorithm == "DSPARK":
+        return DEFAULT_BLOCK
     return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES
 
 

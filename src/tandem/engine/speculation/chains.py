@@ -33,6 +33,11 @@ class Chains(Protocol):
         """Whether the last call took longer than most do."""
         ...
 
+    @property
+    def sure(self) -> Rows[Rows[float]]:
+        """Of the last call's guesses, how likely each is; of no run where nobody says."""
+        ...
+
     def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
         """Makes all rows. Of each run that is wanted, in order, so many guesses."""
         ...
@@ -42,6 +47,7 @@ class PassByPass:
     """`Chains` of any number of rows."""
 
     unusual = False
+    sure: Rows[Rows[float]] = ()
 
     def __init__(self, run: Pass, page_size: int) -> None:
         self._run, self._page_size = run, page_size
@@ -62,6 +68,26 @@ class PassByPass:
     def _pass(self, hidden: Tensor | None, runs: list[Run]) -> tuple[list[int], Tensor]:
         tokens, x = self._run(hidden, batch_of(runs, self._page_size))
         return tokens.tolist(), x
+
+
+class AtOnce:
+    """`Chains` of layers that guess a block: one pass makes all guesses of a sequence."""
+
+    unusual = False
+
+    def __init__(self, run: Pass, page_size: int, most: int) -> None:
+        """most: runs of a pass."""
+        self._run, self._page_size, self._most = run, page_size, most
+        self.sure: list[list[float]] = []
+
+    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+        found, self.sure = list[list[int]](), []
+        for first in range(0, len(runs), self._most):
+            batch = batch_of(runs[first : first + self._most], self._page_size)
+            tokens, sure = self._run(None, batch)
+            found += tokens.tolist()
+            self.sure += sure.tolist()
+        return [tokens[:width] for tokens, width in zip(found, widths, strict=True)]
 
 
 def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:

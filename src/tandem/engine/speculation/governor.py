@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
 from tandem.engine.speculation.step_times import StepTimes
+from tandem.engine.speculation.sureness import Sureness
 
 LEAST_GAIN = 1.02  # below it a step goes without guesses: a difference this small may be none
 LEAST_CHANCE = 0.02  # of a guess that is looked at
@@ -85,6 +86,10 @@ class Widths(Protocol):
         """Guesses of each draft that get a row, `room` in all at most."""
         ...
 
+    def shortened(self, drafts: Rows[Draft | None], widths: list[int]) -> list[int]:
+        """The same, or fewer: after they were drawn, by what is said of each guess."""
+        ...
+
     def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
         """came: the tokens that the sequence got. Those behind the first that was guessed wrong tell nothing."""
         ...
@@ -118,6 +123,7 @@ class Governor:
         self._trying = self._tried = 0  # guesses of a trial under way, and its steps
         self._patience = PROBE_EVERY
         self._narrow = 0  # steps since one had all guesses that might pay
+        self._sureness, self._measures = Sureness(), False
         self.stays = 0
 
     def widths(self, sequences: Rows[Sequence], drafts: Rows[Draft | None], room: int) -> list[int]:
@@ -131,12 +137,38 @@ class Governor:
             return widths
         best = self._best(len(sequences), chances)
         more = self._wider(len(sequences), chances, best) if best and not self._trying else 0
-        found = chances.high if more or self._trying else chances.low
+        self._measures = bool(more or self._trying)
+        found = chances.high if self._measures else chances.low
         for _, number in found[: more or best]:
             widths[number] += 1
         return widths
 
+    def shortened(self, drafts: Rows[Draft | None], widths: list[int]) -> list[int]:
+        """Drawing them is paid for, so one is left at least; so are all of a trial, which tells what they cost."""
+        if self._measures or not any(draft is not None and draft.sure for draft in drafts):
+            return widths
+        found = [
+            (chance, number)
+            for number, (draft, width) in enumerate(zip(drafts, widths, strict=True)) if draft is not None
+            for chance in self._sureness.chances(draft, width)
+        ]  # fmt: skip
+        found.sort(key=lambda each: -each[0])
+        shorter = [0] * len(widths)
+        for _, number in found[: self._worth(len(widths), [chance for chance, _ in found])]:
+            shorter[number] += 1
+        return shorter
+
+    def _worth(self, sequences: int, chances: Rows[float]) -> int:
+        """How many of guesses that are drawn, the likeliest first, give the most tokens per second."""
+        cost, tokens, best, most = self.times.curve(sequences), float(sequences), 1, 0.0
+        for guesses, chance in enumerate(chances, 1):
+            tokens += chance
+            if tokens / cost(guesses) > most:
+                best, most = guesses, tokens / cost(guesses)
+        return best
+
     def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
+        self._sureness.learn(draft, came)
         known = self._known.setdefault(sequence, {})
         for token, guess, kind in zip(came, draft.tokens, draft.kinds, strict=False):
             hit = token == guess
@@ -255,6 +287,9 @@ class FixedWidth:
         for draft in drafts:
             widths.append(0 if draft is None else min(room, len(draft.kinds)))
             room -= widths[-1]
+        return widths
+
+    def shortened(self, drafts: Rows[Draft | None], widths: list[int]) -> list[int]:
         return widths
 
     def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:

@@ -18,7 +18,7 @@ from tandem.engine.batch_arrays import moved
 from tandem.engine.gpu_runner import BeginStep, nothing_collected
 from tandem.engine.sampling.logits import StepEnd
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
-from tandem.engine.speculation.chains import DraftingModel, Pass, PassByPass
+from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, Pass, PassByPass
 from tandem.engine.speculation.drawn_rows import Run
 from tandem.experts.handoff import Handoff
 from tandem.models.batch import ForwardBatch
@@ -30,12 +30,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GpuDrafts:
-    """A draft layer on a GPU. begin_step: as `GpuRunner` has it."""
+    """A draft layer on a GPU. begin_step: as `GpuRunner` has it. at_once: all guesses of so many sequences are made
+    together, at most; 0: one guess is made after the other."""
 
     model: DraftingModel
     states: Rows[tuple[Tensor, ...]]
     handoff: Handoff
     begin_step: BeginStep
+    at_once: int = 0
 
     def run(self, hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """A pass of a batch on the device."""
@@ -51,6 +53,22 @@ class GpuDrafts:
         return run
 
 
+class Block:
+    """A function of no arguments that makes all guesses of a block, and what it leaves in host memory."""
+
+    def __init__(self, drafts: GpuDrafts, shape: ChainShape) -> None:
+        self._drafts, device = drafts, drafts.handoff.device
+        self.inputs, sizes, pinned = ChainInputs(shape, device), (shape.guesses, shape.sequences), device.type == "cuda"
+        self.found = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
+        self.sure = torch.zeros(sizes, pin_memory=pinned)
+        self.next: Callable[[], None] | None = None
+
+    def first(self) -> None:
+        self.inputs.send()
+        for made, to in zip(self._drafts.run(None, self.inputs.first()), (self.found, self.sure), strict=True):
+            to.copy_(made[:, : len(to)].T.contiguous(), non_blocking=True)
+
+
 class Chain:
     """Two functions of no arguments, and what they leave on the device. Both may be recorded."""
 
@@ -63,6 +81,7 @@ class Chain:
         self._hidden: Tensor | None = None
         pinned = device.type == "cuda"
         self.found = torch.zeros(self._found.shape, dtype=torch.int64, pin_memory=pinned)  # [guesses, sequences]
+        self.sure: Tensor | None = None
 
     def first(self) -> None:
         """From the inputs, which it fetches."""
@@ -110,9 +129,11 @@ class GpuChains:
     def __init__(self, drafts: GpuDrafts, shapes: Rows[ChainShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""
         self._drafts, self._handoff = drafts, drafts.handoff
-        self._alone = PassByPass(drafts.alone(), page_size)
+        alone, most = drafts.alone(), drafts.at_once
+        self._alone: Chains = AtOnce(alone, page_size, most) if most else PassByPass(alone, page_size)
         self._end, self.unusual = StepEnd(self._handoff.device), False
-        self._recorded: list[tuple[Chain, _Recorded, _Recorded]] = []
+        self.sure: Rows[Rows[float]] = ()
+        self._recorded: list[tuple[Chain | Block, _Recorded, _Recorded]] = []
         try:
             self._record(shapes)
         except Exception as error:  # too little memory, most of all; guesses are drawn without them, too
@@ -136,35 +157,37 @@ class GpuChains:
                     return self._replayed(recorded, runs, widths)
             self.unusual = bool(self._recorded)
             found = self._alone.chains(runs, widths)
+        self.sure = self._alone.sure
         self._handoff.check()
         return found
 
     def _replayed(
-        self, recorded: tuple[Chain, _Recorded, _Recorded], runs: list[Run], widths: Rows[int]
+        self, recorded: tuple[Chain | Block, _Recorded, _Recorded], runs: list[Run], widths: Rows[int]
     ) -> list[list[int]]:
         chain, first, later = recorded
         chain.inputs.fill(runs, widths)
-        for one in (first, *[later] * (max(widths) - 1)):
+        for one in (first, *[later] * (0 if chain.next is None else max(widths) - 1)):
             one.replay()
             self._handoff.serve(one.posts)
         self._end.mark()
         self._end.wait()
         self._handoff.check()
-        found = chain.found.T.tolist()
+        found, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
         return [tokens[:width] for tokens, width in zip(found, widths, strict=False)]
 
-    def _captured(self, shape: ChainShape, pool: Any) -> tuple[tuple[Chain, _Recorded, _Recorded], Any]:
-        chain = Chain(self._drafts, shape)
+    def _captured(self, shape: ChainShape, pool: Any) -> tuple[tuple[Chain | Block, _Recorded, _Recorded], Any]:
+        chain = Block(self._drafts, shape) if self._drafts.at_once else Chain(self._drafts, shape)
         self._drafts.begin_step(chain.inputs.first(), True)
         with self._handoff.rehearsing():
             for _ in range(WARM_UPS):
                 chain.first()
-                for _ in range(1, shape.guesses):
-                    chain.next()
+                for _ in range(1, shape.guesses if chain.next else 1):
+                    (chain.next or chain.first)()
         if self._handoff.device.type != "cuda":
-            return (chain, _Recorded(chain.first, 0), _Recorded(chain.next, 0)), None
+            return (chain, _Recorded(chain.first, 0), _Recorded(chain.next or chain.first, 0)), None
         first, pool = self._graph(chain.first, pool)
-        later, pool = self._graph(chain.next, pool) if shape.guesses > 1 else (first, pool)
+        goes_on = chain.next is not None and shape.guesses > 1
+        later, pool = self._graph(chain.next, pool) if chain.next and goes_on else (first, pool)
         return (chain, first, later), pool
 
     def _graph(self, function: Callable[[], None], pool: Any) -> tuple[_Recorded, Any]:

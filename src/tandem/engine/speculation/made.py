@@ -7,7 +7,7 @@ from tandem.config.speculation.choice import SpeculationPlan
 from tandem.config.speculation.drafts import window_of
 from tandem.engine.gpu_runner import nothing_begins
 from tandem.engine.speculation.chain_inputs import ChainShape
-from tandem.engine.speculation.chains import Chains, DraftingModel, PassByPass, on_cpu
+from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, PassByPass, on_cpu
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.speculation.foretold import Instead
 from tandem.engine.speculation.gpu_chains import GpuChains, GpuDrafts
@@ -19,6 +19,7 @@ from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays
 from tandem.engine.state.kv_cache import KVCache
 
+SEQUENCES_AT_ONCE = 16  # of a pass that guesses blocks and is no graph: each has logits of all its rows
 ROWS_OF_EACH = 2  # times the rows of a step: what may have come since a draft layer's last pass, in a graph
 
 
@@ -32,7 +33,7 @@ def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> S
 
 
 def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
-    if asked.algorithm != "NEXTN":
+    if not parts.plan.drafts:
         return parts.drafter or NGram(asked.least_match, asked.longest_match)
     drafter = parts.model_config.drafter
     window = 0 if drafter is None else window_of(drafter.states(parts.model_config.hidden))
@@ -44,12 +45,16 @@ def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: Spe
 def _chains(parts: EngineParts, states: StateArrays) -> Chains:
     plan, model = parts.plan, parts.model
     assert isinstance(model, DraftingModel), "this model has no draft layer"
+    block = None if parts.model_config.drafter is None else parts.model_config.drafter.block
     if plan.gpu is None or parts.handoff is None:
-        return PassByPass(on_cpu(model, states.arrays), plan.page_size)
-    drafts = GpuDrafts(model, states.arrays, parts.handoff, parts.begin_step or nothing_begins)
+        run = on_cpu(model, states.arrays)
+        return PassByPass(run, plan.page_size) if block is None else AtOnce(run, plan.page_size, SEQUENCES_AT_ONCE)
+    at_once = 0 if block is None else max(1, min(SEQUENCES_AT_ONCE, parts.handoff.sizes.tokens // block.size))
+    drafts = GpuDrafts(model, states.arrays, parts.handoff, parts.begin_step or nothing_begins, at_once)
+    most = max(plan.guesses, 0 if block is None else block.size - 1)
     pages, rows = -(-plan.context_length // plan.page_size), ROWS_OF_EACH * (1 + plan.guesses)
     shapes = [
         ChainShape(sequences, rows, plan.guesses, pages, plan.page_size)
-        for sequences in draft_sizes(plan.gpu.graph_sizes, plan.guesses)
+        for sequences in draft_sizes(plan.gpu.graph_sizes, most)
     ]
     return GpuChains(drafts, shapes, plan.page_size)

@@ -26,6 +26,7 @@ class NextN:
         """most_rows: of one pass."""
         self._chain, self._rows, self._page_size, self._most_rows = chains, rows, page_size, most_rows
         self.unusual = False
+        self._said: dict[Sequence, tuple[float, ...]] = {}  # how likely the last guesses are
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
@@ -48,6 +49,10 @@ class NextN:
 
     def forget(self, sequence: Sequence) -> None:
         self._rows.forget(sequence)
+        self._said.pop(sequence, None)
+
+    def sure(self, sequence: Sequence) -> tuple[float, ...]:
+        return self._said.get(sequence, ())
 
     def _chains(
         self, sequences: Rows[Sequence], widths: dict[Sequence, int], found: dict[Sequence, list[int]]
@@ -58,6 +63,7 @@ class NextN:
             guesses = self._chain.chains(runs, [widths[sequence] for sequence in ready])
             self.unusual |= self._chain.unusual
             found.update(zip(ready, guesses, strict=True))
+            self._said.update(zip(ready, map(tuple, self._chain.sure), strict=False))
         return left
 
     def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[Run], list[Sequence]]:

@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 from tandem.engine.protocol import SpeculationStats
 from tandem.engine.scheduler import Grow
 from tandem.engine.sequence import Sequence
-from tandem.engine.speculation.draft import Draft, Drafter, Drawing
+from tandem.engine.speculation.draft import Draft, Drafter, Drawing, Saying
 from tandem.engine.speculation.governor import FixedWidth, Governor, Widths
 from tandem.engine.speculation.shadows import CHEAP_ROWS, Shadows
 from tandem.engine.speculation.step_times import StepTimes
@@ -102,6 +102,7 @@ class Speculation:
         ]
         if self._drawing is not None:
             drafts = self._drawn(self._drawing, sequences, drafts, widths, grow)
+            widths = self._governor.shortened(drafts, widths)
         self._asked.drafts = {s: draft for s, draft in zip(sequences, drafts, strict=True) if draft is not None}
         self._asked.guessing = bool(self._asked.drafts)
         if self._drawing is not None and not self._asked.guessing and self._asked.usual:
@@ -141,11 +142,17 @@ class Speculation:
         found = dict(zip([sequence for sequence, _ in wanted], self._draw(drawing, wanted), strict=True))
         self._unusual = self._unusual + 1 if drawing.unusual else 0
         self._asked.usual = not shadow and not 0 < self._unusual <= MOST_UNUSUAL
-        drawn = {s: d._replace(tokens=found[s]) for s, d, _ in each if d is not None and found.get(s)}
+        drawn = {
+            s: d._replace(tokens=found[s], sure=self._sure(s))
+            for s, d, _ in each if d is not None and found.get(s)
+        }  # fmt: skip
         if shadow:
             self._shadows.cast(drawn, self._clock() - started)
             return [None] * len(each)
         return [drawn.get(sequence) for sequence in sequences]
+
+    def _sure(self, sequence: Sequence) -> tuple[float, ...]:
+        return self._drafter.sure(sequence) if isinstance(self._drafter, Saying) else ()
 
     def _draw(self, drawing: Drawing, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""

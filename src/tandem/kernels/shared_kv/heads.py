@@ -44,6 +44,15 @@ class Keys(NamedTuple):
     order: Tensor | None
 
 
+class BlockRows(NamedTuple):
+    """B blocks of n rows that see each other, behind a sequence's last kept token. positions int64 [B * n]; slots and
+    last int64 [B]: of its ring, and that token's position."""
+
+    positions: Tensor
+    slots: Tensor
+    last: Tensor
+
+
 class SharedKvHeads:
     """From projected rows to the output's groups. Rows depend on their own sequence only, not on how it was cut."""
 
@@ -68,6 +77,27 @@ class SharedKvHeads:
         out = self._attended(q, rows.joined(ring, kv), window, seen, entries.flatten(0, 1))
         if not rows.alone:  # a ring has no room for all rows of a prompt beside those before
             rows.keep(ring, kv)
+        turn(out, cos[:, None], -sin[:, None])
+        return self._groups(out.view(len(out), shape.out_groups, shape.group_dim)).flatten(1)
+
+    def keep(self, kv: Tensor, rows: StepRows, ring: Tensor) -> None:
+        """Keys of rows [T, D], normed, go into the ring; nobody asks here. kv is changed."""
+        cos, sin = rows.once(("turns", id(self.weights.cos)), lambda: self._turns(rows))
+        rows.keep(ring, turn(kv, cos, sin))
+
+    def block(self, p: Projected, at: BlockRows, ring: Tensor) -> Tensor:
+        """-> [B * n, G * rank]. Every row sees all rows of its block, and the window that ends at `last`. The ring
+        stays as it is; q and kv are changed. Tables of a short context have no turns for all positions: those rows'
+        tokens come to nothing."""
+        shape, places = self.shape, at.positions.clamp(max=len(self.weights.cos) - 1)
+        cos, sin = self.weights.cos[places], self.weights.sin[places]
+        q, kv = turn(p.q.view(len(p.q), shape.heads, shape.dim), cos[:, None], sin[:, None]), turn(p.kv, cos, sin)
+        own = kv.view(len(at.last), -1, shape.dim)
+        back = at.last[:, None] - torch.arange(shape.window, device=kv.device)
+        keys = torch.cat((own, ring[at.slots[:, None], back % ring.shape[1]]), 1)
+        rows, counts = own.shape[1], own.shape[1] + (at.last + 1).clamp(max=shape.window)
+        each = keys.repeat_interleave(rows, 0), counts.repeat_interleave(rows)
+        out = self._attend(q, *each, shape.scale, self.weights.sinks)
         turn(out, cos[:, None], -sin[:, None])
         return self._groups(out.view(len(out), shape.out_groups, shape.group_dim)).flatten(1)
 

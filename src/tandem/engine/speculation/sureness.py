@@ -1,0 +1,41 @@
+"""`Sureness`: how often guesses come that a draft calls so likely. What it says of itself need not be so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from itertools import accumulate
+from operator import mul
+
+from tandem.engine.speculation.draft import Draft
+
+PARTS = 16  # of all chances: guesses of one part come about as often as each other
+_MEMORY = 0.995
+_FIRST_WEIGHT = 4.0  # guesses that a draft's own word counts as
+
+
+class Sureness:
+    """Learnt by comparing all guesses, with a row or without."""
+
+    def __init__(self) -> None:
+        self._hits = [_FIRST_WEIGHT * (part + 0.5) / PARTS for part in range(PARTS)]
+        self._trials = [_FIRST_WEIGHT] * PARTS
+
+    def learn(self, draft: Draft, came: Rows[int]) -> None:
+        """As `Widths.learn`."""
+        for token, guess, sure in zip(came, draft.tokens, draft.sure, strict=False):
+            part, hit = _part(sure), token == guess
+            self._hits[part] = _MEMORY * self._hits[part] + hit
+            self._trials[part] = _MEMORY * self._trials[part] + 1.0
+            if not hit:
+                return
+
+    def chances(self, draft: Draft, width: int) -> list[float]:
+        """Of its first guesses: that each and all before it come. 1: the draft does not say."""
+        if not draft.sure:
+            return [1.0] * width
+        parts = (_part(sure) for sure in draft.sure[:width])
+        return list(accumulate((self._hits[part] / self._trials[part] for part in parts), mul))
+
+
+def _part(sure: float) -> int:
+    return min(PARTS - 1, max(0, int(PARTS * sure)))
