@@ -29,6 +29,7 @@ from tandem.config import EngineConfig, Machine
 from tandem.engine.start import model_files
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.hub import download, remote
+from tandem.hub.files import INDEX
 from tandem.hub.names import HubName, hub_name, shown_name
 from tandem.hub.snapshot import find_snapshot
 from tandem.hub.store import kept_models
@@ -228,6 +229,13 @@ def test_a_repository_cannot_write_outside_the_cache(hub, file, tmp_path):
     with pytest.raises(HubError, match="does not answer as a hub does"):
         model_files.fetch(HubName(NAME))
     assert not list(tmp_path.rglob("*evil*"))
+
+
+@pytest.mark.parametrize("index", [b"", b"[]", b"{}", b'{"weight_map": 1}', b"\xff\xfe\xff", b"[" * 100_000])
+def test_an_index_that_is_none(hub, index):
+    hub.repos[NAME][INDEX] = index
+    with pytest.raises(HubError, match="has no 'weight_map'.*repository is broken"):
+        model_files.fetch(HubName(NAME))
 
 
 def test_a_full_disk_is_known_before(hub, monkeypatch):
@@ -438,8 +446,13 @@ def test_a_disk_that_fills_up_during_a_download(hub, source, tmp_path, fault):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     fault.strikes()
-    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=full)
-    fault.seen("it ends: “… cannot be written (…): free some space, or set HF_HUB_CACHE”; the same command goes on", 60)
+    failed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=full
+    )
+    fault.seen(
+        "it ends: “… cannot be written (…): free some space, or set HF_HUB_CACHE”; the same command goes on",
+        60,
+    )
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "cannot be written" in failed.stderr and "HF_HUB_CACHE" in failed.stderr
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -47,11 +47,14 @@ def small_files(files: Iterable[RemoteFile]) -> list[RemoteFile]:
     ]
 
 
-def shards(names: Iterable[str], index: str | None) -> list[str]:
+def shards(names: Iterable[str], index: bytes | None) -> list[str]:
     """The safetensors files among `names`: those of the index (its text), or all of the root without one."""
     if index is None:
         return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
-    weight_map = json.loads(index).get("weight_map")
+    try:
+        weight_map = json.loads(index)["weight_map"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        weight_map = None
     if not isinstance(weight_map, dict):
         raise HubError(f"{INDEX} has no 'weight_map' of tensor names to files: the repository is broken")
     return sorted(set(map(str, weight_map.values())))

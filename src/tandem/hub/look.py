@@ -21,7 +21,7 @@ def safetensors_files(model: RemoteModel, directory: Path) -> list[RemoteFile]:
     """The weights that the index in `directory` names. Raises HubError where the repository lacks one."""
     names = {file.name: file for file in model.files}
     index = directory / INDEX
-    wanted = shards(names, index.read_text("utf-8") if INDEX in names else None)
+    wanted = shards(names, index.read_bytes() if INDEX in names else None)
     if absent := [name for name in wanted if name not in names]:
         raise HubError(f"{model.name} lacks {absent[0]}, which its {INDEX} lists: the repository is broken")
     return [names[name] for name in wanted]

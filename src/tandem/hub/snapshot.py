@@ -59,7 +59,7 @@ def read_snapshot(directory: Path, name: HubName) -> Snapshot:
         return _gguf(directory, names, name)
     if CONFIG not in names:
         return _only_gguf(directory, names, name)
-    index = (directory / INDEX).read_text() if INDEX in names else None
+    index = (directory / INDEX).read_bytes() if INDEX in names else None
     wanted = shards(names, index)
     missing = tuple(shard for shard in wanted if shard not in names) if wanted else ("*.safetensors",)
     return Snapshot(directory, None if missing else directory, missing)
