@@ -220,7 +220,8 @@ def _algorithm(request: Request, acceptance: float | None) -> str:
     """A draft layer does its work even where other guesses than its own count."""
     if acceptance is None:
         return request.algorithm
-    return "NEXTN, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
+    named = "DSPARK" if request.algorithm == "DSPARK" else "NEXTN"
+    return f"{named}, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
 
 
 def table(rows: list[Row]) -> Table:

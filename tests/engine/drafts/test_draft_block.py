@@ -66,6 +66,15 @@ def test_without_its_word_every_guess_is_sure(tiny_models, tmp_path: Path) -> No
     assert set(engine._speculation._drafter._chain.sure[0]) == {1.0}
 
 
+def test_the_layers_may_be_in_another_directory(made: BlockDrafted, tiny_models, tmp_path: Path) -> None:
+    """For a checkpoint that was converted without them."""
+    source = tiny_models["deepseek_v4"]
+    engine = engine_of(source, tmp_path, page_size=8, speculative_draft_model_path=str(made.path))
+    seen = list(chunks_of(engine, request("a", PROMPTS["c"], max_tokens=8, ignore_eos=True)))
+    assert seen and all(list(guesses) == made.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert engine.stats().speculation.algorithm == "DSPARK"
+
+
 def test_guesses_do_not_depend_on_what_happened_to_the_slots(made: BlockDrafted, tmp_path: Path) -> None:
     """Preemptions, answers of one prompt, and prefix matches."""
     engine = engine_of(made.path, tmp_path, max_total_tokens=96, page_size=8)
