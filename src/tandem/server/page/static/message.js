@@ -77,7 +77,7 @@ export class MessageView {
     if (running) { this.foot.replaceChildren(content || this.message.reasoning ? "" : make("span", { class: "dots", "aria-label": "waiting" }, "···")); return; }
     const notes = [
       stopped && "stopped", cut && "cut at max tokens",
-      times?.tokens && `${times.tokens} tokens`, times?.rate && `${number(times.rate)} tokens/s`, times?.first && `first after ${number(times.first, 2)} s`,
+      times?.tokens && `${times.tokens}\u00a0tokens`, times?.rate && `${number(times.rate)}\u00a0tokens/s`, times?.first && `first after ${number(times.first, 2)}\u00a0s`,
     ].filter(Boolean).join(" · ");
     const copying = make("button", { type: "button", class: "small", onclick: (event) => copy(content, event.target) }, "Copy");
     const again = this.actions.again && make("button", { type: "button", class: "small", onclick: this.actions.again }, this.message.error ? "Try again" : "Again");
