@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from tandem import __version__
 from tandem.cli.app import app, run
-from tandem.cli.other_names import Commands, ModelCommands
+from tandem.cli.other_names import Commands, ModelCommands, flowing
 from tandem.cli.serve import tell_at_once
 from tandem.config.engine_config import FLAGS
 
@@ -199,3 +199,12 @@ def test_the_demo_s_plan_needs_no_demo(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert shown.exit_code == 0, shown.output
     assert re.search(r"context length +8192", shown.stdout)
     assert not list(tmp_path.iterdir())
+
+
+def test_help_has_paragraphs_that_fill_the_terminal() -> None:
+    """Lines of a docstring are longer than 80 columns: broken there and at its own ends, they were ragged."""
+    shown = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).stdout
+    text = [line.strip() for line in shown.partition("╭")[0].splitlines()]
+    first = next(i for i, line in enumerate(text) if line.startswith("MODEL is a directory"))
+    assert all(len(line) > 60 for line in text[first : first + 2])
+    assert flowing("a\nb\n\nExample: c\nExample: d") == "a b\n\nExample: c\nExample: d"

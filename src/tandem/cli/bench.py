@@ -10,6 +10,7 @@ import typer
 
 from tandem.bench.architectures import NAMES
 from tandem.bench.told.flags import check_flags
+from tandem.cli.other_names import Group
 from tandem.config.speculation.choice import check_algorithm, default_guesses
 
 KERNEL_FORMATS = (
@@ -17,6 +18,7 @@ KERNEL_FORMATS = (
     "nvfp4; GGUF's q4_0, q4_1, q8_0, q4_k, q6_k"
 )
 bench = typer.Typer(
+    cls=Group,
     help="Measure this machine: kernels, decoding, prompts, a server under load, and where experts live.\n\n"
     "Example: kt bench decode",
     no_args_is_help=True,

@@ -1,7 +1,8 @@
-"""Commands that other programs have by other names: what to type instead."""
+"""`Group`: commands with help that fits any terminal. Those that other programs have by other names are answered."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,10 +11,15 @@ from typer.core import TyperGroup
 from tandem.errors import ConfigError
 
 
-class _Told(TyperGroup):
-    """A group of commands that knows other programs' names of them."""
+class Group(TyperGroup):
+    """Commands, and other programs' names of them."""
 
     instead: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        for command in self.commands.values():
+            command.help = flowing(command.help or "")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Types: click's, which newer Typers have within them."""
@@ -22,7 +28,12 @@ class _Told(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class Commands(_Told):
+def flowing(text: str) -> str:
+    """Paragraphs in one line each: a docstring's own lines are longer than many terminals. Examples keep theirs."""
+    return re.sub(r"(?<!\n)\n(?!\n|Example: )", " ", text)
+
+
+class Commands(Group):
     """Of `kt`. Names: KTransformers', Ollama's."""
 
     instead: ClassVar[Mapping[str, str]] = {
@@ -37,7 +48,7 @@ class Commands(_Told):
     }
 
 
-class ModelCommands(_Told):
+class ModelCommands(Group):
     """Of `kt model`."""
 
     instead: ClassVar[Mapping[str, str]] = {
