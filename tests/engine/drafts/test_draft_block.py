@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,15 @@ import pytest
 from block_draft_models import SIZE, BlockDrafted, block_drafted
 from draft_models import PROMPTS, chunks_of, draft_flags, engine_of
 from drafted_answers import TIGHT, Plain, Way, check, plain
-from fake_model import check_pages, request, run
+from fake_model import check_pages, request, run, token_ids
 from recorded_chains import recording
 from recorded_steps import tiny_parts
 from tandem.bench.architectures import named_config
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig
-from tandem.config.speculation.choice import speculation, speculation_notices
+from tandem.config.speculation.choice import SpeculationPlan, speculation, speculation_notices
+from tandem.engine.engine import Engine
+from tandem.engine.protocol import Grammar
 from tandem.errors import ConfigError
 
 EXACT = 2e-4  # of a chance: float32 sums of some dozen products in a row, of numbers about 1, at a slope of 1/4
@@ -126,6 +129,19 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_answers_are_those_without_guesses(known: Plain, way: Way) -> None:
     check(known, way, "DSPARK")
+
+
+@pytest.mark.parametrize("governed", [False, True])
+def test_masks_and_noise_choose_as_without_guesses(known: Plain, governed: bool) -> None:
+    """Grammars, greedy and sampled; what may come after a guess is known when the guess has come."""
+    wishes = {"grammar": Grammar("regex", r"[a-z]{5}[^a]*"), "max_tokens": 25}
+    asks = [request(name, prompt, temperature=temperature, seed=9, **wishes)
+            for (name, prompt), temperature in zip(PROMPTS.items(), (0.0, 0.7, 1.0), strict=True)]  # fmt: skip
+    found = []
+    for wanted in (None, SpeculationPlan("DSPARK", SIZE, governed)):
+        engine = Engine.from_parts(replace(known.parts, plan=replace(known.parts.plan, speculation=wanted)))
+        found.append({key: token_ids(outputs) for key, outputs in run(engine, *asks).items()})
+    assert found[0] == found[1] and engine.stats().speculation.steps > 0
 
 
 @pytest.mark.parametrize(("asked", "width", "said"), [
