@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Rows
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.masks import RowMasks, TokenMask, without_forbidden_rows
-from tandem.engine.sampling.on_device import choose
+from tandem.engine.sampling.on_device import LogitsOf, choose
 from tandem.engine.sampling.penalties import FloatRows, changes_logits
 from tandem.engine.sampling.sampler import Sampled, is_greedy, sample
 from tandem.engine.sequence import Sequence
@@ -134,8 +135,8 @@ class DeviceLogits:
     ) -> list[Sampled]:
         masks = masks or [None] * len(rows)
         here = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
-        logits, best = self._among(here, rows, sequences, masks)
-        chosen = zip(here, choose(logits, best, [sequences[i] for i in here]), strict=True)
+        logits_of, best = self._among(here, rows, sequences, masks)
+        chosen = zip(here, choose(logits_of, best, [sequences[i] for i in here]), strict=True)
         made = {i: sampled for i, sampled in chosen if sampled is not None}
         rest = [i for i in range(len(rows)) if i not in made]
         if rest:
@@ -146,20 +147,22 @@ class DeviceLogits:
 
     def _among(
         self, here: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks
-    ) -> tuple[Tensor, npt.NDArray[np.float64]]:
+    ) -> tuple[LogitsOf, npt.NDArray[np.float64]]:
         """Logits and best of these rows, among the tokens that each may choose."""
         free = [rows[i] for i in here]
-        logits, best = _part(self.logits, free), self.best[free]
+        best = self.best[free]
         limited = [k for k, i in enumerate(here) if masks[i] is not None]
         unknown = [k for k in limited if free[k] >= len(self._masked) or not self._masked[free[k]]]
         if not unknown and all(is_greedy(sequences[here[k]].sampling) for k in limited):
-            return logits, best
+            return (lambda wanted: _part(self.logits, [free[k] for k in wanted])), best
+        logits = _part(self.logits, free)
         places = torch.tensor(limited, dtype=torch.int64, device=logits.device)
         bits = np.stack([mask for i in here if (mask := masks[i]) is not None])
         some = without_forbidden_rows(logits[places], torch.from_numpy(bits).to(logits.device))
         if unknown:
             best[limited] = best_of(some).cpu().numpy()
-        return logits.index_copy(0, places, some), best
+        allowed = logits.index_copy(0, places, some)
+        return partial(_part, allowed), best
 
 
 def _needs_whole_row(sequence: Sequence, mask: TokenMask | None) -> bool:

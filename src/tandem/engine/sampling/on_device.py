@@ -7,6 +7,7 @@ the rules and random numbers of `sampler.py`. So it is the same choice.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -45,17 +46,23 @@ class Candidates:
     complete: bool  # these are all tokens
 
 
-def choose(logits: Tensor, found: npt.NDArray[np.float64], sequences: Rows[Sequence]) -> list[Sampled | None]:
-    """logits float32 [R, vocab] on a device, found [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r],
-    whose logits nothing changes. None: the candidates do not decide, the whole row must be looked at."""
+LogitsOf = Callable[[list[int]], Tensor]
+"""float32 [n, vocab] on a device: the logits of n rows. To pick them takes longer than to choose a row's best."""
+
+
+def choose(
+    logits_of: LogitsOf, found: npt.NDArray[np.float64], sequences: Rows[Sequence]
+) -> list[Sampled | None]:
+    """found [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r], whose logits nothing changes. None: the
+    candidates do not decide, the whole row must be looked at."""
     chosen: list[Sampled | None] = [
         Sampled(int(token_id), None) if math.isfinite(value) else Sampled(-1, None)
         for token_id, value in found
     ]
     rows = [r for r, s in enumerate(sequences) if _needs_more(s.sampling) and math.isfinite(found[r, 1])]
     if rows:
-        some = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
-        for r, row in zip(rows, _candidates(some, found[rows], [sequences[r] for r in rows]), strict=True):
+        made = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
+        for r, row in zip(rows, made, strict=True):
             chosen[r] = _chosen(row, sequences[r])
     return chosen
 
