@@ -236,5 +236,5 @@ def test_candidates_suffice_where_other_filters_leave_few(monkeypatch) -> None:
         params = SamplingParams(xtc_probability=0.5, typical_p=0.9, **case)
         sequences = [sequence(params, [1, 2], seed=seed) for seed in range(20)]
         tensor = torch.from_numpy(rows)
-        chosen = on_device.choose(lambda rows: tensor[rows], best_of(tensor).numpy(), sequences)
+        chosen = on_device.choose(tensor.__getitem__, best_of(tensor).numpy(), sequences)
         assert all(sampled is not None for sampled in chosen)
