@@ -446,13 +446,8 @@ def test_a_disk_that_fills_up_during_a_download(hub, source, tmp_path, fault):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     fault.strikes()
-    failed = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=full
-    )
-    fault.seen(
-        "it ends: “… cannot be written (…): free some space, or set HF_HUB_CACHE”; the same command goes on",
-        60,
-    )
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=full)
+    fault.seen("it ends: “… cannot be written (…): free some space, or set HF_HUB_CACHE”; the same command goes on", 60)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "cannot be written" in failed.stderr and "HF_HUB_CACHE" in failed.stderr
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -44,6 +44,12 @@ def test_what_comes_behind_a_wrong_guess_tells_nothing() -> None:
     assert known.chances(said(0.2), 1) == before
 
 
+def test_a_draft_that_computes_nan_is_not_sure() -> None:
+    nan, governor = float("nan"), Governor(measured(0.3))
+    assert governor.shortened([said(nan, 0.9, 0.9)], [3]) == [1]
+    governor.learn(object(), said(nan), [1])
+
+
 @pytest.mark.parametrize(("sure", "width"), [
     ((0.95, 0.95, 0.95, 0.95, 0.95), 5), ((0.95, 0.95, 0.05, 0.95, 0.95), 2), ((0.02, 0.9, 0.9, 0.9, 0.9), 1),
 ])  # fmt: skip

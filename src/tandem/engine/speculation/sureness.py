@@ -38,4 +38,4 @@ class Sureness:
 
 
 def _part(sure: float) -> int:
-    return min(PARTS - 1, max(0, int(PARTS * sure)))
+    return min(PARTS - 1, int(PARTS * max(0.0, sure)))  # NaN is 0
