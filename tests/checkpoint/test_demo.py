@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.checkpoint import demo, demo_source, open_checkpoint
 from tandem.checkpoint.demo_weights import DemoWeights
-from tandem.engine.start import demo_model
 from tandem.errors import CheckpointError, ConfigError
 from tandem.hub import demo_check
 from tandem.hub.demo_check import known_whole
@@ -212,16 +211,3 @@ def test_the_directory_is_what_transformers_loads(demo_dir):
     """No tensor missing, none left over."""
     _, info = AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.bfloat16, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-
-
-def test_a_build_that_no_terminal_shows_says_how_far_it_is(capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(demo_model, "monotonic", lambda: now[0])
-    say = demo_model.DemoLines()
-    say("fetching", 0, 30)
-    for layer in range(1, 31):
-        now[0] += 1.0
-        say("building layers", layer, 30)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["demo model: fetching", "demo model: building layers, 1 of 30"]
-    assert lines[-1] == "demo model: building layers, 30 of 30" and len(lines) == 8

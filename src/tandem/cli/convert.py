@@ -135,29 +135,14 @@ def _windows(model: Path, text: Path | None, tokens: int) -> Windows | None:
 
 
 def run_shown(wish: object) -> Layout:
-    """The conversion with a progress bar on stderr."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    """The conversion; stderr says how far it is."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from tandem.convert import Conversion
     from tandem.convert import convert as run
+    from tandem.engine.start.shown_steps import gigabytes, shown_steps
 
     assert isinstance(wish, Conversion)
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading headers", total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with shown_steps("reading headers", *columns, counted=gigabytes) as report:
         return run(wish, report)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tandem import __version__
@@ -22,6 +22,7 @@ from tandem.checkpoint import demo_dir, resolve_model
 from tandem.config import Machine
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.loader import use_one_torch_thread
+from tandem.engine.start.shown_steps import shown_steps
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.quality import text as texts
@@ -150,18 +151,11 @@ def run(request: Request, out: Path | None, plot: Path | None) -> Report:
 
 
 def measure(request: Request) -> Report:
-    """Runs the comparison with a progress bar on stderr. Raises ConfigError, CheckpointError."""
+    """Runs the comparison; stderr says how far it is. Raises ConfigError, CheckpointError."""
     use_one_torch_thread()
     directory = _directory(request.model)
     windows = texts.cut(Tokenizer.load(directory), _text(request), request.window, request.tokens)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("opening", total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
+    with shown_steps("opening", TimeElapsedColumn(), TimeRemainingColumn()) as report:
         comparison = _comparison(request, directory, windows, report)
         with _writer(request, comparison) as writer:
             perplexity, measured = comparison.run(writer, request.keep)
