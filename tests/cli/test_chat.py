@@ -229,6 +229,7 @@ def test_ipv6_addresses_with_and_without_brackets(host: str) -> None:
         ("[::1]:8000", "http://[::1]:8000"),
         ("fe80::1:8000", "http://[fe80::1:8000]:30000"),
         ("https://gpu-box/", "https://gpu-box"),
+        ("http://gpu-box:8000/v1/", "http://gpu-box:8000"),
     ],
 )
 def test_an_address_may_have_its_port(host: str, url: str) -> None:

@@ -348,6 +348,15 @@ def test_ollama_s_clients_hear_who_chooses_the_model():
     run(scenario)
 
 
+@pytest.mark.parametrize(("body", "says"), [(b"", "is empty; send JSON"), (b"{", "is not valid JSON")])
+def test_a_body_that_is_no_json(body: bytes, says: str):
+    async def scenario(server: LocalServer):
+        error = error_of(await server.client.post(CHAT, content=body), 400)
+        assert says in error["message"] and error["code"] == "invalid_json"
+
+    run(scenario)
+
+
 def test_compressed_bodies():
     async def scenario(server: LocalServer):
         body, headers = gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"}

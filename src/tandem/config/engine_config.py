@@ -40,7 +40,7 @@ class EngineConfig:
 
     # --- model
     model: str = flag(
-        "", "Model directory, GGUF file, or `demo`.", group=MODEL, aliases=["--model-path"], essential=True
+        "", "Directory, GGUF file, name of the hub, or `demo`.", group=MODEL, aliases=["--model-path"], essential=True
     )
     served_model_name: str | None = flag(
         None, "Name in the API; default: the directory's name.", group=MODEL, essential=True

@@ -172,7 +172,8 @@ def _decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[D], where: 
         what = where or "the body"
         raise ApiError(400, f"{what} is not valid UTF-8", param=where or None, code="invalid_utf8") from error
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+        why = f"the body is not valid JSON: {error}" if bytes(body).strip() else "the body is empty; send JSON"
+        raise ApiError(400, why, code="invalid_json") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
 

@@ -166,7 +166,7 @@ class _Server:
         """New requests get 503; running ones may finish, for `--shutdown-timeout` at most."""
         self._state.draining = True
         tell_service_manager("STOPPING=1")
-        log.info("stopping%s", _who_may_finish(self._state.http_active))
+        log.info("stopping%s", _who_may_finish(self._state.http_active, self._config.shutdown_timeout))
         ends = asyncio.get_running_loop().time() + self._config.shutdown_timeout
         while self._state.http_active and self._signals < 2 and asyncio.get_running_loop().time() < ends:
             await asyncio.sleep(_POLL_SECONDS)
@@ -191,10 +191,11 @@ def tell_service_manager(state: str) -> None:
         sender.sendto(state.encode(), address)
 
 
-def _who_may_finish(requests: int) -> str:
+def _who_may_finish(requests: int, seconds: float) -> str:
     if not requests:
         return ""
-    return f"; {requests} request{'s' * (requests > 1)} may finish (again Ctrl+C: stop now)"
+    some = f"{requests} request{'s' * (requests > 1)}"
+    return f"; {some} may finish within {seconds:g} s (a second signal, or Ctrl+C: stop now)"
 
 
 def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:
