@@ -157,7 +157,7 @@ def _ways(console: Console, title: str, ways: list[Way]) -> None:
 
 
 def compare_table(rows: list[Row]) -> Table:
-    table = _table("Compared", "experts", " on the GPU", " VRAM", " RAM", " decoding", " prompt")
+    table = _table("Compared, in tokens per second", "experts", " on the GPU", " VRAM", " RAM", " decoding", " prompt")
     for row in rows:
         name = f"{row.method}{' (lossy)' if row.lossy else ''}"
         if row.decode is None or row.prompt is None:
