@@ -225,6 +225,29 @@ def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
         assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
 
 
+@pytest.mark.parametrize(("gpu_gib", "share"), [(32, 0.2), (120, 1.0)])
+def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: int, share: float) -> None:
+    """Where none of the experts travels, prompts that run alone have other graphs, too."""
+    flags, streamed = {"positions": 32768, "kt_gpu_experts_ratio": share}, share < 1
+    plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"spared_multiprocessors": 16}))
+    assert plain.gpu is not None and p.gpu is not None and p.gpu.prompt_sizes == plain.gpu.prompt_sizes
+    assert (plain.gpu.spared, p.gpu.spared) == (0, 16)
+    assert reason(p, "spared multiprocessors") == "--spared-multiprocessors"
+    entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
+    assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, streamed, 16)
+    assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
+    one = prompt_graph_bytes(QWEN3, (2048,), False)
+    rows = one - 49 * GRAPH_BYTES - 48 * CHUNK_KERNELS * KERNEL_BYTES - 8 * 151936 * 4
+    more = prompt_graph_bytes(QWEN3, (2048,), streamed, 16) - prompt_graph_bytes(QWEN3, (2048,), streamed)
+    assert more == (rows if streamed else one)
+
+
+def test_nothing_is_spared_where_prompts_are_no_graphs() -> None:
+    p = qwen3(80, positions=32768, disable_cuda_graph=True, spared_multiprocessors=16)
+    assert p.gpu is not None and p.gpu.spared == 0
+    assert reason(p, "spared multiprocessors") == "prompts are not CUDA graphs here"
+
+
 @pytest.mark.parametrize("gpu_gib", [16, 24, 32, 80])
 def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     """Most of what is left beside the dense weights, without a flag; and nearly all of it is used."""

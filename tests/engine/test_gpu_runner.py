@@ -313,7 +313,7 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KernelError("no such tile")])
 def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(monkeypatch, caplog, error) -> None:
-    def fails(self: object, made: object, rows: int, split: bool) -> None:
+    def fails(self: object, made: object, rows: int, split: bool, spares: bool) -> None:
         captured.append(rows)
         raise error
 

@@ -104,6 +104,7 @@ class Session:
         foresight: bool = True,
         late: int = 0,
         prompts: tuple[int, ...] = (),
+        spared: int = 0,
     ) -> None:
         from tandem.engine.batch_arrays import StepShape
         from tandem.engine.gpu_runner import GpuRunner
@@ -129,7 +130,7 @@ class Session:
         kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
-            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES, prompts=prompts),
+            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES, prompts=prompts, spared=spared),
             StepShape(PAGE, 256), usage=self.usage, live=restless(self.side, self.usage) if moving else None,
             begin_step=begin_step(self.side, None),
         )  # fmt: skip

@@ -113,16 +113,17 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
     return size if rows >= LEAST_FILLED * size else 0
 
 
-def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], streamed: bool) -> int:
+def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], streamed: bool, spared: int = 0) -> int:
     """Of graphs of prompts, and of what they keep: rows between a chunk's kernels, and each size's logits. streamed:
-    experts travel, so there are those of `split_sizes`, too."""
+    experts travel, so there are those of `split_sizes`, too. spared: multiprocessors that prompts leave to steps.
+    Prompts that run alone have graphs of their own then."""
     if not sizes:
         return 0
-    captured = [*sizes, *split_sizes(sizes)] if streamed else sizes
+    captured = [*sizes, *split_sizes(sizes)] if streamed else [*sizes, *sizes] if spared else sizes
     cuts = len(model.moe_layers) * (CUT_GRAPHS - 1) if streamed else 0
     graphs = len(model.layers) + 1 + cuts
     each = graphs * GRAPH_BYTES + len(model.layers) * CHUNK_KERNELS * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
-    return len(captured) * each + _chunk_bytes(model, max(sizes))
+    return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes))
 
 
 def _chunk_bytes(model: ModelConfig, rows: int) -> int:

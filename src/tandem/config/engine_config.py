@@ -221,6 +221,9 @@ class EngineConfig:
     kt_gpu_prefill_token_threshold: int | None = flag(
         None, "Rows from which a step brings the CPU's experts; 0: never.", group=GPU, minimum=0
     )  # fmt: skip
+    spared_multiprocessors: int = flag(
+        0, "Of the GPU, that prompts leave to those who decode.", group=GPU, minimum=0
+    )
 
     # --- several GPUs and hosts
     tensor_parallel_size: int = flag(

@@ -76,6 +76,7 @@ class GpuPlan:
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
     settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
+    spared: int = 0  # multiprocessors that graphs of prompts leave to steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +202,9 @@ def _with_prompts(
 ) -> GpuMemory:
     """And graphs of prompts, if they take no expert's place and shorten no context. ring, streamed: bytes, and rows of
     a step, where experts travel."""
-    sizes = prompt_sizes(request.config, request.model, streamed)
+    sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
     try:
-        smaller = _sized(request, gpu, ring + prompt_graph_bytes(request.model, sizes, streamed > 0))
+        smaller = _sized(request, gpu, ring + prompt_graph_bytes(request.model, sizes, streamed > 0, spared))
     except ConfigError:
         return found
     worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
@@ -262,7 +263,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request)
     logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - request.rope_bytes - scratch
     dense = dense_bytes(request.model, request.dtype, request.stored)
-    prompts = prompt_graph_bytes(request.model, plan.prompt_sizes, plan.ring_bytes > 0)
+    prompts = prompt_graph_bytes(request.model, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
     others = GPU_WORKSPACE_BYTES - sums + unpacking_bytes(gpu)
     entries = [

@@ -20,23 +20,23 @@ class _Numbers:
     """An array whose first numbers are a step's. A step of as many as the one before has the same tensor: making one
     takes longer than what is written into it."""
 
-    def __init__(self, count: int, dtype: type[np.int64 | np.int32]) -> None:
-        self.array = np.zeros(count, dtype=dtype)
-        self._first = torch.from_numpy(self.array)
+    def __init__(self, count: int, dtype: torch.dtype, pinned: bool) -> None:
+        self._all = self._first = torch.zeros(count, dtype=dtype, pin_memory=pinned)
+        self.array = self._all.numpy()
 
     def first(self, count: int) -> Tensor:
         if self._first.shape[0] != count:
-            self._first = torch.from_numpy(self.array[:count])
+            self._first = self._all[:count]
         return self._first
 
 
 class _Places:
     """Where rows lie in pages of one kind: those of all tokens, or those of windows."""
 
-    def __init__(self, page_size: int, max_step_tokens: int, windowed: bool) -> None:
-        self._page_size, self._windowed = page_size, windowed
-        self._cache_slots = _Numbers(max_step_tokens, np.int64)
-        self._memory = np.zeros(0, dtype=np.int32)
+    def __init__(self, page_size: int, max_step_tokens: int, windowed: bool, pinned: bool) -> None:
+        self._page_size, self._windowed, self._pinned = page_size, windowed, pinned
+        self._cache_slots = _Numbers(max_step_tokens, torch.int64, pinned)
+        self._memory = torch.zeros(0, dtype=torch.int32)
         self._show(0, 0)
 
     def begin(self, chunks: Rows[Chunk], sequences: int) -> None:
@@ -44,15 +44,15 @@ class _Places:
         width = max([chunk.sequence.num_pages for chunk in chunks])
         needed = sequences * width
         if len(self._memory) < needed:
-            self._memory = np.zeros(2 * needed, dtype=np.int32)
+            self._memory = torch.zeros(2 * needed, dtype=torch.int32, pin_memory=self._pinned)
             self._show(sequences, width)
         elif self._tables.shape != (sequences, width):
             self._show(sequences, width)
         self._tables.fill(0)
 
     def _show(self, sequences: int, width: int) -> None:
-        self._tables = self._memory[: sequences * width].reshape(sequences, width)
-        self.tables = torch.from_numpy(self._tables)
+        self.tables = self._memory[: sequences * width].view(sequences, width)
+        self._tables = self.tables.numpy()
 
     def place(self, row: int, sequence: Sequence, positions: npt.NDArray[np.int64] | int) -> None:
         """Rows from `row` on are at these positions."""
@@ -92,22 +92,24 @@ class BatchArrays:
         apart: bool = False,
         windowed: bool = False,
         each_row: bool = False,
+        pinned: bool = False,
     ) -> None:
         """guessing: steps may have rows of guesses. apart: each row of such a step is a sequence of its own, as rows
         that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
         compute it, with the same bits. windowed: layers that see a window have pages of their own. each_row: so it is
-        in every step, prompts included; then every step takes the road of one with guesses, too."""
+        in every step, prompts included; then every step takes the road of one with guesses, too. pinned: a GPU reads
+        them where they are."""
         self._apart, self._guessing, self._each_row = apart, guessing, each_row
         kinds = (False, True) if windowed else (False,)
-        self._places = [_Places(page_size, max_step_tokens, kind) for kind in kinds]
-        self._input_ids = _Numbers(max_step_tokens, np.int64)
-        self._positions = _Numbers(max_step_tokens, np.int64)
-        self._logits_rows = _Numbers(max_step_tokens, np.int64)
-        self._query_starts = _Numbers(max_step_tokens + 1, np.int32)
-        self._seq_lens = _Numbers(max_step_tokens, np.int32)
-        self._slots = _Numbers(max_step_tokens, np.int32)
-        self._folded = _Numbers(max_step_tokens, np.int32)
-        self._sure = _Numbers(max_step_tokens, np.int32)
+        self._places = [_Places(page_size, max_step_tokens, kind, pinned) for kind in kinds]
+        self._input_ids = _Numbers(max_step_tokens, torch.int64, pinned)
+        self._positions = _Numbers(max_step_tokens, torch.int64, pinned)
+        self._logits_rows = _Numbers(max_step_tokens, torch.int64, pinned)
+        self._query_starts = _Numbers(max_step_tokens + 1, torch.int32, pinned)
+        self._seq_lens = _Numbers(max_step_tokens, torch.int32, pinned)
+        self._slots = _Numbers(max_step_tokens, torch.int32, pinned)
+        self._folded = _Numbers(max_step_tokens, torch.int32, pinned)
+        self._sure = _Numbers(max_step_tokens, torch.int32, pinned)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
@@ -172,10 +174,15 @@ def _settled(chunk: Chunk) -> bool:
 
 
 def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    """A copy of a batch in host memory."""
+    """A copy of a batch in host memory. What is pinned stays as it is until the GPU has read it: a copy of CUDA's would
+    wait for those of experts, and its caller, too."""
 
     def there(tensor: Tensor) -> Tensor:
-        return tensor.to(device, copy=True)
+        if device.type != "cuda" or not tensor.numel() or not tensor.is_pinned():
+            return tensor.to(device, copy=True)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        to_gpu(tensor.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8))
+        return target
 
     return ForwardBatch(
         there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),

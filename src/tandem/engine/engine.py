@@ -94,6 +94,7 @@ def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
         windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
         splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
+        spared=plan.gpu.spared,
     )  # fmt: skip
     return GpuRunner(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from tandem.engine.feeder import Feeder
+from tandem.engine.graphs.spared import products_leave, spared_stream
 from tandem.engine.paused_pass import slice_of
 from tandem.engine.prompt_graphs import Recorder, Work
 from tandem.engine.sampling.logits import DeviceLogits, HostRows
@@ -55,13 +56,17 @@ class PassStart(Protocol):
 
 class Streams:
     """One for steps that are replayed and for choosing tokens, which has the right of way; one for all other steps.
-    None: there is only one."""
+    None: there is only one. A third one for passes beside which graphs are replayed, where some multiprocessors are
+    spared; it is the second one elsewhere."""
 
-    def __init__(self, device: torch.device, apart: bool) -> None:
+    def __init__(self, device: torch.device, apart: bool, spared: int = 0) -> None:
+        """spared: multiprocessors that passes leave to steps."""
         self.steps: torch.cuda.Stream | None = None
-        self._others: torch.cuda.Stream | None = None
+        self._others = self._passes = self.steps
+        self._spared = spared
         if apart and device.type == "cuda":
             self.steps, self._others = _pair(device)
+            self._passes = spared_stream(device, spared) if spared else self._others
 
     def enter(self) -> None:
         """Before anything is captured. This thread computes on the first one from now on."""
@@ -71,21 +76,27 @@ class Streams:
             torch.cuda.set_stream(self.steps)
 
     @contextmanager
-    def aside(self, after: bool = True) -> Iterator[None]:
+    def aside(self, after: bool = True, spares: bool = False) -> Iterator[None]:
         """after: what is computed here comes after all that the first stream was given until now. False: it needs
-        nothing of that, and a graph may be running there."""
-        if self._others is None:
+        nothing of that, and a graph may be running there. spares: some multiprocessors, where that was asked for."""
+        stream = self._passes if spares else self._others
+        if stream is None:
             yield
             return
         if after:
-            self._others.wait_stream(torch.cuda.current_stream(self._others.device))
-        with torch.cuda.stream(self._others):
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
             yield
+
+    def cut(self, spares: bool) -> AbstractContextManager[None]:
+        """Around the capture of what is replayed there: products are cut for its multiprocessors."""
+        return products_leave(self._spared if spares else 0)
 
     def finish(self) -> None:
         """Waits for what was computed aside."""
-        if self._others is not None:
-            self._others.synchronize()
+        for stream in (self._others, self._passes):
+            if stream is not None:
+                stream.synchronize()
 
 
 @cache
@@ -107,11 +118,12 @@ class GpuPass:
         usage: ExpertUsage | None,
         rows: HostRows,
         feeder: Feeder | None,
+        spares: bool = False,
     ) -> None:
-        """start: held. feeder: gives its pieces; None: whoever asks to go on does."""
+        """start: held. feeder: gives its pieces; None: whoever asks to go on does. spares: as `Streams.aside`."""
         self._work, self._start, self._streams, self._usage, self._rows = work, start, streams, usage, rows
         self._next, self._given = 0, deque[torch.cuda.Event]()
-        self._feeder = feeder
+        self._feeder, self._spares = feeder, spares
         if feeder is not None:
             feeder.start(self)
 
@@ -119,7 +131,7 @@ class GpuPass:
         return self._work.pieces - self._next
 
     def piece(self) -> None:
-        with torch.inference_mode(), self._streams.aside(after=False):
+        with torch.inference_mode(), self._streams.aside(False, self._spares):
             self._work.give(self._next)
             event = torch.cuda.Event(blocking=True)
             event.record()
@@ -153,7 +165,8 @@ class GpuPass:
             self._feeder.stop()
         self._start.release()
         try:
-            self._streams.finish()
-        finally:
             if self._usage is not None:
-                self._usage.end_beside()
+                with self._streams.aside(False, self._spares):
+                    self._usage.end_beside()
+        finally:
+            self._streams.finish()

@@ -112,8 +112,8 @@ class GpuRunner:
             BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
             each_row=graphs.each_row,
         )  # fmt: skip
-        self._arrays, self._paused = made(apart=True), made()
         self._device = handoff.device
+        self._arrays, self._paused = made(apart=True), made(pinned=self._device.type == "cuda")
         self._graphs: dict[int, _Graph] = {}
         self._settled: dict[int, _Graph] = {}
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
@@ -121,9 +121,9 @@ class GpuRunner:
         self._end = StepEnd(handoff.device)
         said: object = begin_step
         self._start = said if isinstance(said, PassStart) else None
-        self._prompts = self._splits = PromptGraphs(None)
+        self._prompts = self._passes = self._splits = PromptGraphs(None)
         apart = live is None and self._start is not None and self._start.pausable() and not graphs.drafting
-        self._streams = Streams(handoff.device, apart)
+        self._streams = Streams(handoff.device, apart, graphs.spared if graphs.prompts else 0)
         self._feeder = Feeder(partial(_on, self._device)) if apart else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
@@ -194,12 +194,10 @@ class GpuRunner:
 
     def _prompt(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits | None:
         """Prompts that fit a graph, while no pass is under way. None: they do not, or are sooner ready without."""
-        split = self._splits.graph_of(batch, alone=True)
-        if split is not None and not (self._start and self._start.splits(len(batch.input_ids))):
-            split = None
-        if split is None and not (self._plan.alone and self._prompts.graph_of(batch, alone=True)):
-            return None
-        if (paused := self.paused(batch, split)) is None:
+        split = self._split(batch)
+        graph = split or (self._prompts.graph_of(batch, alone=True) if self._plan.alone else None)
+        paused = None if graph is None else self.paused(batch, graph, split is not None)
+        if paused is None:
             return None
         try:
             paused.go_on(0.0, whole=True)
@@ -209,33 +207,44 @@ class GpuRunner:
             paused.drop()  # or later steps would find it under way
             raise
 
+    def _split(self, batch: ForwardBatch) -> PromptGraph | None:
+        """In which bus and CPU share the experts, where that is best."""
+        found = self._splits.graph_of(batch, alone=True)
+        if found is None or self._start is None or not self._start.splits(len(batch.input_ids)):
+            return None
+        return found
+
     def pause(self, chunks: list[Chunk]) -> GpuPass | None:
         """A pass of these chunks; one at a time."""
         return self.paused(self._paused.fill(chunks))
 
-    def paused(self, batch: ForwardBatch, split: PromptGraph | None = None) -> GpuPass | None:
+    def paused(
+        self, batch: ForwardBatch, graph: PromptGraph | None = None, split: bool = False
+    ) -> GpuPass | None:
         """A pass beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
-        steps change. The batch is in host memory, and stays as it is. split: nothing is replayed beside it, and the CPU
-        has a part in it."""
+        steps change. The batch is in host memory, and stays as it is. graph: of it, if nothing is replayed beside it;
+        split: the CPU has a part in that."""
         start = self._start
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
-        alone = start.hold(batch, split is not None)
-        try:
-            work = self._work(batch, self._model, split or (self._prompts.graph_of(batch) if alone else None))
-        except Exception:
-            start.release()
-            raise
+        beside = self._passes.graph_of(batch) if graph is None else None
+        # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it.
+        with torch.inference_mode(), self._streams.aside(graph is not None, beside is not None):
+            alone = start.hold(batch, split)
+            try:
+                work = self._work(batch, self._model, graph or (beside if alone else None))
+            except Exception:
+                start.release()
+                raise
         feeder = self._feeder if alone and isinstance(work, LayerWork) else None
-        return GpuPass(work, start, self._streams, self._usage, self._rows, feeder)
+        return GpuPass(work, start, self._streams, self._usage, self._rows, feeder, beside is not None)
 
     def _work(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Work:
-        with torch.inference_mode(), self._streams.aside():
-            tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
-            if graph is not None:
-                return graph.of(batch)
-            best = BestRows(len(batch.logits_rows), self._device)
-            return LayerWork(model, self._states, moved(batch, self._device), tallies, best)
+        tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
+        if graph is not None:
+            return graph.of(batch)
+        best = BestRows(len(batch.logits_rows), self._device)
+        return LayerWork(model, self._states, moved(batch, self._device), tallies, best)
 
     def step_ended(self) -> bool:
         return self._end.passed()
@@ -295,7 +304,9 @@ class GpuRunner:
         made = CapturedPrompts(
             self._model, self._states, self._plan.pages, start, streams, self._device, usage
         )
-        self._prompts = made.of(self._plan.prompts)
+        self._passes = made.of(self._plan.prompts, spares=True)
+        own = self._plan.spared > 0 and self._plan.alone
+        self._prompts = made.of(self._plan.prompts) if own else self._passes
         shared = [] if start is None else [size for size in self._plan.splits if start.splits(size)]
         self._splits = made.of(shared, beside=self._prompts)
 

@@ -13,30 +13,46 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 SIX = list(range(6))
 
 
-def beside(session: Session, seconds: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of sequence 7's prompt, and of the tokens that six others decode meanwhile. seconds: of a slice, where the
-    CPU has a part in the pass; elsewhere a thread gives pieces while graphs run."""
+class Passing:
+    """Sequence 7's prompt on its way. seconds: of a slice, where the CPU has a part in it; elsewhere a thread gives
+    pieces while graphs run."""
+
+    def __init__(self, session: Session, seconds: float) -> None:
+        self.paused = session.runner.paused(batch_of([7], 0, PROMPT))
+        self.seconds, self.logits = seconds, None
+        assert self.paused is not None
+
+    def go_on(self, whole: bool = False) -> None:
+        """Until it ends: then its logits are fetched at once."""
+        if self.logits is None and self.paused.go_on(self.seconds, whole=whole):
+            self.logits = self.paused.logits().logits.cpu().clone()
+
+
+def beside(session: Session, seconds: float, inside: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of sequence 7's prompt, and of the tokens that six others decode meanwhile. inside: slices are given while
+    a step runs, and the pass ends there; else between steps."""
     session.step(SIX, 0, PROMPT)
-    paused = session.runner.paused(batch_of([7], 0, PROMPT))
-    assert paused is not None
-    decoded: list[torch.Tensor] = []
+    passing, decoded = Passing(session, seconds), list[torch.Tensor]()
     with torch.inference_mode():
-        while not paused.go_on(seconds, whole=len(decoded) == DECODED):
-            if len(decoded) < DECODED:
-                found = session.runner.logits(batch_of(SIX, PROMPT + len(decoded), 1))
-                decoded.append(found.logits.cpu().clone())
-    assert decoded
-    return paused.logits().logits.cpu().clone(), torch.stack(decoded, 1)
+        while len(decoded) < DECODED and (passing.logits is None or not decoded):
+            meanwhile = {"meanwhile": passing.go_on} if inside else {}
+            found = session.runner.logits(batch_of(SIX, PROMPT + len(decoded), 1), **meanwhile)
+            decoded.append(found.logits.cpu().clone())
+            if not inside:
+                passing.go_on()
+        passing.go_on(whole=True)
+    assert decoded and passing.logits is not None
+    return passing.logits, torch.stack(decoded, 1)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e-3])
+@pytest.mark.parametrize(("seconds", "inside"), [(0.0, False), (0.0, True), (1e-3, False)])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe", "deepseek_v3", "qwen3_next"])
-def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, seconds) -> None:
+def test_steps_and_a_pass_leave_each_other_alone(tiny_models, variant, share, seconds, inside) -> None:
     """Bits of a pass are those of a step of its rows; of the graphs, those without a pass."""
     path = tiny_models[variant]
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
-    prompt, decoded = beside(session := Session(path, share, (1, 8)), seconds)
+    prompt, decoded = beside(session := Session(path, share, (1, 8)), seconds, inside)
     after = session.step([7], PROMPT, 1)
     plain = Session(path, share, (1, 8))
     plain.step(SIX, 0, PROMPT)

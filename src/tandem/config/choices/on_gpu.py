@@ -38,6 +38,10 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
     if m.prompt_sizes and sizes:
         rows = ", ".join(map(str, m.prompt_sizes))
         log.append(Decision("prompt graphs", f"{rows} rows", "Python takes longer to start kernels than they run"))
+    spared = config.spared_multiprocessors if m.prompt_sizes and sizes else 0
+    if config.spared_multiprocessors:
+        why = "--spared-multiprocessors" if spared else "prompts are not CUDA graphs here"
+        log.append(Decision("spared multiprocessors", str(spared), why))
     statistics = statistics_file(config, 0 < m.experts < everyone)
     kernels, origin = attention_backend(config, model.attentions, request.machine)
     log.append(Decision("attention", kernels, origin))
@@ -57,7 +61,7 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (), m.draft_experts,
-        settled_sizes(config, model, running, request.guesses) if sizes else (),
+        settled_sizes(config, model, running, request.guesses) if sizes else (), spared,
     )  # fmt: skip
 
 

@@ -30,19 +30,20 @@ class CapturedPrompts:
     device: torch.device
     usage: ExpertUsage | None
 
-    def of(self, sizes: Rows[int], beside: PromptGraphs | None = None) -> PromptGraphs:
+    def of(self, sizes: Rows[int], beside: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
         """Of so many rows; none where that is not possible: such chunks are given kernel by kernel. beside: graphs that
-        share their memory and whose layers the GPU computes alone; in those made here the CPU has a part."""
+        share their memory and whose layers the GPU computes alone; in those made here the CPU has a part. spares: as
+        `Streams.aside`. A graph keeps the multiprocessors that it was captured with."""
         made = PromptGraphs(self.start, beside)
         try:
             for rows in sorted(sizes, reverse=True):
-                self._capture(made, rows, beside is not None)
+                self._capture(made, rows, beside is not None, spares)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
             made, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
             _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
         return made
 
-    def _capture(self, made: PromptGraphs, rows: int, split: bool) -> None:
+    def _capture(self, made: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
         start = self.start
         if start is None or self.streams.steps is None or not start.replayable():
             raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
@@ -52,7 +53,7 @@ class CapturedPrompts:
         try:
             if not start.hold(inputs.image, split):
                 raise NoPromptGraphs("the CPU computes a part of their experts")
-            with self.streams.aside():
+            with self.streams.aside(spares=spares), self.streams.cut(spares):
                 tallies = None if self.usage is None else self.usage.beside(0)
                 made.capture(inputs, self.model, self.states, tallies)
         finally:

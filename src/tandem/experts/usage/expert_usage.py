@@ -127,8 +127,8 @@ class ExpertUsage:
         self._moved: list[tuple[Ints, Ints]] = []  # changes [3, n], counts [3, n], since the last `read`
         self._buffers: deque[Asked] = deque()
         self.copy: Copy | None = None  # None: PyTorch's, which takes longer
-        # Experts that a pass has seen, how many of its rows count, and where its layers do.
-        self._beside: tuple[Tensor, Tensor | None, list[Tally]] | None = None
+        # Experts that a pass has seen, and all before it; how many of its rows count, and where its layers do.
+        self._beside: tuple[Tensor, Tensor, Tensor | None, list[Tally]] | None = None
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
         self.swap_rests = 0  # how often live placement paused because it did not pay
@@ -162,27 +162,29 @@ class ExpertUsage:
         """Where the layers of a pass of so many rows count that steps overtake. One pass at a time."""
         if self._beside is None:
             with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere
-                seen = torch.zeros_like(self._arrays[_SEEN])
+                seen, passed = torch.zeros_like(self._arrays[_SEEN]), torch.zeros_like(self._arrays[_SEEN])
                 limit = None if self._rows is None else torch.zeros_like(self._rows)
                 each = zip(self._arrays[_TOKENS], seen, strict=True)
-                self._beside = seen, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
-        _, limit, tallies = self._beside
+                self._beside = seen, passed, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
+        _, _, limit, tallies = self._beside
         if limit is not None:
             limit.fill_(rows)
         return tallies
 
     def end_beside(self) -> None:
-        """The pass has ended, wherever; each of its layers ran once at most."""
+        """The pass has ended, wherever; each of its layers ran once at most. In the order of what it computed: a step
+        that is under way adds to other counts."""
         if self._beside is not None:
-            self._arrays[_READS].add_(self._beside[0])
-            self._beside[0].zero_()
+            seen, passed, _, _ = self._beside
+            passed.add_(seen)
+            seen.zero_()
 
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
         self._note_all()
         self._attribute()
-        now = self._arrays.cpu()
-        now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN]))
+        now, passed = self._arrays.cpu(), 0 if self._beside is None else self._beside[1].cpu()
+        now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN] + passed))
         self._totals += (now - self._last).long()
         self._last = now
         self._gpu_totals = torch.from_numpy(self._left) + (self._totals * self._on_gpu).sum(2)
