@@ -188,6 +188,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens"),
     "background": ({"background": True}, "background"),
     "truncation": ({"truncation": "auto"}, "truncation"),
+    "conversation": ({"conversation": "conv_1"}, "conversation"),
+    "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     "too long": ({"input": "x" * 5000}, "input"),
     "nothing": ({"input": []}, "input"),
 }

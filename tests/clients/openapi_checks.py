@@ -15,7 +15,8 @@ import schemathesis
 
 _SERVED = (*range(200, 400), 401, 403, 404, 409, 429, 503)  # as `positive_data_acceptance` has them
 _OF_FORM = re.compile(
-    r"expected `|missing required field|unknown field|invalid enum value|is not valid (JSON|UTF-8)|nested too deeply"
+    r"expected `|missing required field|unknown field|none of the values|is empty; send JSON|is not valid (JSON|UTF-8)|"
+    r"nested too deeply"
 )
 _CODES_OF_FORM = ("invalid_type", "invalid_json", "invalid_utf8")
 

@@ -31,6 +31,7 @@ Fields = dict[str, msgspec.Raw]
 _FIELDS = msgspec.json.Decoder(Fields)
 _ANYTHING = msgspec.json.Decoder(Any)
 
+_CHOICE = re.compile(r"^invalid enum value (.+)$", re.S)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>key in )?`\$(?P<path>.*)`)?$", re.DOTALL)
 
 
@@ -204,7 +205,7 @@ def _complaint(text: str, where: str) -> ApiError:
     match = _PATH.match(text)
     what, path = (match["what"], match["path"]) if match else (text, None)
     param = (where + (path or "")).lstrip(".") or None
-    what = what[:1].lower() + what[1:]
+    what = _CHOICE.sub(r"\1 is none of the values that are served here", what[:1].lower() + what[1:])
     return ApiError(400, f"{param or 'the body'}: {what}", param=param, code="invalid_type")
 
 

@@ -50,7 +50,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "enable_thinking": (), "reasoning": (), "think": (), "separate_reasoning": (), "include_reasoning": (),
     # another prompt, other weights, another kind of answer
     "suffix": (), "echo": (), "chat_template": (), "template": (),
-    "context": (), "documents": (), "chat_template_kwargs": ({},),
+    "context": (), "conversation": (), "prompt": (), "documents": (), "chat_template_kwargs": ({},),
     "add_special_tokens": (), "input_ids": (), "prompt_token_ids": (), "prompt_embeds": (),
     "truncate_prompt_tokens": (-1,), "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (),
     "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (), "session_params": (),
