@@ -131,7 +131,7 @@ def test_what_is_not_here_is_prepared_by_a_child(
     ("argv", "status", "says"),
     [
         (["serve", "demo", "--prot", "3"], 2, "nearest known one is --port"),
-        (["serve", "demo", "--tp", "2"], 2, "not available yet. Use 1"),
+        (["serve", "demo", "--tp", "2", "--packed-cache", "c"], 2, "--tensor-parallel-size 2: ranks"),
         (["serve", "--model", "/no/such/model"], 1, "/no/such/model does not exist"),
         (["serve", "--port", "30000"], 2, "try `kt serve demo`"),
         (["run", "org/name"], 2, "there is no kt run: give kt serve MODEL, then kt chat"),
@@ -184,13 +184,13 @@ def test_modules_are_the_same_program(module: str) -> None:
 
 def test_plan_only_prints_each_choice_with_its_reason(model_dir: Path) -> None:
     shown = kt(
-        "serve", str(model_dir), "--plan-only", "--kt-method", "INT4", "--kt-cpuinfer", "1", "--tp", "1"
+        "serve", str(model_dir), "--plan-only", "--kt-method", "INT4", "--kt-cpuinfer", "1", "--nnodes", "1"
     )
     assert shown.exit_code == 0, shown.output
     assert re.search(r"expert format +int4 +--kt-method INT4", shown.stdout)
     assert re.search(r"threads +1 +--kt-cpuinfer 1", shown.stdout)
     assert re.search(r"context length +512 +the model's own limit", shown.stdout)
-    assert "note: --tensor-parallel-size 1 changes nothing" in shown.stdout
+    assert "note: --nnodes 1 changes nothing" in shown.stdout
 
 
 def test_the_demo_s_plan_needs_no_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

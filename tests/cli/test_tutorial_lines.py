@@ -70,9 +70,9 @@ LINES: dict[str, tuple[set[str], set[str]]] = {
         set(),
         {"--kt-enable-dynamic-expert-update", THRESHOLD},
     ),
-    FLASH: (set(), {THRESHOLD, "--tensor-parallel-size", "--cuda-graph-bs", "--kt-enable-dynamic-expert-update"}),
+    FLASH: (set(), {THRESHOLD, "--cuda-graph-bs", "--kt-enable-dynamic-expert-update"}),
     FLASH + SPECULATION: (set(), {"--max-prefill-tokens", "--speculative-algorithm"}),
-    FLASH.replace("parallel-size 1", "parallel-size 2"): ({"--tensor-parallel-size"}, set()),
+    FLASH + "--nnodes 2": ({"--nnodes"}, set()),
 }
 
 
@@ -163,10 +163,10 @@ def test_the_flash_tutorial_s_converter_line(places, monkeypatch, tmp_path):
 
 
 def test_what_the_model_and_the_machine_refuse_is_said_with_the_rest(places):
-    line = "--tp 4 --kt-method AWQ --context-length 999999 --kernel-tier amx --kt-numa-nodes 9"
+    line = "--nnodes 2 --tp 4 --kt-method AWQ --context-length 999999 --kernel-tier amx --kt-numa-nodes 9"
     with pytest.raises(ConfigError) as error:
         possible_config([str(places["qwen"]), *line.split()])
-    expected = {"--tensor-parallel-size", "--kt-method", "--context-length", "--kt-numa-nodes"}
+    expected = {"--nnodes", "--tensor-parallel-size", "--kt-method", "--context-length", "--kt-numa-nodes"}
     assert flags_of(error.value.reasons) >= expected
     config = json.loads((places["qwen"] / "config.json").read_text())
     other = places["qwen"].parent / "next-year"
@@ -175,6 +175,13 @@ def test_what_the_model_and_the_machine_refuse_is_said_with_the_rest(places):
     with pytest.raises(ConfigError) as error:
         possible_config([str(other), "--nnodes", "2", "--kt-numa-nodes", "9"])
     assert flags_of(error.value.reasons) == {"--nnodes", "config.json", "--kt-numa-nodes"}
+
+
+def test_two_ranks_of_the_flash_line_say_what_is_missing(places):
+    line = FLASH.replace("parallel-size 1", "parallel-size 2").format(**places)
+    with pytest.raises(ConfigError, match="experts do not move between ranks' sides; leave --kt-enable-dyn") as error:
+        planned(EngineConfig.from_args(shlex.split(line)), replace(these_cpus(), gpus=()))
+    assert flags_of(error.value.reasons) == {"--tensor-parallel-size"}
 
 
 def test_the_tutorial_s_converter_line(places, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from math import lcm
 
 from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, one_expert
@@ -105,6 +106,7 @@ def _summed(counts: Counter[QuantFormat], experts: bool) -> StoredFormat:
         bytes_per_weight=sum(fmt.bytes_per_weight * n for fmt, n in counts.items()) / total,
         methods=largest.methods,
         group=largest.group if len(names) == 1 else 0,
+        along=lcm(*(fmt.along for fmt in counts)),
         decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
         gpu_bytes_per_weight=sum(_gpu_bytes(fmt) * n for fmt, n in counts.items()) / total,
         zero_points=any(fmt.zero_points and fmt.packable for fmt in counts),

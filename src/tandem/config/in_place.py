@@ -54,6 +54,8 @@ def against_in_place(
         return f"{flag} makes the experts {expert_format}; leave one of the two flags out"
     if model.expert_channels % ROW_UNIT or model.moe.experts.width % ROW_UNIT:
         return f"experts of {model.expert_channels} x {model.moe.experts.width} would have to be padded; take auto"
+    if model.shard.ranks > 1:
+        return "ranks hold parts of experts; take auto"
     if model.moe.experts.copied:
         return "the checkpoint has their numbers in another order than kernels read; take auto"
     if not stored.aligned:

@@ -86,6 +86,19 @@ class Machine:
         nodes = tuple(sorted({core.node for core in cores}))
         return nodes if len(nodes) > 1 and -1 not in self.pinned(cores) else ()
 
+    def on_nodes(self, nodes: Iterable[int]) -> Machine:
+        """Without the cores of other NUMA nodes."""
+        return replace(self, cores=tuple(core for core in self.cores if core.node in set(nodes)))
+
+    def of_rank(self, rank: int, ranks: int) -> Machine:
+        """What one of several equal processes may use: as many cores as the others, side by side, and memory."""
+        each = len(self.cores) // ranks
+        return replace(
+            self, cores=self.cores[rank * each : (rank + 1) * each], total_memory=self.total_memory // ranks,
+            available_memory=self.available_memory // ranks,
+            cpu_quota=None if self.cpu_quota is None else self.cpu_quota / ranks,
+        )  # fmt: skip
+
     def limited_to(self, tiers: Iterable[str]) -> Machine:
         """Without the tiers that are not among these."""
         return replace(self, tiers=tuple(tier for tier in self.tiers if tier in set(tiers)))

@@ -37,6 +37,7 @@ from tandem.config.machine import Machine
 from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, prefill_tokens, size_memory
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
+from tandem.config.ranks.ranked import decisions, ranked
 from tandem.config.speculation.choice import (
     DRAFT_ALGORITHMS,
     SpeculationPlan,
@@ -132,6 +133,7 @@ def machine_refusals(config: EngineConfig, machine: Machine) -> tuple[str, ...]:
 
 def _resolve(config: EngineConfig, model: ModelConfig, machine: Machine, stored: StoredFormats) -> Plan:
     """With experts packed or where they lie. Raises ConfigError with one reason or a few."""
+    config, model, machine = ranked(config, model, machine, stored)
     mode = config.map_experts
     against = against_in_place(config, model, expert_format_of(config, stored), stored)
     if mode == "always" and against:
@@ -182,7 +184,7 @@ def _resolved(
     in_place: bool,
 ) -> Plan:
     """device: the GPU, None for none, and why."""
-    log: list[Decision] = []
+    log = decisions(model.shard.ranks)
     gpu = _device(config, *device, log)
     dtype = _dtype(config, model, device, log)
     dense_codes, *shown = dense_choice(dtype, stored, gpu is not None)

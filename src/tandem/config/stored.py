@@ -14,6 +14,7 @@ class StoredFormat:
     bytes_per_weight: float = 2.0  # once packed as it is
     methods: tuple[str, ...] = ("BF16",)  # values of --kt-method that mean it
     group: int = 0  # along K; 0: none, or several
+    along: int = 1  # weights along K that stay together where the matrix is cut
     decoded: str = ""  # what of it has no packed form and becomes numbers: "q5_k"
     gpu_bytes_per_weight: float = (
         2.0  # of dense matrices in GPU memory, where what the kernels do not read is bfloat16

@@ -64,24 +64,36 @@ def _states(parts: EngineParts) -> StateArrays:
 
 def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
     layout, count = _layout(parts), parts.plan.num_window_pages
-    windows = WindowPages(layout, count) if count else None
-    return StateStore(layout, pages, SlotPool(slots) if layout.slot_bytes else None, windows)
+    windows, pool = WindowPages(layout, count) if count else None, SlotPool(slots) if layout.slot_bytes else None
+    if pool is not None and parts.leader is not None:
+        pool.on_copy = parts.leader.lists.copied
+    return StateStore(layout, pages, pool, windows)
 
 
 def _pace(parts: EngineParts) -> PrefillPace:
     """Where all experts travel in a step, others wait for it if it is short enough."""
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
-    pieces = parts.model.depth if isinstance(parts.model, PausingModel) and parts.handoff is None else 1
+    here = parts.handoff is None and parts.leader is None
+    pieces = parts.model.depth if here and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
     beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
     return PrefillPace(most, seconds is not None, whole, pieces, beside)
 
 
+def _kind(parts: EngineParts) -> Callable[..., ModelRunner]:
+    """How a step runs where this process computes."""
+    if parts.leader is None:
+        return ModelRunner
+    from tandem.engine.ranks.leader import RankedRunner  # and sockets, which one rank has no use for
+
+    return partial(RankedRunner, parts.leader)
+
+
 def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
     plan = parts.plan
     if parts.handoff is None or plan.gpu is None:
-        return ModelRunner(
+        return _kind(parts)(
             parts.model,
             states,
             page_size=plan.page_size,
@@ -133,7 +145,7 @@ class Engine:
     def _assemble(self, parts: EngineParts) -> None:
         plan = parts.plan
         self.plan, self.model_config, self.tokenizer = plan, parts.model_config, parts.tokenizer
-        self._workers = parts.workers
+        self._workers, self._leader = parts.workers, parts.leader
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
         states = _states(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
@@ -179,8 +191,10 @@ class Engine:
         self._counters.prompt_tokens += len(request.prompt_ids)
 
     def close(self) -> None:
-        """Ends what serves the engine beside it: the process that compiles grammars."""
+        """Ends what serves the engine beside it: the process that compiles grammars, the way to other ranks."""
         self.grammars.close()
+        if self._leader is not None:
+            self._leader.close()
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages now; the next step reports "abort". "" means all; unknown ids are

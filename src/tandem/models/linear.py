@@ -40,7 +40,7 @@ class Gathered:
         self.out_features, self.in_features = outputs, own.in_features
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        gathered = self._group.gather(self.own(x, out_dtype))
+        gathered = self._group.gather(self.own(x, out_dtype), self.out_features)
         return gathered if out is None else out.copy_(gathered)
 
 

@@ -66,8 +66,8 @@ def check_groups(checkpoint: Checkpoint, module: str, inputs: Share) -> None:
     groups = inputs.whole // unit
     possible = [str(n) for n in range(1, groups + 1) if groups % n == 0 and inputs.whole % unit == 0]
     raise ConfigError(
-        f"--tp {inputs.whole // inputs.size}: {module} is {checkpoint.format(module)}, and its {inputs.whole} inputs "
-        f"have groups of {unit}, which stay whole; possible: {', '.join(possible or ['1'])}",
+        f"--tensor-parallel-size {inputs.whole // inputs.size}: {module} is {checkpoint.format(module)}, and its "
+        f"{inputs.whole} inputs have groups of {unit}, which stay whole; possible: {', '.join(possible or ['1'])}",
         fields=("tensor_parallel_size",),
     )
 

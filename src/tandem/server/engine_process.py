@@ -87,18 +87,19 @@ class LoadedEngine:
     sampling_defaults: dict[str, float] = field(default_factory=dict)
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
-    """Resolve the model, print the plan, build the real engine and say how far it is."""
+def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
+    """Resolve the model, print the plan, build the real engine and say how far it is. ranks: as `StartEngine` has."""
     from tandem.checkpoint import resolve_model
     from tandem.engine.engine import Engine
+    from tandem.engine.ranks.leader import leading
     from tandem.engine.start.loader import load_parts
     from tandem.engine.start.sampling_defaults import read_sampling_defaults
     from tandem.kernels.free_memory import keep_free_memory
 
     path = resolve_model(config.model)
-    with LoadProgress() as progress:
+    with LoadProgress() as progress, leading(ranks, config.tensor_parallel_size) as leader:
         engine = Engine.from_parts(
-            load_parts(config, progress, lambda plan: print_plan(plan, config.notices()))
+            load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader)
         )
     pin_main_thread(engine.plan.cpus[0])
     keep_free_memory()
@@ -257,9 +258,9 @@ def why_not_started(error: BaseException) -> str:
     return describe(error)
 
 
-def find_loader(name: str) -> Callable[[EngineConfig], LoadedEngine]:
+def find_loader(name: str) -> Callable[..., LoadedEngine]:
     module, _, function = name.partition(":")
-    return cast(Callable[[EngineConfig], LoadedEngine], getattr(importlib.import_module(module), function))
+    return cast(Callable[..., LoadedEngine], getattr(importlib.import_module(module), function))
 
 
 def tie_to_parent(parent: int) -> None:
@@ -288,7 +289,8 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
     """Build the engine, say so, and loop. Returns the exit code."""
     try:
         start = receive_start(socket)
-        loaded = find_loader(start.loader)(start.config)
+        load = find_loader(start.loader)
+        loaded = load(start.config, start.ranks) if start.ranks else load(start.config)
     except Exception as error:
         if not isinstance(error, TandemError | MemoryError):
             traceback.print_exc()

@@ -26,6 +26,7 @@ class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     config: EngineConfig
     loader: str
+    ranks: str = ""  # endpoint where the other ranks' processes ask; "": there are none
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush"):

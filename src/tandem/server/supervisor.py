@@ -29,6 +29,7 @@ from tandem.server.messages import (
     StopEngine,
     ToEngine,
 )
+from tandem.server.ranks.processes import RankProcesses, rank_processes
 
 REAL_ENGINE = "tandem.server.engine_process:load_engine"
 START_ATTEMPTS = 5  # consecutive starts that never became ready, after the first success
@@ -115,12 +116,16 @@ class EngineSupervisor:
 
     async def _one_life(self) -> _Life:
         try:
-            with private_endpoint() as endpoint, self._context.socket(zmq.DEALER) as socket:
+            with (
+                rank_processes(self._config.tensor_parallel_size) as ranks,
+                private_endpoint() as endpoint,
+                self._context.socket(zmq.DEALER) as socket,
+            ):
                 socket.set_hwm(0)
                 socket.linger = 0
                 socket.bind(endpoint)
                 self._process = await self._spawn(endpoint)
-                return await self._attend(socket, self._process, endpoint)
+                return await self._attend(socket, self._process, endpoint, ranks)
         except (OSError, zmq.ZMQError) as error:  # nothing was started: later there may be room for it
             self._start_error = f"no engine process can be started ({error}); free some memory, or end other processes"
         except EngineError as error:
@@ -138,19 +143,20 @@ class EngineSupervisor:
         )  # fmt: skip
 
     async def _attend(
-        self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process, endpoint: str
+        self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process, endpoint: str, ranks: RankProcesses
     ) -> _Life:
-        """Listen to one process until it ends, for whatever reason; never leaves it running."""
+        """Listen to one process until it ends, for whatever reason; never leaves it running, nor other ranks."""
         self._send = lambda message: _send_now(socket, message)
         self._start_error, self._killed_because, self._refused = "", "", False
         self._loaded = False
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
-        self._send(StartEngine(config=config, loader=self._loader))
+        self._send(StartEngine(config=config, loader=self._loader, ranks=ranks.endpoint))
         listening = asyncio.create_task(self._listen(socket, endpoint))
         watching = asyncio.create_task(self._watch(process))
         stopping = asyncio.create_task(self._stop_in_time(process))
         try:
-            code = await self._outlive(process, listening)
+            await ranks.start()
+            code = await self._outlive(process, listening, ranks)
             return self._ended(code)
         finally:
             for task in (listening, watching, stopping):
@@ -158,11 +164,14 @@ class EngineSupervisor:
             if process.returncode is None:
                 _kill(process)
                 await process.wait()
+            await ranks.end()
 
-    async def _outlive(self, process: asyncio.subprocess.Process, listening: asyncio.Task[None]) -> int:
-        """The exit code. An engine that we cannot understand (any more) is killed."""
-        ended = asyncio.create_task(process.wait())
-        await asyncio.wait({ended, listening}, return_when=asyncio.FIRST_COMPLETED)
+    async def _outlive(
+        self, process: asyncio.subprocess.Process, listening: asyncio.Task[None], ranks: RankProcesses
+    ) -> int:
+        """The exit code. An engine that we cannot understand (any more), or that has lost a rank, is killed."""
+        ended, lost = asyncio.create_task(process.wait()), asyncio.create_task(ranks.lost())
+        await asyncio.wait({ended, listening, lost}, return_when=asyncio.FIRST_COMPLETED)
         if not listening.done():  # what it said last may still be on its way
             await asyncio.wait({listening}, timeout=LAST_WORDS_SECONDS)
         if listening.done() and (error := listening.exception()) is not None:
@@ -171,6 +180,10 @@ class EngineSupervisor:
             log.error(
                 "lost the engine: %s", error, exc_info=None if isinstance(error, TandemError) else error
             )
+            _kill(process)
+        lost.cancel()
+        if not self._killed_because and (why := ranks.why_ended(process.returncode)):
+            self._killed_because = why
             _kill(process)
         return await ended
 

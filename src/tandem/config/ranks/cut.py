@@ -69,11 +69,11 @@ def possible_ranks(model: ModelConfig, expert_unit: int = 1) -> list[int]:
     """How many ranks the model can be divided among."""
     limits = [] if model.foreign is not None else _limits(model, expert_unit)
     most = MOST_RANKS if limits else 1
-    return [ranks for ranks in range(1, most + 1) if all(limit.allows(ranks) for limit in limits)]
+    return [1, *(ranks for ranks in range(2, most + 1) if all(limit.allows(ranks) for limit in limits))]
 
 
 def _refused(ranks: int, why: str) -> ConfigError:
-    return ConfigError(f"--tp {ranks}: {why}", fields=("tensor_parallel_size",))
+    return ConfigError(f"--tensor-parallel-size {ranks}: {why}", fields=("tensor_parallel_size",))
 
 
 def divided(body: Body) -> bool:

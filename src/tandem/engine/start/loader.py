@@ -30,6 +30,7 @@ from tandem.config.choices.cached import cached_as
 from tandem.config.choices.threads import plan_threads
 from tandem.config.in_place import stored_in
 from tandem.config.plan import machine_refusals
+from tandem.config.ranks.ranked import check_alone, own_side, ranked
 from tandem.config.speculation.choice import drafting
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.start.model_files import fetch
@@ -48,6 +49,7 @@ from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
 
 if TYPE_CHECKING:
+    from tandem.engine.ranks.leader import Leader
     from tandem.experts.handoff import Handoff
     from tandem.experts.hybrid_store import HybridStore
 
@@ -78,13 +80,16 @@ def load_parts(
     config: EngineConfig,
     progress: models.Progress | None = None,
     planned: Callable[[Plan], None] | None = None,
+    leader: Leader | None = None,
 ) -> EngineParts:
     """Reads and packs the model. `planned` is called before the first weight is read, `progress(what, bytes done, bytes
-    in all)` after every layer.
+    in all)` after every layer. leader: of other ranks, where the model is divided; this is the first then.
 
     Raises ConfigError when a wish cannot be met, CheckpointError when a file is missing or broken.
     """
     use_one_torch_thread()
+    if leader is None:
+        check_alone(config)
     directory, machine = model_directory(config.model), these_cpus()
     if config.sampling_defaults == "model":
         read_sampling_defaults(
@@ -92,7 +97,7 @@ def load_parts(
         )  # a server wants them; what is wrong is said before anything is loaded
     if machine_refusals(config, machine):
         plan_of(config)  # raises them, with all else that stands in the way
-    workers = planned_pool(plan_threads(config, machine))
+    workers = planned_pool(plan_threads(*own_side(config, machine)))
     with (
         PackedStart(config, directory, workers, progress) as packed,
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
@@ -103,12 +108,15 @@ def load_parts(
         checkpoint = with_draft_layer(checkpoint, config)
         stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
         plan = resolve(config, model_config, whole.result(), stored)
+        model_config = ranked(config, model_config, machine, stored)[1]
         models.check_draft_layer(model_config, checkpoint)
         if planned is not None:
             planned(plan)
         ops = CpuOps(
             workers, plan.tier, plan.int8_activations, plan.experts_in_place, plan.deterministic
         )
+        if leader is not None:
+            ops.group = leader.start(config, plan)
         packed.open(plan, model_config, checkpoint, ops)
         if packed.cache is None or not packed.cache.mapped:
             models.check_headers(model_config, plan, checkpoint)
@@ -116,7 +124,8 @@ def load_parts(
         if config.chat_template is not None:
             tokenizer.use_chat_template(chat_template_text(config.chat_template))
         start = Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
-        return start.on_cpu() if plan.gpu is None else start.on_gpu()
+        parts = start.on_cpu() if plan.gpu is None else start.on_gpu()
+        return replace(parts, leader=leader)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config import ModelConfig, Plan
 from tandem.config.cuda_graphs import split_sizes
@@ -15,6 +15,9 @@ from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
+
+if TYPE_CHECKING:
+    from tandem.engine.ranks.leader import Leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class EngineParts:
     begin_step: BeginStep | None = None  # on a GPU: what its operations prepare outside CUDA graphs
     drafter: Drafter | None = None  # who guesses, where the plan wants it; None: whom that names. A layer works anyway
     stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does
+
+    leader: Leader | None = None  # of other ranks; None: this process has all of the model
 
     @property
     def prompts_alone(self) -> bool:

@@ -19,6 +19,6 @@ class Group(Protocol):
         bits: added in float32 in the order of ranks, then rounded."""
         ...
 
-    def gather(self, columns: Tensor) -> Tensor:
-        """[T, n], n of this rank -> [T, n of all ranks], side by side in their order. The last rank may have fewer."""
+    def gather(self, columns: Tensor, whole: int) -> Tensor:
+        """[T, n], n of this rank -> [T, whole], side by side in their order. The last rank may have fewer."""
         ...

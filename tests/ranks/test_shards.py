@@ -225,7 +225,7 @@ def test_states_are_divided_with_their_heads(tiny_models) -> None:
     ],
 )
 def test_what_cannot_be_divided_is_named(tiny_models, variant, ranks, unit, message) -> None:
-    with pytest.raises(ConfigError, match=f"^--tp {ranks}: .*{message}"):
+    with pytest.raises(ConfigError, match=f"^--tensor-parallel-size {ranks}: .*{message}"):
         cut(load_model_config(tiny_models[variant]), Shard(0, ranks), unit)
 
 
@@ -235,5 +235,6 @@ def test_groups_of_codes_stay_whole(wide, tmp_path, dense) -> None:
     choice = everything("fp8 blocks") if dense else experts_only("fp8 blocks")
     path = save_quantised(wide, tmp_path, choice)[0]
     what = "o_proj" if dense else "down_proj"
-    with pytest.raises(ConfigError, match=rf"^--tp 4: model.*{what} is fp8 128x128, and its 256 inputs .* 1, 2$"):
+    said = rf"^--tensor-parallel-size 4: model.*{what} is fp8 128x128, and its 256 inputs .* 1, 2$"
+    with pytest.raises(ConfigError, match=said):
         build(cut(load_model_config(path), Shard(0, 4)), plan(), open_checkpoint(path), TorchOps())

@@ -62,7 +62,7 @@ class RankThread(Group):
             total += each.float()
         return total.to(rows.dtype)
 
-    def gather(self, columns: Tensor) -> Tensor:
+    def gather(self, columns: Tensor, whole: int) -> Tensor:
         return torch.cat(self._threads.given(self._rank, columns), dim=1)
 
 

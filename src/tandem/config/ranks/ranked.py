@@ -1,0 +1,86 @@
+"""What `--tp` makes of a plan: one rank's part of the model and of the machine; and what ranks cannot do yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.config.choices.decision import Decision
+from tandem.config.engine_config import EngineConfig
+from tandem.config.expert_format import expert_format_of
+from tandem.config.machine import Machine
+from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.ranks.cut import cut
+from tandem.config.ranks.shard import Shard
+from tandem.config.stored import StoredFormats
+from tandem.errors import ConfigError
+
+FIELD = ("tensor_parallel_size",)
+OWN_GROUP = 32  # weights of a group of the formats that experts are converted to
+
+
+def ranked(
+    config: EngineConfig, model: ModelConfig, machine: Machine, stored: StoredFormats, rank: int = 0
+) -> tuple[EngineConfig, ModelConfig, Machine]:
+    """What a rank is planned from. Raises ConfigError with one reason."""
+    ranks = config.tensor_parallel_size
+    if ranks == 1:
+        return config, model, machine
+    if why := _why_not(config, machine, ranks):
+        raise ConfigError(f"--tensor-parallel-size {ranks}: {why}", fields=FIELD)
+    own = model if model.shard.ranks == ranks else cut(model, Shard(rank, ranks), _expert_unit(config, stored))
+    config, machine = own_side(config, machine, rank)
+    return config, own, machine
+
+
+def own_side(config: EngineConfig, machine: Machine, rank: int = 0) -> tuple[EngineConfig, Machine]:
+    """A rank's share of the threads that were asked for, and of what there is."""
+    ranks, threads = config.tensor_parallel_size, config.kt_cpuinfer
+    if ranks == 1 or len(machine.cores) < ranks:
+        return config, machine
+    if threads is not None:
+        config = replace(config, kt_cpuinfer=max(1, threads // ranks))
+    if config.kt_numa_nodes is not None and set(config.kt_numa_nodes) <= set(machine.nodes):
+        machine = machine.on_nodes(config.kt_numa_nodes)
+        config = replace(config, kt_numa_nodes=None)
+    return config, machine.of_rank(rank, ranks)
+
+
+def _expert_unit(config: EngineConfig, stored: StoredFormats) -> int:
+    fmt = expert_format_of(config, stored)
+    if fmt == STORED:
+        return stored.experts.along
+    return OWN_GROUP if fmt in ("int8", "int4") else 1
+
+
+def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
+    """What stands in the way, and what to do about it; "": nothing."""
+    if config.device != "cpu" and (config.device == "cuda" or machine.gpus):
+        return "ranks have no GPU yet; add --device cpu, or leave --tp out"
+    if config.speculative_algorithm is not None:
+        return "ranks decode one token a step; leave --speculative-algorithm out"
+    if config.kt_enable_dynamic_expert_update:
+        return "experts do not move between ranks' sides; leave --kt-enable-dynamic-expert-update out"
+    if config.packed_cache is not None:
+        return "ranks keep no packed experts; leave --packed-cache out"
+    if config.map_experts == "always":
+        return "ranks hold parts of experts, which are no views of a file; leave --map-experts out"
+    if len(machine.cores) < ranks:
+        return f"this process may use {len(machine.cores)} cores, and each rank needs one"
+    return ""
+
+
+def decisions(ranks: int) -> list[Decision]:
+    """What the plan says of it."""
+    if ranks == 1:
+        return []
+    why = "--tp; threads, memory and pages below are of each; a forecast has no time for sums between them"
+    return [Decision("ranks", str(ranks), why)]
+
+
+def check_alone(config: EngineConfig) -> None:
+    """Raises ConfigError where somebody else than a server is asked for ranks."""
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: ranks are processes of `kt serve`; leave --tp out",
+            fields=FIELD,
+        )

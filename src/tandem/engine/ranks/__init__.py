@@ -1,0 +1,1 @@
+"""Ranks beside the first: it schedules and samples, they compute the same rows."""

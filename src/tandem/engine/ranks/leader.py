@@ -1,0 +1,104 @@
+"""`Leader`: the first rank's side of the others: it starts them, and tells each step before it runs its own part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import zmq
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.plan import Plan
+from tandem.engine.ranks.lists import StepLists
+from tandem.engine.ranks.messages import StartRank, StepList
+from tandem.engine.runner import ModelRunner
+from tandem.engine.sampling.logits import HostLogits
+from tandem.engine.sequence import Chunk
+from tandem.errors import EngineError
+from tandem.kernels.ranks.group import Group
+
+MEET_SECONDS = 60.0  # the others were started with this process
+_FILE = ".ranks"  # beside the socket
+
+
+class Leader:
+    """Where the other ranks' processes ask what to do."""
+
+    def __init__(self, endpoint: str, ranks: int) -> None:
+        self.ranks, self._endpoint, self._encoder = ranks, endpoint, msgspec.msgpack.Encoder()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._others: list[bytes] = []
+        self.lists = StepLists()
+
+    def start(self, config: EngineConfig, plan: Plan) -> Group:
+        """Before weights are read. Raises EngineError where a rank does not come."""
+        self._others = self._met()
+        file = self._endpoint.removeprefix("ipc://") + _FILE
+        self._tell(StartRank(config=config, plan=plan, file=file))
+        from tandem.kernels.ranks.gloo import GlooGroup  # not every build of torch has it
+
+        return GlooGroup(0, self.ranks, file)
+
+    def step(self, chunks: Rows[Chunk]) -> None:
+        """The others run them as well."""
+        self._tell(self.lists.of(chunks))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _met(self) -> list[bytes]:
+        ends, met = time.monotonic() + MEET_SECONDS, set[bytes]()
+        while len(met) < self.ranks - 1:
+            left = int(1000 * (ends - time.monotonic()))
+            if left <= 0 or not self._socket.poll(left):
+                raise EngineError(f"{self.ranks - 1} more ranks were started, and {len(met)} answered")
+            met.add(self._socket.recv_multipart()[0])
+        return sorted(met)
+
+    def _tell(self, message: StartRank | StepList) -> None:
+        data = self._encoder.encode(message)
+        for other in self._others:
+            self._socket.send_multipart([other, data])
+
+
+@contextmanager
+def leading(endpoint: str, ranks: int) -> Iterator[Leader | None]:
+    """Of the ranks that meet there; "": None. It stays open, but for an error."""
+    leader = Leader(endpoint, ranks) if endpoint else None
+    try:
+        yield leader
+    except BaseException:
+        if leader is not None:
+            leader.close()
+        raise
+
+
+class RankedRunner(ModelRunner):
+    """Every step is told to the other ranks first. Passes do not pause: what runs between two pieces would meet what
+    the others run."""
+
+    def __init__(self, leader: Leader, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._leader, self._under_way = leader, False
+
+    def run(self, chunks: Rows[Chunk], meanwhile: Callable[[], None] | None = None) -> HostLogits:
+        self._under_way = True
+        self._leader.step(chunks)
+        logits = super().run(chunks, meanwhile)
+        self._under_way = False
+        return logits
+
+    def pause(self, chunks: list[Chunk]) -> None:
+        return None
+
+    def after_failure(self) -> None:
+        """Raises EngineError where ranks may stand in different places of a step."""
+        if self._under_way:
+            raise EngineError("a step of several ranks failed, and they would not meet again")

@@ -1,0 +1,126 @@
+"""`StepLists`: a step's chunks as a list that others can follow; `Mirror`: the chunks again, out of such lists.
+
+Both keep each sequence's tables of pages, so that a list names only what has changed: of most steps, nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.ranks.messages import Place, Rows, StepList
+from tandem.engine.sequence import Chunk, Sequence, Status
+from tandem.errors import EngineError
+
+Table = npt.NDArray[np.int32]
+
+
+class _Said(NamedTuple):
+    """What the others know of a sequence."""
+
+    number: int
+    pages: Table
+    windows: Table
+
+
+class StepLists:
+    """The first rank's side."""
+
+    def __init__(self) -> None:
+        self._said: dict[Sequence, _Said] = {}
+        self._copies: list[tuple[int, int]] = []
+        self._steps = self._sequences = 0
+
+    def copied(self, source: int, target: int) -> None:
+        """Slot `target` became what `source` is, after the last list."""
+        self._copies.append((source, target))
+
+    def of(self, chunks: Several[Chunk]) -> StepList:
+        ended = [self._said.pop(s).number for s in list(self._said) if s.status is Status.FINISHED]
+        self._steps += 1
+        copies, self._copies = self._copies, []
+        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies)
+
+    def _rows(self, chunk: Chunk) -> Rows:
+        sequence = chunk.sequence
+        if sequence not in self._said:
+            self._sequences += 1
+            none = np.full_like(sequence.page_table, -1)
+            self._said[sequence] = _Said(self._sequences, none, none.copy())
+        number, pages, windows = self._said[sequence]
+        held = sequence.num_pages
+        return Rows(
+            number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,
+            _changed(pages[:held], sequence.page_table[:held]), _changed(windows[:held], sequence.window_table[:held]),
+        )  # fmt: skip
+
+
+def _changed(said: Table, now: Table) -> list[Place]:
+    """Which places are to be said; from now on they are."""
+    places = np.flatnonzero(said != now)
+    said[places] = now[places]
+    return list(zip(places.tolist(), now[places].tolist(), strict=True))
+
+
+class Mirrored:
+    """What a batch is made from, of a sequence."""
+
+    def __init__(self, places: int) -> None:
+        self.page_table = np.zeros(places, dtype=np.int32)
+        self.window_table = np.zeros(places, dtype=np.int32)
+        self.num_pages = self.computed_len = self.slot = 0
+
+    @property
+    def folded_len(self) -> int:
+        """Nobody guesses."""
+        return self.computed_len
+
+
+class MirroredChunk(NamedTuple):
+    """As `Chunk`."""
+
+    sequence: Mirrored
+    tokens: list[int]
+    logits: int
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def sure(self) -> int:
+        return len(self.tokens)
+
+
+class Mirror:
+    """Another rank's side."""
+
+    def __init__(self, longest: int) -> None:
+        """longest: pages of a sequence."""
+        self._longest, self._steps = longest, 0
+        self._sequences: dict[int, Mirrored] = {}
+
+    def chunks(self, step: StepList) -> list[MirroredChunk]:
+        """Raises EngineError where a list was lost: nothing would fit any more."""
+        self._steps += 1
+        if step.number != self._steps:
+            raise EngineError(f"step {self._steps} was awaited, and step {step.number} came")
+        for number in step.ended:
+            del self._sequences[number]
+        return [self._chunk(rows) for rows in step.rows]
+
+    def _chunk(self, rows: Rows) -> MirroredChunk:
+        known = self._sequences.get(rows.sequence)
+        if known is None:
+            known = self._sequences[rows.sequence] = Mirrored(self._longest)
+        known.computed_len, known.slot = rows.first, rows.slot
+        for place, page in rows.pages:
+            known.page_table[place] = page
+        for place, page in rows.windows:
+            known.window_table[place] = page
+        known.num_pages = rows.held
+        return MirroredChunk(known, rows.tokens, rows.logits)

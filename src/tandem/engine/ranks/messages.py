@@ -1,0 +1,45 @@
+"""What the first rank says to the others (msgpack over ZeroMQ)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.plan import Plan
+
+Place = tuple[int, int]
+"""The number of a page in a sequence's table, and the page."""
+
+
+class StartRank(msgspec.Struct, frozen=True, kw_only=True):
+    """The first one. plan: the first rank's; the others take all of it but its threads. file: where they meet."""
+
+    config: EngineConfig
+    plan: Plan
+    file: str
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """What one sequence does in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
+    pages.
+
+    pages, windows: places of its tables that differ from what was said of it before.
+    """
+
+    sequence: int
+    first: int
+    tokens: list[int]
+    logits: int
+    slot: int
+    held: int
+    pages: list[Place]
+    windows: list[Place]
+
+
+class StepList(msgspec.Struct, frozen=True, array_like=True):
+    """Copies of slots, from and to, then a step. ended: sequences that no later list names."""
+
+    number: int
+    rows: list[Rows]
+    ended: list[int]
+    copies: list[tuple[int, int]]

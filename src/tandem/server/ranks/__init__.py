@@ -1,0 +1,1 @@
+"""Processes of ranks beside the engine's own, which is the first."""

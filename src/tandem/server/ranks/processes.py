@@ -1,0 +1,63 @@
+"""`RankProcesses`: the processes of all ranks but the first, which is the engine process. All end with one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Iterator
+
+from tandem.engine.children import exit_reason
+from tandem.server.endpoint import private_endpoint
+
+
+class RankProcesses:
+    """endpoint: where they and the engine process meet; "" where there are no others."""
+
+    def __init__(self, endpoint: str, ranks: int) -> None:
+        self.endpoint, self._ranks = endpoint, ranks
+        self._processes: dict[int, Process] = {}
+
+    async def start(self) -> None:
+        """Raises OSError where a process cannot be started."""
+        for rank in range(1, self._ranks):
+            self._processes[rank] = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "tandem.server.ranks.process",
+                "--endpoint", self.endpoint, "--rank", str(rank), "--parent", str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+
+    async def lost(self) -> None:
+        """Until one of them has ended, which none does by itself."""
+        waiting = [asyncio.create_task(process.wait()) for process in self._processes.values()]
+        try:
+            await asyncio.wait(waiting or [asyncio.Future()], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def why_ended(self, first: int | None) -> str:
+        """Which rank ended the others, and how; "": there is one. first: the engine process's exit code, if it has one.
+        Others exit by themselves when they miss a rank, so one that a signal has ended comes first."""
+        codes = {0: first} | {rank: process.returncode for rank, process in self._processes.items()}
+        ended = sorted((code, rank) for rank, code in codes.items() if code is not None)
+        if not self._processes or not ended:
+            return ""
+        code, rank = ended[0]
+        return f"rank {rank} ended: {exit_reason(code)}"
+
+    async def end(self) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in self._processes.values():
+            await process.wait()
+
+
+@contextlib.contextmanager
+def rank_processes(ranks: int) -> Iterator[RankProcesses]:
+    """Of a model that so many share. Raises EngineError."""
+    with private_endpoint() if ranks > 1 else contextlib.nullcontext("") as endpoint:
+        yield RankProcesses(endpoint, ranks)

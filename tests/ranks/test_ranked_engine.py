@@ -1,0 +1,77 @@
+"""An engine of two ranks answers as one of one rank: through prefixes, snapshots, windows, preemptions and aborts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from ranked_engine import ranked_engine
+from tandem import LLM, SamplingParams
+from tandem.config import EngineConfig, Machine
+from tandem.engine.ranks.messages import StepList
+from tandem.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a rank needs a core")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+START = [70 + i % 40 for i in range(37)]
+CALLS = [  # in turn: begin alike, longer, shorter, all at once
+    [START, START[:21], [5], START[::-1]],
+    [[*START, 9, 8, 7], START[:30], [*START[:25], 3, 3], [11] * 40],
+]
+FLAGS = {"device": "cpu", "dtype": "float32", "page_size": 4, "kt_cpuinfer": 2, "chunked_prefill_size": 16}
+
+
+def answered(llm: LLM) -> list[list[int]]:
+    return [one.token_ids for call in CALLS for one in llm.generate(call, GREEDY, progress=False)]
+
+
+VARIANTS = {
+    "glm4_moe": {}, "qwen3_next": {}, "mixtral-window": {}, "deepseek_v4-every": {}, "deepseek_v3-plain": {},
+    "olmoe": {}, "qwen2_moe": {"max_total_tokens": 128, "max_running_requests": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_answers_are_those_of_one_rank(tiny_models, tmp_path, variant) -> None:
+    path, flags = str(tiny_models[variant]), FLAGS | VARIANTS[variant]
+    alone = LLM(path, **flags)
+    with ranked_engine(EngineConfig.from_keywords(path, tp=2, **flags), tmp_path) as (engine, _):
+        assert answered(LLM.from_engine(engine)) == answered(alone)
+        stats = engine.stats()
+        assert stats.cached_tokens == alone.engine.stats().cached_tokens > 0
+        assert (stats.preemptions > 0) == ("max_total_tokens" in flags)
+
+
+def test_lists_name_what_has_changed(tiny_models, tmp_path) -> None:
+    """Of a sequence that decodes: one token, and a page when one is full. One that has ended is named once."""
+    config = EngineConfig.from_keywords(str(tiny_models["qwen3_moe"]), tp=2, **FLAGS)
+    with ranked_engine(config, tmp_path) as (engine, (other,)):
+        llm = LLM.from_engine(engine)
+        llm.generate([START[:9]], GREEDY, progress=False)
+        llm.generate([[1, 2, 3]], GREEDY, progress=False)
+    steps = [msgspec.msgpack.decode(data, type=StepList) for data in other.steps]
+    first, *decoding = [rows for step in steps for rows in step.rows if rows.sequence == 1]
+    assert first.tokens == START[:9] and [place for place, _ in first.pages] == [0, 1, 2]
+    assert all(len(rows.tokens) == 1 for rows in decoding)
+    assert sum(len(rows.pages) for rows in decoding) == 2  # 9 and 11 more tokens, four to a page
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    assert [number for step in steps for number in step.ended] == [1]
+    assert max(map(len, other.steps)) < 100
+
+
+def test_a_rank_that_fails_ends_the_engine(tiny_models, tmp_path) -> None:
+    """Its ranks would not meet again: no later step may run."""
+    config = EngineConfig.from_keywords(str(tiny_models["qwen3_moe"]), tp=2, **FLAGS)
+    with ranked_engine(config, tmp_path) as (engine, (other,)):
+        llm = LLM.from_engine(engine)
+        assert llm.generate([[1, 2]], GREEDY, progress=False)
+        engine._runner._leader.lists._steps += 1  # as if a list had been lost
+        with pytest.raises(Exception, match="would not meet again"):
+            llm.generate([[1, 2, 3]], GREEDY, progress=False)
+    assert "step" in other.failed
+
+
+def test_ranks_are_a_servers(tiny_models) -> None:
+    with pytest.raises(ConfigError, match="ranks are processes of `kt serve`; leave --tp out"):
+        LLM(str(tiny_models["qwen3_moe"]), tp=2, **FLAGS)

@@ -1,0 +1,60 @@
+"""What `--tp` makes of a plan, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tandem.config import EngineConfig, Machine, Plan
+from tandem.config.machine import TIERS, Core
+from tandem.engine.start.planning import planned
+from tandem.errors import ConfigError
+
+CORES = tuple(Core(cpu, cpu // 4, cpu // 4) for cpu in range(8))
+MACHINE = Machine("Test CPU", CORES, TIERS[:2], 64 << 30, 48 << 30, None)
+
+
+def of(path, machine: Machine = MACHINE, **flags) -> Plan:
+    return planned(EngineConfig.from_keywords(str(path), device=flags.pop("device", "cpu"), **flags), machine).plan
+
+
+def taken(plan: Plan, name: str) -> int:
+    return next(entry.nbytes for entry in plan.ledgers[0].entries if entry.name == name)
+
+
+def test_each_rank_has_its_share(tiny_models) -> None:
+    path = tiny_models["qwen3_moe"]  # four heads of queries and of keys
+    whole, half = of(path, max_total_tokens=256), of(path, tp=2, max_total_tokens=256)
+    assert (whole.cpus, half.cpus) == (tuple(range(8)), tuple(range(4)))
+    assert half.ledgers[0].budget_bytes == whole.ledgers[0].budget_bytes // 2
+    assert taken(whole, "experts") == 2 * taken(half, "experts")
+    assert taken(whole, "KV cache") == 2 * taken(half, "KV cache")
+    assert taken(whole, "dense weights") > taken(half, "dense weights") > taken(whole, "dense weights") // 2
+    assert half.decisions[0].name == "ranks" and not any(each.name == "ranks" for each in whole.decisions)
+
+
+def test_threads_that_are_asked_for_are_all_ranks_together(tiny_models) -> None:
+    assert len(of(tiny_models["qwen3_moe"], tp=2, kt_cpuinfer=6).cpus) == 3
+    assert of(tiny_models["qwen3_moe"], tp=2, kt_numa_nodes=(1,)).cpus == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"device": "cuda"}, "ranks have no GPU yet; add --device cpu"),
+        ({"speculative_algorithm": "NGRAM"}, "leave --speculative-algorithm out"),
+        ({"kt_enable_dynamic_expert_update": True}, "leave --kt-enable-dynamic-expert-update out"),
+        ({"packed_cache": "kept"}, "leave --packed-cache out"),
+        ({"map_experts": "always"}, "leave --map-experts out"),
+        ({"kt_method": "INT4"}, r"28 rows of experts, which have groups of 32, cannot .* possible: 1$"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(tiny_models, flags, says) -> None:
+    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2: .*{says}"):
+        of(tiny_models["qwen3_moe"], tp=2, **flags)
+
+
+def test_a_rank_needs_a_core(tiny_models) -> None:
+    with pytest.raises(ConfigError, match="this process may use 1 cores, and each rank needs one"):
+        of(tiny_models["qwen3_moe"], replace(MACHINE, cores=CORES[:1]), tp=2)
