@@ -49,5 +49,8 @@ def test_a_user_without_home_and_name_has_a_cache(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("HOME", "TANDEM_CACHE_DIR", "XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(env.atexit, "register", lambda *_, **__: None)
     assert tmp_path in env.cache_dir().parents
     env.keep_kernels_where_possible()
+    kernels = Path(os.environ.pop("TRITON_CACHE_DIR", "~"))  # where Triton would make a folder of that name
+    assert kernels.is_dir() and kernels.parent == tmp_path

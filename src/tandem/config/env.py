@@ -52,10 +52,10 @@ def number_gpus_by_slot() -> None:
 def keep_kernels_where_possible() -> None:
     """Triton writes the kernels that it has compiled below HOME. Where it cannot, a start would fail; they then go to a
     folder of this process's own, which ends with it."""
-    home = Path(os.environ.get("TRITON_HOME") or _home())
-    place = Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or home / ".triton" / "cache")
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    place = Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or Path(home, ".triton", "cache"))
     nearest = next(path for path in (place, *place.parents) if path.exists())
-    if os.access(nearest, os.W_OK):
+    if place.parts[0] != "~" and os.access(nearest, os.W_OK):  # without HOME Triton would make a folder of that name
         return
     os.environ["TRITON_CACHE_DIR"] = made = tempfile.mkdtemp(prefix="tandem-kernels-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
