@@ -422,6 +422,19 @@ def test_a_plan_by_name_fetches_no_weights(hub, gguf):
     assert find_snapshot(HubName("tiny/Tiny-GGUF", variant="Q8_0")) is None
 
 
+def test_a_plan_without_a_hub_takes_what_describes_the_model(hub, source, monkeypatch):
+    snapshot = Path(constants.HF_HUB_CACHE) / "models--tiny--Other" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    words = ("plan", "tiny/Other", "--bandwidth", "50GB/s", "--cpu", "2", "--isa", "scalar", "--json")
+    assert isinstance(kt(*words).exception, HubError)
+    shutil.copy(source / "config.json", snapshot)
+    shown = kt(*words)
+    assert shown.exit_code == 0 and '"fits": true' in shown.stdout
+
+
 def test_what_is_said_before_a_download(hub, capsys):
     from tandem.cli.prepare import say_coming
 

@@ -27,7 +27,7 @@ from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.planning import Planned, planned
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.hub.download import Download
-from tandem.hub.files import RemoteFile, small_files
+from tandem.hub.files import CONFIG, RemoteFile, small_files
 from tandem.hub.look import HEADER_BYTES, gguf_files, safetensors_files, wants_gguf, write_headers
 from tandem.hub.names import HubName, hub_name
 from tandem.hub.remote import Hub, RemoteModel
@@ -87,16 +87,21 @@ def pull(name: HubName, plan: Planner | None = None, shown: Shown | None = None,
 
 def inspect(model: str, look: Callable[[Path], T]) -> T:
     """What `look` makes of the model's files; of a name that is not here, of those that describe it: its weights are
-    not fetched."""
+    not fetched. Where no hub answers, what describes it may be here."""
     name = hub_name(model)
     if name is None:
         return look(resolve_model(model))
     here = find_snapshot(name)
     if here is not None and here.model is not None:
         return look(here.model)
-    with Hub.open(name) as hub:
-        remote = hub.look(name)
-        return _looked(hub, remote, _weights(hub, remote), look)
+    try:
+        with Hub.open(name) as hub:
+            remote = hub.look(name)
+            return _looked(hub, remote, _weights(hub, remote), look)
+    except HubError:
+        if here is None or name.variant or not (here.directory / CONFIG).is_file():
+            raise
+        return look(here.directory)
 
 
 def _named(name: HubName, weights: list[RemoteFile]) -> HubName:
