@@ -121,12 +121,11 @@ def print_plan(plan: Plan, said: Sequence[str]) -> None:
     """With what it takes of each memory, and the notices that were not said yet: those that depend on the machine and
     the model."""
     for decision in plan.decisions:
-        print(f"  {decision.name:<24} {decision.value:<16} {decision.reason}", flush=True)
+        print(f"  {decision.name:<24} {decision.value:<16}  {decision.reason}", flush=True)
     for ledger in plan.ledgers:
         taken = ", ".join(f"{entry.name} {gib(entry.nbytes)}" for entry in ledger.entries)
-        print(
-            f"  {ledger.place}: {taken}; {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)}", flush=True
-        )
+        together = f"together {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)} that may be used"
+        print(f"  {ledger.place}: {taken}; {together}", flush=True)
     for notice in plan.notices:
         if notice not in said:
             print(f"note: {notice}", flush=True)
