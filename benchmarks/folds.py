@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/folds.py --keep benchmarks/results
 
-Shapes are of Nemotron-3-Nano and Granite-4.0-H-Small. An error is the root mean square over float64's. A row that
-decodes is timed in a graph of one call for each of so many layers.
+Shapes are of Nemotron-3-Nano, Granite-4.0-H-Small and Kimi-Linear, whose memory is corrected. An error is the root mean
+square over float64's. The least time is that of the tokens' bytes, or of the products of a chunk in three parts, at an
+H100's peaks. A row that decodes is timed in a graph of one call for each of so many layers.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.bench.rows import print_and_keep
+from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.kernels.gpu.recurrent import folds
@@ -24,12 +27,15 @@ from tandem.kernels.recurrent.folds import Taps, Tokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
-SHAPES = {
+Shape = StateSpace | ChannelDelta
+SHAPES: dict[str, Shape] = {
     "nemotron-3-nano": StateSpace(64, 64, 8, 128, 4, Norm(1e-5)),
     "granite-4.0-h-small": StateSpace(128, 64, 1, 128, 4, Norm(1e-5)),
+    "kimi-linear-48b": ChannelDelta(32, 128, 4, Norm(1e-5)),
 }
-ROWS, REPLAYS, LAYERS = (512, 2048, 8192), 10, 24
+ROWS, REPLAYS, LAYERS = (256, 512, 2048, 8192), 10, 24
 EXACT_ROWS = 256
+CHUNK, TF32_FLOPS, HBM_BYTES = 64, 495e12, 3.35e12  # the last two: a second, of an H100
 
 
 def step_of(sequences: int, new: int, before: int) -> Pass:
@@ -40,7 +46,19 @@ def step_of(sequences: int, new: int, before: int) -> Pass:
     return Pass(batch, torch.empty(0))
 
 
-def tokens_of(shape: StateSpace, rows: int) -> Tokens:
+def tokens_of(shape: Shape, rows: int) -> Tokens:
+    return corrected_tokens(shape, rows) if isinstance(shape, ChannelDelta) else added_tokens(shape, rows)
+
+
+def corrected_tokens(shape: ChannelDelta, rows: int) -> Tokens:
+    sizes = rows, shape.heads, shape.dim
+    asked, written, values = torch.randn(3, *sizes, device="cuda").unbind()
+    rates = torch.logspace(-3, 0, shape.inner, device="cuda").view(sizes[1:])
+    decay, beta = -torch.rand(sizes, device="cuda") * rates, torch.rand(sizes[:2], device="cuda")
+    return Tokens(F.normalize(asked, dim=-1), F.normalize(written, dim=-1), values, decay, beta)
+
+
+def added_tokens(shape: StateSpace, rows: int) -> Tokens:
     def made(*sizes: int) -> Tensor:
         return torch.randn(rows, *sizes, device="cuda")
 
@@ -51,8 +69,18 @@ def tokens_of(shape: StateSpace, rows: int) -> Tokens:
     return Tokens(asked, written, made(heads, shape.head_dim), decay)
 
 
-def memory_of(shape: StateSpace) -> Tensor:
-    return torch.zeros(2, shape.heads, shape.state, shape.head_dim, device="cuda")
+def memory_of(tokens: Tokens) -> Tensor:
+    (_, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
+    return torch.zeros(2, heads, keys, width, device="cuda")
+
+
+def least_ms(tokens: Tokens) -> float:
+    """Of chunks: each row with the memory, with the other rows' keys and with what they add."""
+    (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
+    nbytes = 4 * (sum(part.numel() for part in tokens if part is not None) + tokens.values.numel())
+    corrects = tokens.beta is not None
+    of_row = (3 if corrects else 2) * keys * width + CHUNK * (width + keys) * (2 if corrects else 1)
+    return 1e3 * max(nbytes / HBM_BYTES, 3 * 2 * rows * heads * of_row / TF32_FLOPS)
 
 
 def row_by_row(tokens: Tokens, step: Pass, memory: Tensor) -> Tensor:
@@ -81,24 +109,29 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 def exact(tokens: Tokens) -> Tensor:
     asked, written, values, decay = (part.double() for part in tokens[:4])
+    beta = None if tokens.beta is None else tokens.beta.double()[..., None]
     shared = values.shape[1] // asked.shape[1]
     asked, written = (part.repeat_interleave(shared, 1)[..., None] for part in (asked, written))
     memory, rows = torch.zeros_like(asked[0] * values[0][:, None]), []
     for t in range(len(values)):
-        memory = memory * decay[t].exp()[..., None] + written[t] * values[t][:, None]
+        memory = memory * decay[t].exp()[..., None]
+        added = values[t] if beta is None else (values[t] - (memory * written[t]).sum(1)) * beta[t]
+        memory = memory + written[t] * added[:, None]
         rows.append((memory * asked[t]).sum(1))
     return torch.stack(rows)
 
 
-def recurrences(name: str, shape: StateSpace) -> Iterator[dict[str, Any]]:
+def recurrences(name: str, shape: Shape) -> Iterator[dict[str, Any]]:
     few = tokens_of(shape, EXACT_ROWS)
     wanted = exact(few)
     for way, call in WAYS.items():
-        found = call(few, step_of(1, EXACT_ROWS, 0), memory_of(shape)).double()
+        found = call(few, step_of(1, EXACT_ROWS, 0), memory_of(few)).double()
         row = {"bench": "fold", "config": name, "way": way, "error": float((found - wanted).norm() / wanted.norm())}
         for rows in ROWS:
-            tokens, step, memory = tokens_of(shape, rows), step_of(1, rows, 0), memory_of(shape)
-            row[f"ms_{rows}"] = round(milliseconds(lambda: call(tokens, step, memory)), 4)  # noqa: B023
+            tokens, step = tokens_of(shape, rows), step_of(1, rows, 0)
+            memory = memory_of(tokens)
+            took = milliseconds(lambda: call(tokens, step, memory))  # noqa: B023
+            row |= {f"ms_{rows}": round(took, 4), f"share_{rows}": round(least_ms(tokens) / took, 3)}
         yield row
 
 
@@ -124,7 +157,8 @@ def convolutions(name: str, shape: StateSpace) -> Iterator[dict[str, Any]]:
 
 def measured() -> Iterator[dict[str, Any]]:
     for name, shape in SHAPES.items():
-        yield from convolutions(name, shape)
+        if isinstance(shape, StateSpace):
+            yield from convolutions(name, shape)
         yield from recurrences(name, shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -24,6 +25,25 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_triton = pytest.mark.skipif(not AVAILABLE, reason="no NVIDIA GPU (or Triton is not installed)")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+
+
+def keep_masks_masks() -> None:
+    """Triton 3.9's interpreter spreads a number over a block as the type that it was compared in: `mask & (slot > 0)`
+    is no mask then, and is refused."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    spread = builder.create_splat
+
+    def splat(self: Any, kind: Any, number: Any) -> Any:
+        made = spread(self, kind, number)
+        made.data = made.data.astype(number.data.dtype)
+        return made
+
+    builder.create_splat = splat
+
+
+if INTERPRETED and HAS_TRITON:
+    keep_masks_masks()
 
 
 def fed(count: int, matrices: Callable[[int], Any]) -> LayerFeed:

@@ -116,7 +116,7 @@ def test_rows_that_decode_have_the_same_bits_beside_a_prompt(monkeypatch: pytest
     memory, alone = (torch.zeros(SLOTS, 6, 12, 21, device=DEVICE) for _ in range(2))
     beside = run(tokens, [(1, 0, 1), (2, 0, 70)], memory, single=1)
     assert beside[0].equal(run(tokens, [(1, 0, 1)], alone)[0]) and memory[1].equal(alone[1])
-    monkeypatch.setattr(gpu_folds, "scans", lambda tokens: False)
+    monkeypatch.setattr(gpu_folds, "way_of", lambda tokens: None)
     rows = run(tokens, [(2, 0, 70)], alone)[0]
     check(tokens, 2, rows, alone[2].cpu())
     assert not rows.equal(beside[1])

@@ -427,6 +427,25 @@ def test_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, i
     assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1, **convolutions}
 
 
+@pytest.mark.parametrize("sizes", [(32, 32, 128, 128), (6, 2, 12, 21)], ids=["kimi-linear", "awkward"])
+def test_memories_that_are_corrected(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int]) -> None:
+    """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""
+    heads, groups, keys, width = sizes
+    memory = torch.zeros(20, heads, keys, width)
+    for spans, single in [
+        ([(9, 10)], 1), ([(9, 10)] * 3, 3), ([(40, 41), (0, 30)], 1), ([(0, 64)] * 16, 0),
+        ([(9, 10)] * 16 + [(0, 130)], 16),
+    ]:  # fmt: skip
+        tables, _ = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), single_rows=single)
+        rows = len(batch.positions)
+        shared, values = torch.zeros(rows, groups, keys), torch.zeros(rows, heads, width)
+        tokens = Tokens(shared, shared, values, torch.zeros(rows, heads, keys), torch.zeros(rows, heads))
+        ops.folds.folded(tokens, Pass(batch, torch.empty(0)), memory)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    assert counts == dict.fromkeys(("_fold", "faded_pairs", "_solve", "_carry", "_read"), 1)
+
+
 @pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (2, 6, 20, 40, 3)], ids=["qwen3-next", "awkward"])
 def test_gated_delta_nets(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int, int]) -> None:
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""

@@ -8,6 +8,8 @@ from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.short_conv import CONVOLVED_BYTES
 from tandem.config.state import Array, Fold, Ring, State
 
+CORRECT_CHUNK = 64  # rows of a prompt that a GPU takes together
+
 
 @dataclass(frozen=True, slots=True)
 class ChannelDelta:
@@ -33,8 +35,9 @@ class ChannelDelta:
 
     @property
     def chunk_row_bytes(self) -> int:
-        """What a prompt's row leaves between the GPU's kernels."""
-        return (CONVOLVED_BYTES * 3 + 32) * self.inner
+        """What a prompt's row leaves between the GPU's kernels; of a chunk, also its pairs and a memory."""
+        pairs, memory = 8 * CORRECT_CHUNK * self.heads, 4 * self.dim * self.inner // CORRECT_CHUNK
+        return (CONVOLVED_BYTES * 3 + 32 + 12) * self.inner + pairs + memory
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.dim, self.dim), "float32")

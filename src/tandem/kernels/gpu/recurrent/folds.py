@@ -1,6 +1,8 @@
-"""`Folds` on a GPU: the recurrence in Triton. Rows that decode, and all of memories that correct, go row by row."""
+"""`Folds` on a GPU: the recurrence in Triton. Rows that decode go row by row, prompts' rows in chunks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -10,7 +12,8 @@ from torch import Tensor
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.recurrent.convolve import convolve
-from tandem.kernels.gpu.recurrent.scan import scan, scans
+from tandem.kernels.gpu.recurrent.correct import correct
+from tandem.kernels.gpu.recurrent.scan import MOST_KEYS, scan
 from tandem.kernels.recurrent.folds import Step, Taps, Tokens
 
 COLUMNS = 32  # of a memory that a program holds
@@ -50,7 +53,7 @@ def _fold(asked, written, values, decay, beta, out, memory, starts, lens, slots,
 
 
 class GpuFolds:
-    """Prompts that decay as one are scanned in chunks; their last bits depend on where those begin."""
+    """The last bits of a prompt's rows depend on where its chunks begin."""
 
     def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
         out = torch.empty(new.shape, dtype=torch.float32, device=new.device)
@@ -67,13 +70,23 @@ class GpuFolds:
         asked, written, values, decay = (part.contiguous() for part in tokens[:4])
         tokens = Tokens(asked, written, values, decay, beta)
         out, batch, alone = torch.empty_like(tokens.values), step.batch, len(step.batch.seq_lens) == len(tokens.values)
-        single = len(batch.seq_lens) if alone or not scans(tokens) else batch.single_rows
+        together = None if alone else way_of(tokens)
+        single = batch.single_rows if together else len(batch.seq_lens)
         if single:
             _row_by_row(tokens, batch, single, memory, out)
-        if single < len(batch.seq_lens):
-            scan(tokens, batch, single, memory, out)
+        if together and single < len(batch.seq_lens):
+            together(tokens, batch, single, memory, out)
         # A copy must give what its row gives: it writes keys and values to the same places.
         return out.index_select(0, step.rows.copied) if alone else out
+
+
+def way_of(tokens: Tokens) -> Callable[[Tokens, BatchLayout, int, Tensor, Tensor], None] | None:
+    """How prompts' rows go in chunks, all sequences from one on; None: there is no code for it."""
+    if tokens.asked.shape[2] > MOST_KEYS:
+        return None
+    if tokens.beta is not None:
+        return correct
+    return scan if tokens.decay.shape[2] == 1 else None
 
 
 def _row_by_row(tokens: Tokens, batch: BatchLayout, sequences: int, memory: Tensor, out: Tensor) -> None:

@@ -77,12 +77,6 @@ def _scan(asked, written, values, decay, pairs, out, memory, starts, lens, slots
     tl.store(at, state, inner)
 
 
-def scans(tokens: Tokens) -> bool:
-    """Whether `scan` can take them."""
-    apart, keys = tokens.decay.shape[2] > 1, tokens.asked.shape[2]
-    return tokens.beta is None and not apart and keys <= MOST_KEYS
-
-
 def scan(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out: Tensor) -> None:
     """All sequences from `first` on; those before have one row each. tokens: contiguous."""
     asked, written, values, decay, _ = tokens
