@@ -23,7 +23,8 @@ from tandem.config.mechanisms.norm import Norm
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.kernels.gpu.recurrent import folds
 from tandem.kernels.gpu.recurrent.folds import GpuFolds
-from tandem.kernels.recurrent.folds import Taps, Tokens
+from tandem.kernels.recurrent.folds import Taps
+from tandem.kernels.recurrent.tokens import Tokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 

@@ -113,6 +113,14 @@ struct DenseKernels {
   // out = norm of x, rounded to `type`, times weight, times silu(gate).
   void (*gated_norm)(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps, DType type);
 
+  // out = x of n elements times what makes its length `scale`; eps is added to the sum of squares.
+  void (*to_unit)(const float* x, float* out, int64_t n, float scale, float eps);
+  // out = e^(rate * softplus(forget + bias)); rate: negative.
+  void (*channel_decay)(const void* forget, const float* bias, float rate, float* out, int64_t n, DType type);
+  // out = norm of x, rounded to `type` before, times weight, times sigmoid(gate).
+  void (*sigmoid_norm)(const float* x, const void* gate, const float* weight, void* out, int64_t n, float eps,
+                       DType type);
+
   // out[j] = sum over heads of gates[h] * max(0, q[:, h] . k[j]) for `keys` keys, `stride` floats apart. q
   // [dim][heads]; heads: a multiple of kRowLanes.
   void (*token_scores)(const float* q, const float* gates, const float* k, int64_t heads, int64_t dim, int64_t stride,

@@ -1,6 +1,7 @@
 // The dense operations: arrays in, checked, and nothing else. The batch's indices are checked once, in BatchView.
 #include "ops/dense.h"
 
+#include "ops/channels.h"
 #include "ops/delta_rule.h"
 #include "ops/fold.h"
 
@@ -243,6 +244,29 @@ struct Ops {
     perform(*this, [this, &batch, call] { tandem::convolve(dense, batch, call); });
   }
 
+  void channel_delta(const BatchView& batch, nb::handle mixed, nb::handle forget, nb::handle beta, nb::handle behind,
+                     nb::handle decay, nb::handle bias, nb::handle norm, nb::handle memory, nb::handle out,
+                     float eps) const {
+    const int64_t rows = batch.rows();
+    const TensorView rate = view_of(decay, "decay", {Element::f32}, {kAnySize});
+    const TensorView n = view_of(norm, "norm", {Element::f32}, {kAnySize});
+    const int64_t heads = rate.shape[0], dim = n.shape[0], inner = heads * dim;
+    const TensorView in = view_of(mixed, "mixed", {Element::f32}, {rows, 3 * inner});
+    const TensorView f = activations(forget, "forget", {rows, inner});
+    const TensorView g = like(f, behind, "behind", {rows, inner});
+    const TensorView b = slots_of(beta, "beta", {f.element}, {rows, heads});
+    const TensorView added = view_of(bias, "bias", {Element::f32}, {inner});
+    const TensorView state = slots_of(memory, "memory", {Element::f32}, {kAnySize, heads, dim, dim});
+    const TensorView y = like(f, out, "out", {rows, inner}, true);
+    const auto floats = [](const TensorView& view) { return static_cast<float*>(view.data); };
+    char* slots = static_cast<char*>(state.data);
+    const ChannelCall call{
+        floats(in),           f.data,         b.data, g.data, floats(rate), floats(added), floats(n), y.data, slots,
+        state.row_stride * 4, state.shape[0], heads,  dim,    b.row_stride, eps,           f.type()};
+    if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
+    perform(*this, [this, &batch, call] { tandem::channel_delta(dense, batch, call); });
+  }
+
   void fill_memory(nb::handle data, float value) const {
     const TensorView out = view_of(data, "data", {Element::f32}, {kAnySize}, true);
     const nb::gil_scoped_release unlocked;
@@ -361,6 +385,9 @@ void bind_dense(nb::module_& m) {
            nb::arg("kept_gates"), nb::arg("memory"), nb::arg("out"), nb::arg("eps"))
       .def("fold", &Ops::fold, nb::arg("batch"), nb::arg("corrects"), nb::arg("asked"), nb::arg("written"),
            nb::arg("values"), nb::arg("decay"), nb::arg("beta").none(), nb::arg("memory"), nb::arg("out"))
+      .def("channel_delta", &Ops::channel_delta, nb::arg("batch"), nb::arg("mixed"), nb::arg("forget"), nb::arg("beta"),
+           nb::arg("behind"), nb::arg("decay"), nb::arg("bias"), nb::arg("norm"), nb::arg("memory"), nb::arg("out"),
+           nb::arg("eps"))
       .def("convolve", &Ops::convolve, nb::arg("batch"), nb::arg("rows"), nb::arg("weights"), nb::arg("bias"),
            nb::arg("gated"), nb::arg("ring"), nb::arg("out"))
       .def("fill_memory", &Ops::fill_memory, nb::arg("data"), nb::arg("value"), "What read_memory is to read.")

@@ -3,32 +3,15 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
-#include <string>
 #include <vector>
+
+#include "ops/span.h"
 
 namespace tandem {
 namespace {
 
 constexpr int64_t kChannels = 256;  // of a task of a convolution
 constexpr int64_t kMostTaps = 8;
-
-void check(const BatchView& batch, int64_t slots, const char* what) {
-  const std::string name(what);
-  if (int64_t(batch.slots.size()) != batch.sequences())
-    throw std::invalid_argument(name + ": the batch does not say which slots its sequences have");
-  for (int32_t slot : batch.slots)
-    if (slot < 0 || slot >= slots) throw std::invalid_argument(name + ": a slot is not there");
-}
-
-// Rows of a sequence in the step, and its tokens before.
-struct Span {
-  Span(const BatchView& batch, int64_t s)
-      : first(batch.query_starts[size_t(s)]),
-        count(batch.query_starts[size_t(s) + 1] - first),
-        known(batch.seq_lens[size_t(s)] - count),
-        slot(batch.slots[size_t(s)]) {}
-  int64_t first, count, known, slot;
-};
 
 void fold_head(const DenseKernels& kernels, const Span& span, const FoldShape& shape, const FoldCall& call,
                int64_t head) {
@@ -118,15 +101,15 @@ class ChannelRun {
 }  // namespace
 
 void fold(const DenseOps& dense, const BatchView& batch, const FoldShape& shape, const FoldCall& call) {
-  check(batch, call.slots, "fold");
-  if (!batch.folded.empty()) throw std::invalid_argument("fold: a memory cannot take guesses back");
+  check_slots(batch, call.slots, "fold");
+  check_sure(batch, "fold");
   dense.pool.for_each(batch.sequences() * shape.heads, [&](int64_t task, const Worker&) {
     fold_head(dense.kernels, Span(batch, task / shape.heads), shape, call, task % shape.heads);
   });
 }
 
 void convolve(const DenseOps& dense, const BatchView& batch, const ConvolutionCall& call) {
-  check(batch, call.slots, "convolve");
+  check_slots(batch, call.slots, "convolve");
   if (call.taps + call.bias > kMostTaps || call.places < call.taps)
     throw std::invalid_argument("convolve: too many taps, or a ring that is too short");
   const int64_t blocks = (call.channels + kChannels - 1) / kChannels;

@@ -3,6 +3,7 @@
 
 #include "micro/attention.h"
 #include "micro/ceilings.h"
+#include "micro/channels.h"
 #include "micro/checksum.h"
 #include "micro/delta_rule.h"
 #include "micro/fit.h"
@@ -29,6 +30,9 @@
       Fold<Isa>::template step<false>,      \
       Fold<Isa>::template step<true>,       \
       gated_norm<Isa>,                      \
+      Channels<Isa>::to_unit,               \
+      channel_decay<Isa>,                   \
+      sigmoid_norm<Isa>,                    \
       TokenScores<Isa>::scores,             \
       Ceilings<Isa>::read_memory,           \
   };                                        \

@@ -249,6 +249,20 @@ class DenseOps:
         memory: object,
         out: object,
     ) -> None: ...
+    def channel_delta(
+        self,
+        batch: BatchView,
+        mixed: object,
+        forget: object,
+        beta: object,
+        behind: object,
+        decay: object,
+        bias: object,
+        norm: object,
+        memory: object,
+        out: object,
+        eps: float,
+    ) -> None: ...
     def convolve(
         self, batch: BatchView, rows: object, weights: object, bias: bool, gated: bool, ring: object, out: object
     ) -> None: ...

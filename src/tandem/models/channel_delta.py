@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.config.ranks.cut import shard_of
-from tandem.kernels.delta import UNIT_EPS
 from tandem.kernels.ops import SureRead
-from tandem.kernels.recurrent.folds import Tokens, taps_of
+from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
+from tandem.kernels.recurrent.folds import taps_of
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -33,10 +32,9 @@ class ChannelDeltaNet:
         self.small = b.linear(small, [s.dim, s.dim, share(s.heads)], hidden)
         self.forget = b.linear([forget + "f_b_proj"], [inner], s.dim)
         self.gate = b.linear([name + "g_b_proj"], [inner], s.dim)
-        self.decay = _decay(b, s, forget)
-        self.bias = b.float_tensor(forget + "dt_bias", inner)
         self.taps = taps_of(_convolution(b, s, name), None)
-        self.norm = b.float_tensor(name + "o_norm.weight", s.dim)
+        bias, norm = b.float_tensor(forget + "dt_bias", inner), b.float_tensor(name + "o_norm.weight", s.dim)
+        self.weights = ChannelWeights(_decay(b, s, forget), bias, norm, s.norm.eps)
         self.out = b.linear([name + "o_proj"], [hidden], inner)
 
     def reads(self) -> list[SureRead]:
@@ -44,30 +42,17 @@ class ChannelDeltaNet:
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         s, ((ring,), (memory,)) = self.shape, states
-        mixed = self.folds.convolved(self.qkv(x), p, ring, self.taps).unflatten(1, (3, s.heads, s.dim))
-        q, k, v = mixed.unbind(1)
-        forget, gate, beta = self.small(x).split([s.dim, s.dim, s.heads], dim=1)
-        passed = F.softplus(self.forget(forget.contiguous()).float() + self.bias).unflatten(1, (s.heads, s.dim))
-        tokens = Tokens(_unit(q) * s.dim**-0.5, _unit(k), v, passed * self.decay, beta.sigmoid().float())
-        seen = self.folds.folded(tokens, p, memory).to(x.dtype)
-        return self.out(self._normed(seen, self.gate(gate.contiguous())))
-
-    def _normed(self, seen: Tensor, gate: Tensor) -> Tensor:
-        """Of each head, times the sigmoid of its gate."""
-        y = seen.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.shape.norm.eps) * self.norm
-        return (y.flatten(1) * gate.float().sigmoid()).to(seen.dtype)
-
-
-def _unit(x: Tensor) -> Tensor:
-    unit: Tensor = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
-    return unit
+        mixed = self.folds.convolved(self.qkv(x), p, ring, self.taps)
+        small = self.small(x)  # no split: a step on a CPU is only recorded where torch computes nothing
+        forget, gate = small[:, : s.dim].contiguous(), small[:, s.dim : 2 * s.dim].contiguous()
+        gates = ChannelGates(self.forget(forget), small[:, 2 * s.dim :], self.gate(gate))
+        return self.out(self.folds.corrected(mixed, gates, p, memory, self.weights))
 
 
 def _decay(b: Builder, shape: ChannelDelta, name: str) -> Tensor:
-    """Of each head, float32 [heads, 1]."""
+    """Of each head, float32 [heads]."""
     heads = shard_of(b.config, shape).share(shape.heads)
-    stored = b.float_tensor(name + "A_log", 1, 1, heads.whole, 1).view(heads.whole, 1)
+    stored = b.float_tensor(name + "A_log", 1, 1, heads.whole, 1).view(heads.whole)
     return -b.ops.resident(stored[heads.cut].contiguous()).exp()
 
 

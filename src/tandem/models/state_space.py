@@ -9,7 +9,8 @@ from torch import Tensor
 from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
-from tandem.kernels.recurrent.folds import Tokens, taps_of
+from tandem.kernels.recurrent.folds import taps_of
+from tandem.kernels.recurrent.tokens import Tokens
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

@@ -7,7 +7,7 @@ import torch
 
 from gpu import DEVICE, needs_triton
 from tandem.kernels.gpu.recurrent.folds import GpuFolds
-from tandem.kernels.recurrent.folds import Tokens
+from tandem.kernels.recurrent.tokens import Tokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.folds import Tokens
+from tandem.kernels.recurrent.tokens import Tokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 

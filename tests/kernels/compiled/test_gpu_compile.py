@@ -37,7 +37,8 @@ from tandem.kernels.ops import (
     Routing,
     Tally,
 )
-from tandem.kernels.recurrent.folds import Taps, Tokens
+from tandem.kernels.recurrent.folds import Taps
+from tandem.kernels.recurrent.tokens import Tokens
 from tandem.kernels.token_index import IndexWeights
 from tandem.models.passing import Pass
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.recurrent.folds import Step, Taps, Tokens
+from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
+from tandem.kernels.recurrent.folds import Step, Taps
+from tandem.kernels.recurrent.tokens import Tokens
 
 
 class CpuFolds:
@@ -34,4 +36,14 @@ class CpuFolds:
         beta = None if tokens.beta is None else tokens.beta.contiguous()
         view = self._view_of(step.batch)
         self._dense.fold(view, corrects, asked, written, values, decay.exp(), beta, memory, out)
+        return out
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        out, (forget, beta, behind) = torch.empty_like(gates.behind), gates
+        decay, bias, norm, eps = weights
+        self._dense.channel_delta(
+            self._view_of(step.batch), mixed, forget, beta, behind, decay, bias, norm, memory, out, eps
+        )
         return out

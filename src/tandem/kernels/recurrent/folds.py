@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights, channel_result, channel_tokens
 from tandem.kernels.recurrent.convolution import convolved
+from tandem.kernels.recurrent.tokens import Tokens
 from tandem.kernels.shared_kv.rows import StepRows
 
 CHUNK = 64  # rows of a prompt that are multiplied together
@@ -49,16 +51,6 @@ def taps_of(conv: Tensor, bias: Tensor | None) -> Taps:
     return Taps(torch.cat([weights, bias[None]]), biased=True)
 
 
-class Tokens(NamedTuple):
-    """T rows through H heads, in groups that share what is written and asked; float32."""
-
-    asked: Tensor  # [T, G, K]
-    written: Tensor  # [T, G, K]
-    values: Tensor  # [T, H, V]
-    decay: Tensor  # [T, H, 1], or [T, H, K]: the logarithm of what the memory is multiplied with
-    beta: Tensor | None = None  # [T, H]: how far what the memory answers at the written key is taken away first
-
-
 class Folds(Protocol):
     """A sequence without tokens starts from zeros; a row depends on its own sequence only."""
 
@@ -76,6 +68,13 @@ class Folds(Protocol):
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
         """float32 [T, H, V]: what each row's memory answers once it has decayed and taken the row in. memory [slots, H,
         K, V] goes on."""
+        ...
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        """[T, H * D], of the gates' type: a delta net whose channels decay apart, from its convolution's result [T, 3 *
+        H * D] to its last projection. memory as in `folded`."""
         ...
 
 
@@ -97,6 +96,12 @@ class TorchFolds:
             asked=tokens.asked.repeat_interleave(shared, 1), written=tokens.written.repeat_interleave(shared, 1)
         )
         return torch.cat([_sequence(whole, step.rows, s, memory) for s in range(len(step.rows.slots))])
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        seen = self.folded(channel_tokens(mixed, gates, weights), step, memory)
+        return channel_result(seen, gates.behind, weights)
 
 
 def _sequence(whole: Tokens, rows: StepRows, index: int, memory: Tensor) -> Tensor:

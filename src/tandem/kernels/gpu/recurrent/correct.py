@@ -22,7 +22,7 @@ from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
 from tandem.kernels.gpu.delta.chunk import inverse
 from tandem.kernels.gpu.recurrent.faded import SMALL, faded_pairs, faded_to_end, logs_of
-from tandem.kernels.recurrent.folds import Tokens
+from tandem.kernels.recurrent.tokens import Tokens
 
 CHUNK = CORRECT_CHUNK
 PRECISION = "tf32x3"

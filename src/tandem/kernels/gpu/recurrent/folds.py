@@ -11,10 +11,13 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.kernels.gpu.recurrent.channels import keyed, normed
 from tandem.kernels.gpu.recurrent.convolve import convolve
 from tandem.kernels.gpu.recurrent.correct import correct
 from tandem.kernels.gpu.recurrent.scan import MOST_KEYS, scan
-from tandem.kernels.recurrent.folds import Step, Taps, Tokens
+from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
+from tandem.kernels.recurrent.folds import Step, Taps
+from tandem.kernels.recurrent.tokens import Tokens
 
 COLUMNS = 32  # of a memory that a program holds
 
@@ -68,16 +71,31 @@ class GpuFolds:
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
         beta = None if tokens.beta is None else tokens.beta.contiguous()
         asked, written, values, decay = (part.contiguous() for part in tokens[:4])
-        tokens = Tokens(asked, written, values, decay, beta)
-        out, batch, alone = torch.empty_like(tokens.values), step.batch, len(step.batch.seq_lens) == len(tokens.values)
-        together = None if alone else way_of(tokens)
-        single = batch.single_rows if together else len(batch.seq_lens)
-        if single:
-            _row_by_row(tokens, batch, single, memory, out)
-        if together and single < len(batch.seq_lens):
-            together(tokens, batch, single, memory, out)
+        out = _read(Tokens(asked, written, values, decay, beta), step.batch, memory)
         # A copy must give what its row gives: it writes keys and values to the same places.
-        return out.index_select(0, step.rows.copied) if alone else out
+        return out.index_select(0, step.rows.copied) if _alone(step.batch, out) else out
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        seen = _read(keyed(mixed, gates, weights), step.batch, memory)
+        return normed(seen, gates.behind, step.rows.copied if _alone(step.batch, seen) else None, weights)
+
+
+def _alone(batch: BatchLayout, rows: Tensor) -> bool:
+    return len(batch.seq_lens) == len(rows)
+
+
+def _read(tokens: Tokens, batch: BatchLayout, memory: Tensor) -> Tensor:
+    """tokens: contiguous. What each row's memory answers, copies of rows for themselves."""
+    out = torch.empty_like(tokens.values)
+    together = None if _alone(batch, out) else way_of(tokens)
+    single = batch.single_rows if together else len(batch.seq_lens)
+    if single:
+        _row_by_row(tokens, batch, single, memory, out)
+    if together and single < len(batch.seq_lens):
+        together(tokens, batch, single, memory, out)
+    return out
 
 
 def way_of(tokens: Tokens) -> Callable[[Tokens, BatchLayout, int, Tensor, Tensor], None] | None:

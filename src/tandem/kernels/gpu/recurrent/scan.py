@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.config.mechanisms.state_space import SCAN_CHUNK
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
-from tandem.kernels.recurrent.folds import Tokens
+from tandem.kernels.recurrent.tokens import Tokens
 
 CHUNK = SCAN_CHUNK
 COLUMNS = 32  # of a memory that a program holds

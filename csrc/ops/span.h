@@ -1,0 +1,33 @@
+// Sequences of a step in layers whose memory of a sequence has a constant size.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "ops/dense.h"
+
+namespace tandem {
+
+inline void check_slots(const BatchView& batch, int64_t slots, const char* what) {
+  const std::string name(what);
+  if (int64_t(batch.slots.size()) != batch.sequences())
+    throw std::invalid_argument(name + ": the batch does not say which slots its sequences have");
+  for (int32_t slot : batch.slots)
+    if (slot < 0 || slot >= slots) throw std::invalid_argument(name + ": a slot is not there");
+}
+
+inline void check_sure(const BatchView& batch, const char* what) {
+  if (!batch.folded.empty()) throw std::invalid_argument(std::string(what) + ": a memory cannot take guesses back");
+}
+
+// Rows of a sequence in the step, and its tokens before.
+struct Span {
+  Span(const BatchView& batch, int64_t s)
+      : first(batch.query_starts[size_t(s)]),
+        count(batch.query_starts[size_t(s) + 1] - first),
+        known(batch.seq_lens[size_t(s)] - count),
+        slot(batch.slots[size_t(s)]) {}
+  int64_t first, count, known, slot;
+};
+
+}  // namespace tandem

@@ -1,0 +1,48 @@
+"""What delta nets whose channels decay apart (Kimi) compute around their recurrence, in plain torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.delta import UNIT_EPS
+from tandem.kernels.recurrent.tokens import Tokens
+
+
+class ChannelGates(NamedTuple):
+    """Of T rows and H heads of D channels, of one type; as projections make them."""
+
+    forget: Tensor  # [T, H * D]: how each channel decays
+    beta: Tensor  # [T, H]: how far is corrected; rows may lie apart
+    behind: Tensor  # [T, H * D]: what the sigmoid of is multiplied with the result
+
+
+class ChannelWeights(NamedTuple):
+    decay: Tensor  # float32 [H]: times softplus(forget + bias) the logarithm of the decay
+    bias: Tensor  # float32 [H * D]
+    norm: Tensor  # float32 [D]: of a head's result
+    eps: float
+
+
+def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
+    """mixed [T, 3 * H * D]: queries, keys and values as they come from the convolution."""
+    heads, dim = len(weights.decay), len(weights.norm)
+    q, k, v = mixed.unflatten(1, (3, heads, dim)).unbind(1)
+    passed = F.softplus(gates.forget.to(mixed.dtype) + weights.bias).unflatten(1, (heads, dim))
+    beta = gates.beta.sigmoid().to(mixed.dtype)
+    return Tokens(_unit(q) * dim**-0.5, _unit(k), v, passed * weights.decay[:, None], beta)
+
+
+def channel_result(seen: Tensor, behind: Tensor, weights: ChannelWeights) -> Tensor:
+    """[T, H * D] of what memories answer [T, H, D]: each head's norm, times the sigmoid of its gate."""
+    y = seen.to(behind.dtype).to(seen.dtype)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm
+    return (y.flatten(1) * behind.to(seen.dtype).sigmoid()).to(behind.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    unit: Tensor = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
+    return unit

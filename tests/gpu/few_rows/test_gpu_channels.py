@@ -1,0 +1,100 @@
+"""What delta nets whose channels decay apart compute around their recurrence, on a GPU (or interpreted), against
+float64.
+
+Numbers of bfloat16 are rounded once where beta and the result are, and where the memory's answer is before its norm:
+2^-8 each, relative. Sums of a row have 2^-24 a term; products in three parts of tf32 lack 2^-20, three times in a row.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
+from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
+from tandem.kernels.recurrent.folds import TorchFolds
+from tandem.models.batch import ForwardBatch
+from tandem.models.passing import Pass
+
+if AVAILABLE:
+    from tandem.kernels.gpu.recurrent.folds import GpuFolds
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+SLOTS, LENGTH = 4, 75
+SHAPES = [(3, 20)] if INTERPRETED else [(3, 20), (32, 128)]  # heads, channels of each; Kimi-Linear's
+
+
+def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.device = DEVICE) -> Pass:
+    """(slot, first position, rows) of each sequence."""
+    rows = [count for _, _, count in pieces]
+    positions = torch.cat([torch.arange(first, first + count) for _, first, count in pieces]).to(device)
+    batch = ForwardBatch(
+        positions, positions, positions, torch.tensor([0, *rows]).cumsum(0).int().to(device),
+        torch.tensor([first + count for _, first, count in pieces]).int().to(device),
+        torch.zeros(len(pieces), 1, device=device).int(), positions[:1],
+        torch.tensor([slot for slot, _, _ in pieces]).int().to(device), single,
+    )  # fmt: skip
+    return Pass(batch, torch.empty(0))
+
+
+class Case:
+    """Sequences in slots; some channels keep nearly all, others nothing."""
+
+    def __init__(self, heads: int, dim: int, dtype: torch.dtype) -> None:
+        g, inner = torch.Generator().manual_seed(3), heads * dim
+        self.mixed = torch.randn(SLOTS, LENGTH, 3 * inner, generator=g)
+        self.mixed[:, 7, :inner] = 0.0  # a query without a direction
+        self.forget, self.behind = torch.randn(2, SLOTS, LENGTH, inner, generator=g).mul(3.0).to(dtype).unbind()
+        self.beta = torch.randn(SLOTS, LENGTH, heads, generator=g).to(dtype)
+        norm = torch.rand(dim, generator=g) + 0.5
+        self.weights = ChannelWeights(-torch.logspace(-2, 1.2, heads), torch.linspace(-30.0, 30.0, inner), norm, 1e-5)
+        self.memory = torch.full((SLOTS, heads, dim, dim), float("nan"), device=DEVICE)
+        self.tolerance = 3 * 2.0**-8 if dtype == torch.bfloat16 else 8 * (dim + LENGTH) * 2.0**-24
+        self.tolerance += 0 if INTERPRETED else 3 * 2.0**-20
+
+    def run(self, parts: list[tuple[int, int, int]], single: int = 0) -> list[Tensor]:
+        def rows(x: Tensor) -> Tensor:
+            return torch.cat([x[slot, first : first + count] for slot, first, count in parts]).to(DEVICE)
+
+        beta = torch.cat([rows(self.beta)] * 2, 1)[:, len(self.weights.decay) :]  # as a split of another array
+        gates = ChannelGates(rows(self.forget), beta, rows(self.behind))
+        weights = ChannelWeights(*(each.to(DEVICE) for each in self.weights[:3]), self.weights.eps)
+        found = GpuFolds().corrected(rows(self.mixed), gates, step_of(parts, single), self.memory, weights)
+        return list(found.cpu().split([count for _, _, count in parts]))
+
+    def check(self, slot: int, found: Tensor) -> None:
+        length, (heads, dim) = len(found), self.memory.shape[1:3]
+        weights = ChannelWeights(*(each.double() for each in self.weights[:3]), self.weights.eps)
+        gates = ChannelGates(*(each[slot, :length].double() for each in (self.forget, self.beta, self.behind)))
+        step, memory = step_of([(1, 0, length)], device=torch.device("cpu")), torch.zeros(2, heads, dim, dim).double()
+        wanted = TorchFolds().corrected(self.mixed[slot, :length].double(), gates, step, memory, weights)
+        error = float((found.double() - wanted).norm() / wanted.norm())
+        assert error <= self.tolerance, f"{error:.2e} of {self.tolerance:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prompts_and_rows_that_decode_give_what_float64_gives(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    case = Case(*shape, dtype)
+    first, *_ = case.run([(3, 0, 70)])
+    one, beside = case.run([(3, 70, 1), (1, 0, 75)], single=1)
+    two, other = case.run([(3, 71, 1), (2, 0, 1)], single=2)
+    case.check(3, torch.cat([first, one, two]))
+    case.check(1, beside)
+    case.check(2, other)
+    assert case.memory[0].isnan().all()
+
+
+@pytest.mark.parametrize("real", [1, 2])
+def test_copies_give_what_the_last_real_row_gives(real: int) -> None:
+    """Rows that fill up a graph."""
+    case = Case(*SHAPES[0], torch.float32)
+    case.memory.fill_(0.5)
+    parts = [(2, 4, 1), (1, 9, 1)][:real]
+    slot, first, _ = parts[-1]
+    for each in (case.mixed, case.forget, case.beta, case.behind):
+        each[0, first] = each[slot, first]
+    found = case.run([*parts, *[(0, first, 1)] * (3 - real)])
+    assert all(row.equal(found[real - 1]) for row in found[real:])
+    assert real == 1 or not found[0].equal(found[1])

@@ -1,0 +1,102 @@
+"""Delta nets whose channels decay apart, between their projections, against float64, at every cut.
+
+Numbers of bfloat16 are rounded once where beta and the result are, and where the memory's answer is before its norm:
+2^-8 each, relative. Sums of a row have 2^-24 a term.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem import _core
+from tandem.errors import KernelError
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
+from tandem.kernels.recurrent.folds import Folds, TorchFolds
+from tandem.models import ForwardBatch
+from tandem.models.passing import Pass
+
+TIERS = ("torch", *_core.supported_tiers())
+HEADS, DIM, LENGTH, SLOTS = 3, 20, 75, 4
+INNER = HEADS * DIM
+CUTS = [[75], [1, 2, 72], [64, 11], [3] * 25]
+
+
+def folds_of(tier: str) -> Folds:
+    return TorchFolds() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier).folds
+
+
+def step_of(pieces: list[tuple[int, int, int]]) -> Pass:
+    """(slot, first position, rows) of each sequence."""
+    rows = [count for _, _, count in pieces]
+    positions = torch.cat([torch.arange(first, first + count) for _, first, count in pieces])
+    batch = ForwardBatch(
+        positions, positions, positions, torch.tensor([0, *rows]).cumsum(0).int(),
+        torch.tensor([first + count for _, first, count in pieces]).int(), torch.zeros(len(pieces), 1).int(),
+        torch.arange(sum(rows)), torch.tensor([slot for slot, _, _ in pieces]).int(),
+    )  # fmt: skip
+    return Pass(batch, torch.empty(0))
+
+
+class Case:
+    """Two sequences. Some channels keep nearly all, others nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        g = torch.Generator().manual_seed(3)
+        self.mixed = torch.randn(2, LENGTH, 3 * INNER, generator=g)
+        self.mixed[:, 7, :INNER] = 0.0  # a query without a direction
+        self.forget, self.behind = torch.randn(2, 2, LENGTH, INNER, generator=g).mul(3.0).to(dtype).unbind()
+        self.beta = torch.randn(2, LENGTH, HEADS + 5, generator=g).to(dtype)[..., 5:]
+        bias, norm = torch.linspace(-30.0, 30.0, INNER), torch.rand(DIM, generator=g) + 0.5
+        self.weights = ChannelWeights(-torch.tensor([0.01, 1.0, 16.0]), bias, norm, 1e-5)
+
+    def gates(self, which: int, rows: slice) -> ChannelGates:
+        return ChannelGates(*(each[which, rows] for each in (self.forget, self.beta, self.behind)))
+
+    def exact(self, which: int) -> Tensor:
+        """Of one sequence from nothing."""
+        wide = ChannelWeights(*(each.double() for each in self.weights[:3]), self.weights.eps)
+        gates, memory = self.gates(which, slice(None)), torch.zeros(SLOTS, HEADS, DIM, DIM, dtype=torch.float64)
+        wider = ChannelGates(*(each.double() for each in gates))
+        return TorchFolds().corrected(self.mixed[which].double(), wider, step_of([(1, 0, LENGTH)]), memory, wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: torch.dtype) -> None:
+    """Both sequences in one step; slots hold another's numbers before."""
+    case, folds, at, found = Case(dtype), folds_of(tier), 0, [list[Tensor](), list[Tensor]()]
+    memory = torch.randn(SLOTS, HEADS, DIM, DIM)
+    for count in cuts:
+        rows = slice(at, at + count)
+        gates = ChannelGates(*map(torch.cat, zip(*(case.gates(which, rows) for which in range(2)), strict=True)))
+        mixed = torch.cat([case.mixed[which, rows] for which in range(2)])
+        if count == LENGTH:  # as a split of another array, whose rows lie apart
+            gates = gates._replace(beta=torch.cat([gates.beta, gates.beta], 1)[:, HEADS:])
+        seen = folds.corrected(mixed, gates, step_of([(3, at, count), (1, at, count)]), memory, case.weights)
+        assert seen.dtype == dtype
+        for kept, part in zip(found, seen.split(count), strict=True):
+            kept.append(part)
+        at += count
+    for which, kept in enumerate(found):
+        wanted = case.exact(which)
+        error = float((torch.cat(kept).double() - wanted).norm() / wanted.norm())
+        assert error <= (3 * 2.0**-8 if dtype == torch.bfloat16 else 8 * (DIM + LENGTH) * 2.0**-24)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """By the core, before anything is written."""
+    case, folds, memory = Case(torch.float32), folds_of("scalar"), torch.zeros(SLOTS, HEADS, DIM, DIM)
+    gates, mixed = case.gates(0, slice(None)), case.mixed[0]
+    with pytest.raises(ValueError, match="channel_delta: a slot is not there"):
+        folds.corrected(mixed, gates, step_of([(SLOTS, 0, LENGTH)]), memory, case.weights)
+    with pytest.raises(KernelError, match="mixed"):
+        folds.corrected(mixed[:, 1:].contiguous(), gates, step_of([(1, 0, LENGTH)]), memory, case.weights)
+    step = step_of([(1, 0, LENGTH)])
+    step.batch.folded, step.batch.sure = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
+    with pytest.raises(ValueError, match="channel_delta: a memory cannot take guesses back"):
+        folds.corrected(mixed, gates, step, memory, case.weights)
+    assert memory.eq(0).all()
