@@ -121,6 +121,10 @@ struct DenseKernels {
   void (*sigmoid_norm)(const float* x, const void* gate, const float* weight, void* out, int64_t n, float eps,
                        DType type);
 
+  // out = (x + through times value) * silu(gate).
+  void (*through_gate)(const float* x, const float* value, float through, const void* gate, float* out, int64_t n,
+                       DType type);
+
   // out[j] = sum over heads of gates[h] * max(0, q[:, h] . k[j]) for `keys` keys, `stride` floats apart. q
   // [dim][heads]; heads: a multiple of kRowLanes.
   void (*token_scores)(const float* q, const float* gates, const float* k, int64_t heads, int64_t dim, int64_t stride,

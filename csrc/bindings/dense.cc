@@ -1,9 +1,7 @@
 // The dense operations: arrays in, checked, and nothing else. The batch's indices are checked once, in BatchView.
 #include "ops/dense.h"
 
-#include "ops/channels.h"
-#include "ops/delta_rule.h"
-#include "ops/fold.h"
+#include "ops/recurrent/delta_rule.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -11,6 +9,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/recording.h"
 #include "bindings/tensor.h"
@@ -20,20 +19,6 @@ namespace nb = nanobind;
 
 namespace tandem {
 namespace {
-
-void expect(bool ok, const char* what) {
-  if (!ok) throw KernelError(what);
-}
-
-TensorView activations(nb::handle array, const char* name, std::initializer_list<int64_t> shape) {
-  return view_of(array, name, {Element::bf16, Element::f32}, shape);
-}
-
-// An array of the same element type as `x`.
-TensorView like(const TensorView& x, nb::handle array, const char* name, std::initializer_list<int64_t> shape,
-                bool writable = false) {
-  return view_of(array, name, {x.element}, shape, writable);
-}
 
 // A norm's weights: of the type of `x`, or float32.
 TensorView weights_of(const TensorView& x, nb::handle array, const char* name, std::initializer_list<int64_t> shape) {
@@ -197,76 +182,6 @@ struct Ops {
     perform(*this, [this, &batch, shape, call] { tandem::delta_rule(dense, batch, shape, call); });
   }
 
-  void fold(const BatchView& batch, bool corrects, nb::handle asked, nb::handle written, nb::handle values,
-            nb::handle decay, nb::handle beta, nb::handle memory, nb::handle out) const {
-    const int64_t rows = batch.rows();
-    const TensorView q = view_of(asked, "asked", {Element::f32}, {rows, kAnySize, kAnySize});
-    const TensorView k = view_of(written, "written", {Element::f32}, {rows, q.shape[1], q.shape[2]});
-    const TensorView v = view_of(values, "values", {Element::f32}, {rows, kAnySize, kAnySize});
-    const TensorView d = view_of(decay, "decay", {Element::f32}, {rows, v.shape[1], kAnySize});
-    const FoldShape shape{v.shape[1], q.shape[1], q.shape[2], v.shape[2], d.shape[2], corrects};
-    expect(shape.groups > 0 && shape.heads % shape.groups == 0, "fold: the heads do not share what is written evenly");
-    expect(shape.decays == 1 || shape.decays == shape.k_dim, "fold: a head decays as one, or each of its keys apart");
-    expect(corrects != beta.is_none(), "fold: beta is for memories that are corrected");
-    const TensorView b = optional(beta, "beta", Element::f32, {rows, shape.heads});
-    const TensorView state =
-        slots_of(memory, "memory", {Element::f32}, {kAnySize, shape.heads, shape.k_dim, shape.v_dim});
-    const TensorView y = view_of(out, "out", {Element::f32}, {rows, shape.heads, shape.v_dim}, true);
-    const FoldCall call{static_cast<float*>(q.data),    static_cast<float*>(k.data), static_cast<float*>(v.data),
-                        static_cast<float*>(d.data),    static_cast<float*>(b.data), static_cast<float*>(y.data),
-                        static_cast<char*>(state.data), state.row_stride * 4,        state.shape[0]};
-    if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
-    perform(*this, [this, &batch, shape, call] { tandem::fold(dense, batch, shape, call); });
-  }
-
-  void convolve(const BatchView& batch, nb::handle rows, nb::handle weights, bool bias, bool gated, nb::handle ring,
-                nb::handle out) const {
-    const TensorView in = activations(rows, "rows", {batch.rows(), kAnySize});
-    expect(!gated || in.shape[1] % 3 == 0, "convolve: rows are not two gates and values");
-    const int64_t channels = gated ? in.shape[1] / 3 : in.shape[1];
-    const TensorView w = view_of(weights, "weights", {Element::f32}, {kAnySize, channels});
-    const TensorView kept = slots_of(ring, "ring", {in.element}, {kAnySize, kAnySize, channels});
-    const TensorView y = view_of(out, "out", {gated ? in.element : Element::f32}, {batch.rows(), channels}, true);
-    expect(w.shape[0] > bias, "convolve: there are no taps");
-    const ConvolutionCall call{in.data,
-                               static_cast<float*>(w.data),
-                               kept.data,
-                               y.data,
-                               channels,
-                               w.shape[0] - bias,
-                               kept.shape[1],
-                               kept.shape[0],
-                               kept.row_stride * (in.type() == DType::bf16 ? 2 : 4),
-                               bias,
-                               gated,
-                               in.type()};
-    if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
-    perform(*this, [this, &batch, call] { tandem::convolve(dense, batch, call); });
-  }
-
-  void channel_delta(const BatchView& batch, nb::handle mixed, nb::handle forget, nb::handle beta, nb::handle behind,
-                     nb::handle decay, nb::handle bias, nb::handle norm, nb::handle memory, nb::handle out,
-                     float eps) const {
-    const int64_t rows = batch.rows();
-    const TensorView rate = view_of(decay, "decay", {Element::f32}, {kAnySize});
-    const TensorView n = view_of(norm, "norm", {Element::f32}, {kAnySize});
-    const int64_t heads = rate.shape[0], dim = n.shape[0], inner = heads * dim;
-    const TensorView in = view_of(mixed, "mixed", {Element::f32}, {rows, 3 * inner});
-    const TensorView f = activations(forget, "forget", {rows, inner});
-    const TensorView g = like(f, behind, "behind", {rows, inner});
-    const TensorView b = slots_of(beta, "beta", {f.element}, {rows, heads});
-    const TensorView added = view_of(bias, "bias", {Element::f32}, {inner});
-    const TensorView state = slots_of(memory, "memory", {Element::f32}, {kAnySize, heads, dim, dim});
-    const TensorView y = like(f, out, "out", {rows, inner}, true);
-    const auto floats = [](const TensorView& view) { return static_cast<float*>(view.data); };
-    char* slots = static_cast<char*>(state.data);
-    const ChannelCall call{
-        floats(in),           f.data,         b.data, g.data, floats(rate), floats(added), floats(n), y.data, slots,
-        state.row_stride * 4, state.shape[0], heads,  dim,    b.row_stride, eps,           f.type()};
-    if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
-    perform(*this, [this, &batch, call] { tandem::channel_delta(dense, batch, call); });
-  }
-
   void fill_memory(nb::handle data, float value) const {
     const TensorView out = view_of(data, "data", {Element::f32}, {kAnySize}, true);
     const nb::gil_scoped_release unlocked;
@@ -383,13 +298,6 @@ void bind_dense(nb::module_& m) {
       .def("delta_rule", &Ops::delta_rule, nb::arg("batch"), nb::arg("shape"), nb::arg("projected"), nb::arg("gates"),
            nb::arg("conv"), nb::arg("decay"), nb::arg("dt_bias"), nb::arg("norm"), nb::arg("inputs"),
            nb::arg("kept_gates"), nb::arg("memory"), nb::arg("out"), nb::arg("eps"))
-      .def("fold", &Ops::fold, nb::arg("batch"), nb::arg("corrects"), nb::arg("asked"), nb::arg("written"),
-           nb::arg("values"), nb::arg("decay"), nb::arg("beta").none(), nb::arg("memory"), nb::arg("out"))
-      .def("channel_delta", &Ops::channel_delta, nb::arg("batch"), nb::arg("mixed"), nb::arg("forget"), nb::arg("beta"),
-           nb::arg("behind"), nb::arg("decay"), nb::arg("bias"), nb::arg("norm"), nb::arg("memory"), nb::arg("out"),
-           nb::arg("eps"))
-      .def("convolve", &Ops::convolve, nb::arg("batch"), nb::arg("rows"), nb::arg("weights"), nb::arg("bias"),
-           nb::arg("gated"), nb::arg("ring"), nb::arg("out"))
       .def("fill_memory", &Ops::fill_memory, nb::arg("data"), nb::arg("value"), "What read_memory is to read.")
       .def("read_ranges", &Ops::read_ranges, nb::arg("of_node"), "Reads each node's ranges once, with all workers.")
       .def("read_memory", &Ops::read_memory, nb::arg("data"), "Reads once with all workers; returns a checksum.");

@@ -21,6 +21,7 @@ NB_MODULE(_core, m) {
   tandem::bind_runtime(m);
   tandem::bind_codes(m);
   tandem::bind_dense(m);
+  tandem::bind_recurrent(m);
   tandem::bind_columns(m);
   tandem::bind_streams(m);
   tandem::bind_token_index(m);

@@ -3,11 +3,11 @@
 
 #include "micro/attention.h"
 #include "micro/ceilings.h"
-#include "micro/channels.h"
 #include "micro/checksum.h"
-#include "micro/delta_rule.h"
 #include "micro/fit.h"
 #include "micro/norm_rope.h"
+#include "micro/recurrent/channels.h"
+#include "micro/recurrent/delta_rule.h"
 
 #define TANDEM_DENSE_TABLE(name, tier, Isa) \
   namespace tandem {                        \
@@ -33,6 +33,7 @@
       Channels<Isa>::to_unit,               \
       channel_decay<Isa>,                   \
       sigmoid_norm<Isa>,                    \
+      through_gate<Isa>,                    \
       TokenScores<Isa>::scores,             \
       Ceilings<Isa>::read_memory,           \
   };                                        \

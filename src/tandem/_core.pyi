@@ -237,6 +237,19 @@ class DenseOps:
         out: object,
         eps: float,
     ) -> None: ...
+    def fill_memory(self, data: object, value: float) -> None:
+        """What read_memory is to read."""
+
+    def read_ranges(self, of_node: Sequence[Sequence[ByteRange]]) -> float:
+        """Reads each node's ranges once, with all workers."""
+
+    def read_memory(self, data: object) -> float:
+        """Reads once with all workers; returns a checksum."""
+
+class RecurrentOps:
+    """Recurrences, and what stands around them, on a pool."""
+
+    def __init__(self, pool: WorkerPool, tier: str) -> None: ...
     def fold(
         self,
         batch: BatchView,
@@ -264,16 +277,32 @@ class DenseOps:
         eps: float,
     ) -> None: ...
     def convolve(
-        self, batch: BatchView, rows: object, weights: object, bias: bool, gated: bool, ring: object, out: object
+        self,
+        batch: BatchView,
+        rows: object,
+        weights: object,
+        bias: bool,
+        gated: bool,
+        ring: object,
+        out: object,
     ) -> None: ...
-    def fill_memory(self, data: object, value: float) -> None:
-        """What read_memory is to read."""
-
-    def read_ranges(self, of_node: Sequence[Sequence[ByteRange]]) -> float:
-        """Reads each node's ranges once, with all workers."""
-
-    def read_memory(self, data: object) -> float:
-        """Reads once with all workers; returns a checksum."""
+    def state_space(
+        self,
+        batch: BatchView,
+        groups: int,
+        mixed: object,
+        gate: object,
+        steps: object,
+        decay: object,
+        bias: object,
+        through: object,
+        norm: object,
+        memory: object,
+        gated: object,
+        out: object,
+        eps: float,
+    ) -> None:
+        """gated: float32, what is left before the norm."""
 
 class Columns:
     """

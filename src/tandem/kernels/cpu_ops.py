@@ -205,7 +205,7 @@ class CpuOps(InMemory):
 
     @property
     def folds(self) -> CpuFolds:
-        return CpuFolds(self._dense, self.view_of)
+        return CpuFolds(_core.RecurrentOps(self.pool, self.tier), self.view_of)
 
     def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
         return CpuStreams(self.pool, self.tier, shape, weights, hidden)

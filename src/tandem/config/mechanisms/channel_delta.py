@@ -37,7 +37,7 @@ class ChannelDelta:
     def chunk_row_bytes(self) -> int:
         """What a prompt's row leaves between the GPU's kernels; of a chunk, also its pairs and a memory."""
         pairs, memory = 8 * CORRECT_CHUNK * self.heads, 4 * self.dim * self.inner // CORRECT_CHUNK
-        return (CONVOLVED_BYTES * 3 + 32 + 12) * self.inner + pairs + memory
+        return (CONVOLVED_BYTES * 3 + 32 + 20) * self.inner + pairs + memory
 
     def states(self) -> tuple[State, ...]:
         memory = Array("memory", (self.heads, self.dim, self.dim), "float32")

@@ -11,23 +11,24 @@ from tandem import _core
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
 from tandem.kernels.recurrent.folds import Step, Taps
+from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
 from tandem.kernels.recurrent.tokens import Tokens
 
 
 class CpuFolds:
-    def __init__(self, dense: _core.DenseOps, view_of: Callable[[BatchLayout], _core.BatchView]) -> None:
-        self._dense, self._view_of = dense, view_of
+    def __init__(self, ops: _core.RecurrentOps, view_of: Callable[[BatchLayout], _core.BatchView]) -> None:
+        self._ops, self._view_of = ops, view_of
 
     def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
         out = new.new_empty(new.shape, dtype=torch.float32)
         view = self._view_of(step.batch)
-        self._dense.convolve(view, new.contiguous(), taps.rows, taps.biased, gated=False, ring=ring, out=out)
+        self._ops.convolve(view, new, taps.rows, taps.biased, gated=False, ring=ring, out=out)
         return out
 
     def gated(self, projected: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
         out = projected.new_empty((len(projected), taps.rows.shape[1]))
         view = self._view_of(step.batch)
-        self._dense.convolve(view, projected, taps.rows, taps.biased, gated=True, ring=ring, out=out)
+        self._ops.convolve(view, projected, taps.rows, taps.biased, gated=True, ring=ring, out=out)
         return out
 
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ class CpuFolds:
         out, corrects = torch.empty_like(values), tokens.beta is not None
         beta = None if tokens.beta is None else tokens.beta.contiguous()
         view = self._view_of(step.batch)
-        self._dense.fold(view, corrects, asked, written, values, decay.exp(), beta, memory, out)
+        self._ops.fold(view, corrects, asked, written, values, decay.exp(), beta, memory, out)
         return out
 
     def corrected(
@@ -43,7 +44,15 @@ class CpuFolds:
     ) -> Tensor:
         out, (forget, beta, behind) = torch.empty_like(gates.behind), gates
         decay, bias, norm, eps = weights
-        self._dense.channel_delta(
+        self._ops.channel_delta(
             self._view_of(step.batch), mixed, forget, beta, behind, decay, bias, norm, memory, out, eps
+        )
+        return out
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = given, weights
+        out, between = gate.new_empty(gate.shape), mixed.new_empty(gate.shape)
+        self._ops.state_space(
+            self._view_of(step.batch), groups, mixed, gate, steps, decay, bias, through, norm, memory, between, out, eps
         )
         return out

@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights, channel_result, channel_tokens
 from tandem.kernels.recurrent.convolution import convolved
+from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights, space_result, space_tokens
 from tandem.kernels.recurrent.tokens import Tokens
 from tandem.kernels.shared_kv.rows import StepRows
 
@@ -77,6 +78,10 @@ class Folds(Protocol):
         H * D] to its last projection. memory as in `folded`."""
         ...
 
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        """[T, H * V], of the gate's type: a state space, from its convolution's result to its last projection."""
+        ...
+
 
 class TorchFolds:
     """In plain torch: prompts in chunks, rows that correct one by one."""
@@ -102,6 +107,9 @@ class TorchFolds:
     ) -> Tensor:
         seen = self.folded(channel_tokens(mixed, gates, weights), step, memory)
         return channel_result(seen, gates.behind, weights)
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        return space_result(self.folded(space_tokens(given, weights), step, memory), given, weights)
 
 
 def _sequence(whole: Tokens, rows: StepRows, index: int, memory: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Rows of a chunk to each other, where each channel of a key decays by itself (arXiv 2510.26692).
 
 With L the logarithms of decays, row t sees row i < t through the sum over channels of q_t k_i e^(L_i+1 + ... + L_t). No
-product of two matrices is that: one of them would grow beyond float32. So blocks of 16 rows go back through their
-chunk, and fade by what they pass. Within its block a row goes row by row. The rows of a block before fade up to its
-end, so there a product of matrices follows. All exponents are sums of what is not positive.
+product of two matrices is that: one of them would grow beyond float32. So there are blocks of 16 rows. Within one, its
+rows go back and fade by what they pass (`within_blocks`). Of an earlier block, keys fade up to their block's end, and
+the product is one of matrices (`across_blocks`). All that multiplies is at most 1, and no logarithms are subtracted.
 """
 
 from __future__ import annotations
@@ -17,18 +17,9 @@ SMALL = 16  # rows of a block
 
 
 @triton.jit
-def logs_of(decay, of_heads, inside, c, KEYS: tl.constexpr, DECAYS: tl.constexpr):
-    """Of rows `of_heads`, [rows, channels]; 0 where they are not inside. DECAYS: of a row's head, KEYS or 1."""
-    there = inside[:, None] & (c < KEYS)[None, :]
-    return tl.load(decay + of_heads[:, None] * DECAYS + c[None, :] % DECAYS, there, other=0.0)
-
-
-@triton.jit
-def faded_to_end(keys, decay, of_heads, inside, c, HEADS: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr):
-    """keys [rows, channels], faded by the rows behind; inside: those that are not the last. A sum that had a row's own
-    logarithm, less that one, would be wrong where that is large."""
-    behind = logs_of(decay, of_heads + HEADS, inside, c, KEYS, DECAYS)
-    return keys * tl.exp(tl.cumsum(behind, 0, reverse=True))
+def number_of(chunk, s, CHUNK: tl.constexpr):
+    """Of the chunk of sequence s that begins at row `chunk`: no two have the same."""
+    return (chunk // CHUNK + s).to(tl.int64)
 
 
 @triton.jit
@@ -39,42 +30,84 @@ def _put(alike, seen, found, of_heads, column, inside, asks, CHUNK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
-def faded_pairs(asked, written, decay, beta, alike, seen, starts, first, sequences, HEADS: tl.constexpr,
-                GROUP: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr, KB: tl.constexpr, CHUNK: tl.constexpr,
-                SMALL: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """alike: written to written, times the row's beta; seen: asked to written. Both float32 [T, HEADS, CHUNK]: a row's
-    columns are its chunk's rows. Blocks behind a row's own are left as they are."""
+def within_blocks(asked, written, decay, beta, alike, seen, asks_faded, keys_faded, ends, totals, starts, first,
+                  sequences, HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, DECAYS: tl.constexpr,
+                  KB: tl.constexpr, CHUNK: tl.constexpr, SMALL: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+    """alike: written to written, times the row's beta; seen: asked to written; both float32 [T, HEADS, CHUNK]: a row's
+    columns are its chunk's rows. What is asked, and written times beta, faded since the block's begin; ends: written,
+    faded to the block's end; all [T, HEADS, KEYS]. totals [blocks, HEADS, KEYS]: what a block multiplies with."""
     s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
-    s += first
-    if s >= sequences:
+    if s + first >= sequences:
         return
     head, small, GROUPS = tl.program_id(1), tl.program_id(2), HEADS // GROUP
-    own, end = tl.load(starts + s) + block * CHUNK + small * SMALL, tl.load(starts + s + 1)
+    chunk, end = tl.load(starts + s + first) + block * CHUNK, tl.load(starts + s + first + 1)
+    own = chunk + small * SMALL
     if own >= end:
         return
     r, i, c = tl.arange(0, 2 * SMALL), tl.arange(0, SMALL), tl.arange(0, KB)
     t, asks = r % SMALL, r // SMALL
     inside, rows = own + t < end, (own + t).to(tl.int64)
     of_heads, there = rows * HEADS + head, inside[:, None] & (c < KEYS)[None, :]
+    of_k, of_q = there & (asks == 0)[:, None], there & (asks == 1)[:, None]
     at = (rows[:, None] * GROUPS + head // GROUP) * KEYS + c[None, :]
-    faded = tl.load(written + at, there & (asks == 0)[:, None], other=0.0)
-    faded *= tl.load(beta + of_heads, inside, other=0.0)[:, None]
-    faded += tl.load(asked + at, there & (asks == 1)[:, None], other=0.0)  # one of the two is 0
-    found = tl.zeros([2 * SMALL, SMALL], tl.float32)
+    faded = tl.load(written + at, of_k, other=0.0) * tl.load(beta + of_heads, inside, other=0.0)[:, None]
+    faded += tl.load(asked + at, of_q, other=0.0)  # one of the two is 0
+    found, total = tl.zeros([2 * SMALL, SMALL], tl.float32), tl.full([KB], 1.0, tl.float32)
     for back in tl.static_range(SMALL):
         near = SMALL - 1 - back
         row, real = (own + near).to(tl.int64), c < tl.where(own + near < end, KEYS, 0)
         key = tl.load(written + (row * GROUPS + head // GROUP) * KEYS + c, real, other=0.0)
-        log = tl.load(decay + (row * HEADS + head) * DECAYS + c % DECAYS, real, other=0.0)
+        fade = tl.exp(tl.load(decay + (row * HEADS + head) * DECAYS + c % DECAYS, real, other=0.0))
         sees = (i == near)[None, :] & (t + asks > near)[:, None]
         found = tl.where(sees, tl.sum(faded * key[None, :], 1)[:, None], found)
-        faded *= tl.where((t >= near)[:, None], tl.exp(log)[None, :], 1.0)
+        faded *= tl.where((t >= near)[:, None], fade[None, :], 1.0)
+        tl.store(ends + (row * HEADS + head) * KEYS + c, key * total, real)
+        total *= fade
     _put(alike, seen, found, of_heads, small * SMALL + i, inside, asks, CHUNK)
+    to = of_heads[:, None] * KEYS + c[None, :]
+    tl.store(keys_faded + to, faded, of_k)
+    tl.store(asks_faded + to, faded, of_q)
+    number = number_of(chunk, s, CHUNK) * (CHUNK // SMALL) + small
+    tl.store(totals + (number * HEADS + head) * KEYS + c, total, c < KEYS)
+
+
+@triton.jit(do_not_specialize=["first", "sequences"])
+def across_blocks(alike, seen, asks_faded, keys_faded, ends, totals, left, fade, starts, first, sequences,
+                  HEADS: tl.constexpr, KEYS: tl.constexpr, KB: tl.constexpr, CHUNK: tl.constexpr,
+                  SMALL: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Afterwards, what is asked and written has faded since the chunk's begin. left: written, faded to the chunk's end;
+    fade [chunks, HEADS, KEYS]: what a chunk multiplies with. Blocks behind a row's own are left as they are."""
+    s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
+    if s + first >= sequences:
+        return
+    head, small, BLOCKS = tl.program_id(1), tl.program_id(2), CHUNK // SMALL
+    chunk, end = tl.load(starts + s + first) + block * CHUNK, tl.load(starts + s + first + 1)
+    own = chunk + small * SMALL
+    if own >= end:
+        return
+    r, i, c = tl.arange(0, 2 * SMALL), tl.arange(0, SMALL), tl.arange(0, KB)
+    t, asks, in_k = r % SMALL, r // SMALL, c < KEYS
+    inside, of_heads = own + t < end, (own + t).to(tl.int64) * HEADS + head
+    of_k = (inside & (asks == 0))[:, None] & in_k[None, :]
+    of_q, at = (inside & (asks == 1))[:, None] & in_k[None, :], of_heads[:, None] * KEYS + c[None, :]
+    faded = tl.load(keys_faded + at, of_k, other=0.0) + tl.load(asks_faded + at, of_q, other=0.0)
+    of_chunk = number_of(chunk, s, CHUNK)
+    blocks = totals + (of_chunk * BLOCKS * HEADS + head) * KEYS + c
     for back in range(small):
-        before = (own - (back + 1) * SMALL + i).to(tl.int64)
-        far, of_groups = before * HEADS + head, (before * GROUPS + head // GROUP) * KEYS
-        keys = tl.load(written + of_groups[:, None] + c[None, :], (c < KEYS)[None, :], other=0.0)
-        keys = faded_to_end(keys, decay, far, i < SMALL - 1, c, HEADS, KEYS, DECAYS)
+        before = small - 1 - back
+        far = (chunk + before * SMALL + i).to(tl.int64) * HEADS + head
+        keys = tl.load(ends + far[:, None] * KEYS + c[None, :], in_k[None, :], other=0.0)
         product = tl.dot(faded, tl.trans(keys), input_precision=PRECISION)
-        _put(alike, seen, product, of_heads, (small - 1 - back) * SMALL + i, inside, asks, CHUNK)
-        faded *= tl.exp(tl.sum(logs_of(decay, far, i < SMALL, c, KEYS, DECAYS), 0))[None, :]
+        _put(alike, seen, product, of_heads, before * SMALL + i, inside, asks, CHUNK)
+        faded *= tl.load(blocks + before * HEADS * KEYS, in_k, other=0.0)[None, :]
+    tl.store(keys_faded + at, faded, of_k)
+    tl.store(asks_faded + at, faded, of_q)
+    rest = tl.full([KB], 1.0, tl.float32)
+    for behind in range(small + 1, BLOCKS):
+        there = c < tl.where(chunk + behind * SMALL < end, KEYS, 0)
+        rest *= tl.load(blocks + behind * HEADS * KEYS, there, other=1.0)
+    mine = (own + i).to(tl.int64)[:, None] * HEADS * KEYS + head * KEYS + c[None, :]
+    there = (own + i < end)[:, None] & in_k[None, :]
+    tl.store(left + mine, tl.load(ends + mine, there, other=0.0) * rest[None, :], there)
+    if small == 0:
+        tl.store(fade + (of_chunk * HEADS + head) * KEYS + c, rest * tl.load(blocks, in_k, other=0.0), in_k)

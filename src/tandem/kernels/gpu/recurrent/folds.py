@@ -15,8 +15,10 @@ from tandem.kernels.gpu.recurrent.channels import keyed, normed
 from tandem.kernels.gpu.recurrent.convolve import convolve
 from tandem.kernels.gpu.recurrent.correct import correct
 from tandem.kernels.gpu.recurrent.scan import MOST_KEYS, scan
+from tandem.kernels.gpu.recurrent.spaces import left, stepped
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
 from tandem.kernels.recurrent.folds import Step, Taps
+from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
 from tandem.kernels.recurrent.tokens import Tokens
 
 COLUMNS = 32  # of a memory that a program holds
@@ -80,6 +82,10 @@ class GpuFolds:
     ) -> Tensor:
         seen = _read(keyed(mixed, gates, weights), step.batch, memory)
         return normed(seen, gates.behind, step.rows.copied if _alone(step.batch, seen) else None, weights)
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        seen = _read(stepped(given, weights), step.batch, memory)
+        return left(seen, given, step.rows.copied if _alone(step.batch, seen) else None, weights)
 
 
 def _alone(batch: BatchLayout, rows: Tensor) -> bool:

@@ -1,4 +1,4 @@
-#include "ops/delta_rule.h"
+#include "ops/recurrent/delta_rule.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,11 +1,11 @@
-#include "ops/fold.h"
+#include "ops/recurrent/fold.h"
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
 
-#include "ops/span.h"
+#include "ops/recurrent/span.h"
 
 namespace tandem {
 namespace {
@@ -62,9 +62,8 @@ class ChannelRun {
 
   // Of token t of this step. gated: 0 the gate before, 1 the gate behind, 2 the values.
   const char* given(int64_t t, int64_t part) const {
-    const int64_t parts = call_.gated ? 3 : 1;
     return static_cast<const char*>(call_.rows) +
-           (((span_.first + t) * parts + part) * call_.channels + first_) * size_;
+           ((span_.first + t) * call_.row_stride + part * call_.channels + first_) * size_;
   }
 
   void keep(int64_t t) {

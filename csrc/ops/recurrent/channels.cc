@@ -1,4 +1,4 @@
-#include "ops/channels.h"
+#include "ops/recurrent/channels.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "isa/inline.h"
-#include "ops/span.h"
+#include "ops/recurrent/span.h"
 
 namespace tandem {
 namespace {

@@ -1,5 +1,5 @@
-// What a delta net whose channels decay apart (Kimi, arXiv 2510.26692) computes around its recurrence, of one head of
-// one token, in float32.
+// What delta nets whose channels decay apart (Kimi, arXiv 2510.26692) and state spaces compute around their recurrence,
+// of one head of one token, in float32.
 #pragma once
 
 #include "micro/row_runs.h"
@@ -57,6 +57,15 @@ struct Channels : Rows<Isa> {
       R::template store_n<type>(out, i, m, Isa::mul(y, vector_sigmoid<Isa>(R::template load_n<type>(gate, i, m))));
     });
   }
+
+  template <DType type>
+  static void through(const float* x, const float* value, float by, const void* gate, float* out, int64_t n) {
+    R::for_runs(n, [&](int64_t i, int64_t m) {
+      const Vec g = R::template load_n<type>(gate, i, m), v = R::template load_n<DType::f32>(value, i, m);
+      const Vec y = Isa::fma(v, Isa::set1(by), R::template load_n<DType::f32>(x, i, m));
+      R::template store_n<DType::f32>(out, i, m, Isa::mul(y, Isa::mul(g, vector_sigmoid<Isa>(g))));
+    });
+  }
 };
 
 template <class Isa>
@@ -69,6 +78,13 @@ template <class Isa>
 void sigmoid_norm(const float* x, const void* gate, const float* weight, void* out, int64_t n, float eps, DType type) {
   type == DType::bf16 ? Channels<Isa>::template norm<DType::bf16>(x, gate, weight, out, n, eps)
                       : Channels<Isa>::template norm<DType::f32>(x, gate, weight, out, n, eps);
+}
+
+template <class Isa>
+void through_gate(const float* x, const float* value, float through, const void* gate, float* out, int64_t n,
+                  DType type) {
+  type == DType::bf16 ? Channels<Isa>::template through<DType::bf16>(x, value, through, gate, out, n)
+                      : Channels<Isa>::template through<DType::f32>(x, value, through, gate, out, n);
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ struct ConvolutionCall {
   void* ring;            // of each slot [places, channels]: the row of position p in place p % places
   void* out;             // [rows, channels], of what is convolved and rounded to `type`: its silu, rounded, in float
   int64_t channels, taps, places, slots, ring_stride;
+  int64_t row_stride;  // elements from a row to the next
   bool bias;
   bool gated;  // values are multiplied before, of which the ring has the products; the result, of `type`, behind
   DType type;
