@@ -6,6 +6,7 @@ or more while serving.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -37,9 +38,12 @@ from tandem.kernels.ops import (
     Routing,
     Tally,
 )
+from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
 from tandem.kernels.recurrent.folds import Taps
+from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
 from tandem.kernels.recurrent.tokens import Tokens
 from tandem.kernels.token_index import IndexWeights
+from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if HAS_TRITON and not INTERPRETED:
@@ -428,23 +432,48 @@ def test_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, i
     assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1, **convolutions}
 
 
-@pytest.mark.parametrize("sizes", [(32, 32, 128, 128), (6, 2, 12, 21)], ids=["kimi-linear", "awkward"])
-def test_memories_that_are_corrected(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int]) -> None:
-    """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""
-    heads, groups, keys, width = sizes
-    memory = torch.zeros(20, heads, keys, width)
+@pytest.mark.parametrize("sizes", [(32, 128), (3, 20)], ids=["kimi-linear", "awkward"])
+def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, sizes: tuple[int, int]) -> None:
+    """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences; twice where copies of
+    rows may follow."""
+    if card.target.arch not in (86, 90):
+        pytest.skip("Hopper, and the smallest of the others, are enough")
+    (heads, dim), inner = sizes, sizes[0] * sizes[1]
+    memory, weights = torch.zeros(20, heads, dim, dim), ChannelWeights(*map(torch.zeros, (heads, inner, dim)), 1e-5)
+    for batch in batches():
+        rows = len(batch.positions)
+        gates, beta = torch.zeros(rows, inner).bfloat16(), torch.zeros(rows, 8 + heads).bfloat16()[:, 8:]
+        mixed, step = torch.zeros(rows, 3 * inner), Pass(batch, torch.empty(0))
+        ops.folds.corrected(mixed, ChannelGates(gates, beta, gates), step, memory, weights)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    in_chunks = dict.fromkeys(("within_blocks", "across_blocks", "_solve", "_carry", "_read"), 1)
+    assert counts == {"_keyed": 1, "_fold": 1, "_normed": 2, **in_chunks}
+
+
+@pytest.mark.parametrize("sizes", SPACES.values(), ids=SPACES)
+def test_what_stands_around_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int]) -> None:
+    if card.target.arch not in (86, 90):
+        pytest.skip("Hopper, and the smallest of the others, are enough")
+    (heads, groups, keys, width), inner = sizes, sizes[0] * sizes[3]
+    memory, of_heads = torch.zeros(20, heads, keys, width), torch.zeros(heads)
+    weights = SpaceWeights(of_heads, of_heads, of_heads, torch.zeros(inner), groups, 1e-5)
+    for batch in batches():
+        rows = len(batch.positions)
+        made = torch.zeros(rows, inner + 8 + heads).bfloat16()
+        given = SpaceInputs(torch.zeros(rows, inner + 2 * groups * keys), made[:, :inner], made[:, inner + 8 :])
+        ops.folds.spaced(given, Pass(batch, torch.empty(0)), memory, weights)
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    assert counts == {"_stepped": 1, "_fold": 1, "_pairs": 1, "_scan": 1, "_left": 2}
+
+
+def batches() -> Iterator[ForwardBatch]:
+    """Steps of rows that decode, of prompts, and of both."""
     for spans, single in [
         ([(9, 10)], 1), ([(9, 10)] * 3, 3), ([(40, 41), (0, 30)], 1), ([(0, 64)] * 16, 0),
         ([(9, 10)] * 16 + [(0, 130)], 16),
     ]:  # fmt: skip
         tables, _ = random_tables(len(spans), max(end for _, end in spans))
-        batch = replace(make_batch(spans, tables), single_rows=single)
-        rows = len(batch.positions)
-        shared, values = torch.zeros(rows, groups, keys), torch.zeros(rows, heads, width)
-        tokens = Tokens(shared, shared, values, torch.zeros(rows, heads, keys), torch.zeros(rows, heads))
-        ops.folds.folded(tokens, Pass(batch, torch.empty(0)), memory)
-    counts = {name: len(variants) for name, variants in card.variants.items()}
-    assert counts == dict.fromkeys(("_fold", "faded_pairs", "_solve", "_carry", "_read"), 1)
+        yield replace(make_batch(spans, tables), single_rows=single, slots=torch.ones(len(spans), dtype=torch.int32))
 
 
 @pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (2, 6, 20, 40, 3)], ids=["qwen3-next", "awkward"])

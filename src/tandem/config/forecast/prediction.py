@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tandem.config.cuda_graphs import prompt_graph_rows, split_sizes
 from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
-from tandem.config.forecast.memories import OPERATION_SECONDS, prompt_seconds, small
+from tandem.config.forecast.memories import prompt_seconds, small
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import CODES_PAIRS, ring_of
@@ -170,14 +170,8 @@ def _decode_on_cpu(case: Case, batch: int, context: int) -> dict[str, float]:
         "dense layers": case.dense_bytes / rate,
         "KV cache": case.state_bytes(batch, context) / rate,
         "experts": on_cpu * case.expert_bytes / case.speeds.dram_gbps / 1e9 / case.dram_share,
-        "between layers": _between_layers(model),
+        "between layers": len(model.layers) * CPU_LAYER_SECONDS,
     }
-
-
-def _between_layers(model: ModelConfig) -> float:
-    """On a CPU."""
-    calls = sum(small(mixer).operations for mixer in model.mixers)
-    return len(model.layers) * CPU_LAYER_SECONDS + calls * OPERATION_SECONDS
 
 
 def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
@@ -249,7 +243,7 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
     if case.plan.gpu is None:
         peak, rate = speeds.cpu_flops * _cpu_share(case), speeds.dram_gbps * 1e9 * DRAM_SHARE
         return {
-            "dense layers": max(dense_flops / peak, case.dense_bytes / rate) + _between_layers(model),
+            "dense layers": max(dense_flops / peak, case.dense_bytes / rate) + len(model.layers) * CPU_LAYER_SECONDS,
             "attention": attention / _cpu_attention_flops(case),
             "experts": on_cpu,
         }
