@@ -60,7 +60,7 @@ def test_latent_attention_is_recorded(latent, monkeypatch, variant: str, dtype: 
 
 
 @pytest.mark.parametrize("dtype", ["float32"])
-@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_moe-tied", "mixtral-window", "lfm2_moe"])
+@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_moe-tied", "mixtral-window", "lfm2_moe", "nemotron_h"])
 def test_a_recorded_step_gives_the_same_bits(tiny_models, monkeypatch, variant: str, dtype: str) -> None:
     recorded = Session(tiny_models[variant], dtype, ops=ops())
     got = decode(recorded)
