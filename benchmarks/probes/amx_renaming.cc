@@ -90,6 +90,54 @@ static void two_sums(const uint8_t* p, long rounds) {
   }
 }
 
+template <int kSums>
+static void nothing_loaded(const uint8_t* p, long rounds) {
+  LOAD(4, 0);
+  LOAD(6, 1);
+  for (long i = 0; i < rounds; ++i) {
+    DP(0, 4, 6);
+    DP(1, 4, 6);
+    if (kSums == 4) {
+      DP(2, 4, 6);
+      DP(3, 4, 6);
+    } else {
+      DP(0, 4, 6);
+      DP(1, 4, 6);
+    }
+  }
+  ZERO(4);
+  ZERO(6);
+}
+// 2 to 5 tiles of rows by one panel.
+template <int kSums>
+static void one_panel(const uint8_t* p, long rounds) {
+  for (long i = 0; i < 4 * rounds / kSums; ++i) {
+    LOAD(6, i);
+    LOAD(5, i + 1);
+    DP(0, 5, 6);
+    ZERO(5);
+    LOAD(5, i + 2);
+    DP(1, 5, 6);
+    ZERO(5);
+    if (kSums > 2) {
+      LOAD(5, i + 3);
+      DP(2, 5, 6);
+      ZERO(5);
+    }
+    if (kSums > 3) {
+      LOAD(5, i + 4);
+      DP(3, 5, 6);
+      ZERO(5);
+    }
+    if (kSums > 4) {
+      LOAD(5, i + 5);
+      DP(4, 5, 6);
+      ZERO(5);
+    }
+    ZERO(6);
+  }
+}
+
 struct Pattern {
   const char* name;
   void (*run)(const uint8_t*, long);
@@ -99,7 +147,13 @@ static const Pattern kPatterns[] = {{"registers only", registers, 8},
                                     {"2 x 2", block<false>, 8},
                                     {"2 x 2, zeroed after use", block<true>, 8},
                                     {"2 x 2, one a and one b at a time", one_and_one, 6},
-                                    {"2 x 1", two_sums, 4}};
+                                    {"2 x 1", two_sums, 4},
+                                    {"2 sums, nothing loaded", nothing_loaded<2>, 4},
+                                    {"4 sums, nothing loaded", nothing_loaded<4>, 6},
+                                    {"2 x 1, zeroed after use", one_panel<2>, 4},
+                                    {"3 x 1, zeroed after use", one_panel<3>, 5},
+                                    {"4 x 1, zeroed after use", one_panel<4>, 6},
+                                    {"5 x 1, zeroed after use", one_panel<5>, 7}};
 
 // Median nanoseconds of a product on `cpu`, once all `threads` have come.
 static double measured(const Pattern& pattern, int cpu, std::atomic<int>& ready, int threads) {

@@ -7,7 +7,7 @@
 #include <cstdlib>
 
 #include "format/pack.h"
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 
 namespace tandem {  // what packing numbers would need
 bool ReadableFile::read(const uint8_t*, int64_t, uint8_t*) { abort(); }

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "format/pack.h"
-#include "runtime/readable_file.h"
+#include "runtime/files/readable_file.h"
 #include "runtime/tiers.h"
 
 namespace tandem {  // what packing numbers would need

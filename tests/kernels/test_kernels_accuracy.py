@@ -70,13 +70,13 @@ def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, 
 )
 def test_many_rows_over_several_slices_blocks_and_panels(fmt: str, group: int, tier: str) -> None:
     """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one; tiles
-    of 11, 12, 13 and 16 rows, some of them not full."""
+    of 11 to 16 rows, some of them not full; blocks of one tile and of two."""
     cases.require_tier(tier)
     n, k = 32 * 24, 1150
     weight = random_weight(n, k)
     matrix = cases.packed_matrix(cases.workspace_of(tier, "tile_mm"), weight, None, fmt, group)
     exact, size = (f(weight, fmt, group).double().T for f in (as_packed, cases.magnitude_of))
-    for rows in (33, 47, 64, 65, 66, 80, 81, 530):
+    for rows in (33, 47, 64, 65, 66, 80, 81, 160, 161, 530):
         x = cases.activations(rows, k, fmt)
         bound = cases.product_bound(x.double().abs() @ size, k, fmt, group, tier)
         assert ((matrix(x, torch.float32).double() - x.double() @ exact).abs() <= bound).all(), rows

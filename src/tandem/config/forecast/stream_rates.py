@@ -23,6 +23,7 @@ GRAPH_BASE, GRAPH_ROW = 4e-4, 4e-7
 512 rows, 1.2 at 2048 (as above)."""
 BUS_BESIDE = 1.12  # times as long as alone the bus takes beside a CPU that computes: 7.0 ms instead of 6.25 (as above)
 SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3  # how far, and how soon, measured times correct those of the start
+FORGOTTEN = 0.02  # of these corrections, in a step in which the CPU has no part: a step that tries it may be slower
 
 
 @dataclass(slots=True)
@@ -71,11 +72,14 @@ class StreamRates:
         return self.factors.get(rows.bit_length(), 1.0) * (self.cpu_fixed + rows * self.cpu_row)
 
     def observe(self, rows: int, share: float, seconds: float) -> None:
-        """The CPU took so long for its part of a layer, on average, while `share` of its experts travelled."""
-        expected = self.cpu_seconds(rows) * (1 - share)
-        if expected > 0 and seconds > 0:
-            size = rows.bit_length()
-            wanted = self.factors.get(size, 1.0) * (1 + NEWEST * (seconds / expected - 1))
+        """The CPU took so long for its part of a layer, on average, while `share` of its experts travelled. A CPU that
+        has no part is not measured: without forgetting, one slow step would leave it out for good."""
+        expected, size = self.cpu_seconds(rows) * (1 - share), rows.bit_length()
+        factor = self.factors.get(size, 1.0)
+        if share == 1.0 and size in self.factors:
+            self.factors[size] = factor + FORGOTTEN * (1.0 - factor)
+        elif expected > 0 and seconds > 0:
+            wanted = factor * (1 + NEWEST * (seconds / expected - 1))
             self.factors[size] = min(SLOWER, max(FASTER, wanted))
 
     def text(self, most: int) -> str:
