@@ -111,8 +111,19 @@ def test_what_is_no_model_is_an_error_and_not_a_model_that_is_refused(tmp_path, 
 
 
 def test_a_name_that_is_nothing_is_an_error_with_near_ones() -> None:
-    with pytest.raises(ConfigError, match="known by the name glm4_mo3; near it are .*glm4_moe"):
+    with pytest.raises(ConfigError, match="known by the name glm4_mo3; near it: .*glm4_moe"):
         told("glm4_mo3")
+    with pytest.raises(ConfigError, match="near it: .*Qwen3-30B-A3B"):
+        told("Qwen3-30B-A4B")
+    with pytest.raises(ConfigError, match="known by the name nothing. Tandem"):
+        told("nothing")
+
+
+def test_a_number_of_a_name_is_whole() -> None:
+    """Qwen2.5-7B is dense. Without its dashes and dots it is how Qwen2-57B-A14B begins."""
+    for dense in ("Qwen2.5-7B", "qwen2.5"):
+        with pytest.raises(ConfigError, match="no model with experts"):
+            told(dense)
 
 
 @pytest.mark.parametrize(

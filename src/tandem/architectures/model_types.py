@@ -118,14 +118,27 @@ def type_of_name(name: str) -> str | None:
 
 
 def rows_called(table: Table, name: str) -> list[Runs]:
-    """Those whose type, or a name published of it, begins with `name`'s letters and digits: "glm", "Qwen3"."""
-    said = "".join(_words(name))
+    """Those whose type, or a name published of it, begins as `name` does: "glm", "Qwen3"."""
+    said = _runs(name)
 
     def begins(row: Runs) -> bool:
-        names = (row.model_type, *PUBLISHED.get(row.model_type, ()))
-        return any("".join(_words(each)).startswith(said) for each in names)
+        return any(_begins(_runs(each), said) for each in (row.model_type, *PUBLISHED.get(row.model_type, ())))
 
     return [row for row in table.rows if said and begins(row)]
+
+
+def _begins(whole: list[str], part: list[str]) -> bool:
+    """A number must be whole: "Qwen2.5-7B" is no beginning of "Qwen2-57B"."""
+    *first, last = part
+    if len(whole) < len(part) or whole[: len(first)] != first:
+        return False
+    met = whole[len(first)]
+    return met == last or (not last.isdigit() and met.startswith(last))
+
+
+def _runs(name: str) -> list[str]:
+    """Letters and numbers in turn, whatever stands between letters: "gpt-oss-20b" → gptoss, 20, b."""
+    return re.findall(r"\d+|[a-z]+", re.sub(r"(?<=[a-z])[^a-z0-9]+(?=[a-z])", "", name.lower()))
 
 
 def _words(name: str) -> list[str]:

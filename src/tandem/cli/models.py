@@ -19,6 +19,7 @@ HOW = {
     "alone": "Transformers' modules with Tandem's experts, one answer at a time; on the CPU",
     "refused": "does not run",
 }
+LEAST_ALIKE = 0.7  # of difflib's ratio: what is less alike is another model
 STYLES = {"native": "green", "paged": "cyan", "alone": "yellow", "refused": "red"}
 
 Name = Annotated[
@@ -73,13 +74,16 @@ def _of_name(table: Table, name: str) -> Runs | list[Runs]:
 def _unknown(table: Table, name: str) -> ConfigError:
     from difflib import get_close_matches
 
+    from tandem.architectures.model_types import PUBLISHED
     from tandem.errors import ConfigError
 
-    near = get_close_matches(name, [each.model_type for each in table.rows], 3, 0.5)
-    hint = f"; near it are {', '.join(near)}" if near else ""
+    names = [each.model_type for each in table.rows]
+    names += [published for each in table.rows for published in PUBLISHED.get(each.model_type, ())]
+    near = get_close_matches(name, names, 3, LEAST_ALIKE)
+    hint = f"; near it: {', '.join(near)}" if near else ""
     hub = f"; kt plan {name} looks at its configuration on the hub" if "/" in name else ""
     return ConfigError(
-        f"no model with experts is known by the name {name}{hint}; Tandem is for such models, and kt models lists "
+        f"no model with experts is known by the name {name}{hint}. Tandem is for models with experts; kt models lists "
         f"them{hub}"
     )
 
