@@ -21,13 +21,22 @@ pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a 
 
 FLAGS = ("--tp", "2", "--device", "cpu", "--dtype", "float32", "--skip-server-warmup")
 PROMPT = [7, 8, 9, 10, 11]
-BREAKS = """
+FIRST = """
 import sys
 if "tandem.server.ranks.process" in sys.orig_argv:
     import torch
     def refuse(*given):
         raise RuntimeError("no memory for a shard")
     torch.set_num_threads = refuse  # the first thing that a rank does
+"""
+LAST = """
+import sys, time
+if "tandem.server.ranks.process" in sys.orig_argv:
+    from tandem.engine.ranks import follower
+    def refuse(*given):
+        time.sleep(8)
+        raise RuntimeError("no memory for a shard")
+    follower.allocate = refuse  # the last one
 """
 NAMES = ("server.engine_process", "server.ranks.process")
 
@@ -119,13 +128,13 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(tiny_models
     assert "--tensor-parallel-size 2: 5 heads cannot be divided among 2 ranks; possible: 1" in server.log.read_text()
 
 
-@pytest.mark.full
-def test_a_rank_that_cannot_start_is_named(tiny_models, tmp_path, monkeypatch) -> None:
-    """It says why itself; the server says which it was, and ends."""
+@pytest.mark.parametrize("breaks", [FIRST, pytest.param(LAST, marks=pytest.mark.full)], ids=["first", "last"])
+def test_a_rank_that_cannot_start_is_named(tiny_models, tmp_path, monkeypatch, breaks) -> None:
+    """It says why itself; the server says which it was, and ends, though the first rank has long been loaded."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    (tmp_path / "sitecustomize.py").write_text(BREAKS)
+    (tmp_path / "sitecustomize.py").write_text(breaks)
     server = spawn_real(tiny_models["glm4_moe"], tmp_path / "log", *FLAGS)
     assert server.process.wait(PATIENCE) == 1
     said = server.log.read_text()
     assert "rank 1: RuntimeError: no memory for a shard" in said and "rank 1 ended: exit code 1" in said
-    assert "the engine process ended at start" in said
+    assert "the engine process ended at start" in said and "is ready at" not in said

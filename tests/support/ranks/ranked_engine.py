@@ -42,6 +42,7 @@ class RankThread(Thread):
 
     def _follow(self, socket: zmq.Socket[bytes]) -> None:
         follower = Follower(msgspec.msgpack.decode(socket.recv(), type=StartRank), self._rank)
+        socket.send(b"")
         while not self._stopping.is_set():
             if socket.poll(LOOK_MS):
                 self.steps.append(socket.recv())

@@ -39,12 +39,17 @@ class Leader:
 
     def start(self, config: EngineConfig, plan: Plan) -> Group:
         """Before weights are read. Raises EngineError where a rank does not come."""
-        self._others = self._met()
+        self._others = self._heard(MEET_SECONDS)
         file = self._endpoint.removeprefix("ipc://") + _FILE
         self._tell(StartRank(config=config, plan=plan, file=file))
         from tandem.kernels.ranks.gloo import GlooGroup  # not every build of torch has it
 
         return GlooGroup(0, self.ranks, file)
+
+    def loaded(self) -> None:
+        """Waits until the others have read their shards: before that, this rank is not ready either. One that ends
+        meanwhile is the supervisor's, which ends all."""
+        self._heard(None)
 
     def step(self, chunks: Rows[Chunk]) -> None:
         """The others run them as well."""
@@ -53,14 +58,15 @@ class Leader:
     def close(self) -> None:
         self._socket.close()
 
-    def _met(self) -> list[bytes]:
-        ends, met = time.monotonic() + MEET_SECONDS, set[bytes]()
-        while len(met) < self.ranks - 1:
-            left = int(1000 * (ends - time.monotonic()))
-            if left <= 0 or not self._socket.poll(left):
-                raise EngineError(f"{self.ranks - 1} more ranks were started, and {len(met)} answered")
-            met.add(self._socket.recv_multipart()[0])
-        return sorted(met)
+    def _heard(self, seconds: float | None) -> list[bytes]:
+        """All others, once each has said something. Raises EngineError after so many seconds; None: never."""
+        ends, heard = time.monotonic() + (seconds or 0.0), set[bytes]()
+        while len(heard) < self.ranks - 1:
+            left = None if seconds is None else max(0, int(1000 * (ends - time.monotonic())))
+            if not self._socket.poll(left):
+                raise EngineError(f"{self.ranks - 1} more ranks were started, and {len(heard)} answered")
+            heard.add(self._socket.recv_multipart()[0])
+        return sorted(heard)
 
     def _tell(self, message: StartRank | StepList) -> None:
         data = self._encoder.encode(message)

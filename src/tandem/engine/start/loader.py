@@ -125,6 +125,8 @@ def load_parts(
             tokenizer.use_chat_template(chat_template_text(config.chat_template))
         start = Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
         parts = start.on_cpu() if plan.gpu is None else start.on_gpu()
+        if leader is not None:
+            leader.loaded()
         return replace(parts, leader=leader)
 
 

@@ -48,6 +48,7 @@ def follow(endpoint: str, rank: int) -> None:
     socket.send(b"")
     follower = Follower(msgspec.msgpack.decode(socket.recv(), type=StartRank), rank)
     pin_main_thread(follower.cpu)
+    socket.send(b"")  # the shard is read
     steps = msgspec.msgpack.Decoder(StepList)
     while True:
         follower.step(steps.decode(socket.recv()))
