@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -208,3 +209,12 @@ def test_help_has_paragraphs_that_fill_the_terminal() -> None:
     first = next(i for i, line in enumerate(text) if line.startswith("MODEL is a directory"))
     assert all(len(line) > 60 for line in text[first : first + 2])
     assert flowing("a\nb\n\nExample: c\nExample: d") == "a b\n\nExample: c\nExample: d"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_locale_without_our_letters_is_no_error(encoding: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "serve", "--help"],
+        capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": encoding},
+    )  # fmt: skip
+    assert done.returncode == 0 and b"BF16, INT8, INT4, ?" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -68,12 +69,20 @@ app.add_typer(bench, name="bench")
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0, 2 for a wrong flag or value, 130 after Ctrl-C, 1 for anything else."""
+    _print_anything()
     try:
         app(args=None if argv is None else list(argv), prog_name="kt")
     except TandemError as error:
         fail(error, exit_status(error))
     except OSError as error:  # a full disk, a folder that may not be written
         fail(f"{error.filename or 'output'}: {error.strerror or error}", 1)
+
+
+def _print_anything() -> None:
+    """Where the locale has no such letter, a question mark stands for it: printing never raises."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def fail(error: TandemError | str, status: int) -> None:
