@@ -7,34 +7,45 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 LOOK_SECONDS = 1.0
 
 
-def compiled(folder: Path) -> tuple[int, int]:
-    """Files that are compiled, and all: of the build that was begun last. (0, 0) where none is known."""
+def compiled(folder: Path, since: float) -> tuple[int, int]:
+    """Files that were compiled since then, and all: of the build that was begun last. (0, 0) where none is known."""
     plans = sorted(folder.glob("*/build.ninja"), key=lambda file: file.stat().st_mtime)
     if not plans:
         return 0, 0
     text = plans[-1].read_text(errors="replace")
     objects = [line.split()[1].removesuffix(":") for line in text.splitlines() if line.startswith("build ")]
     objects = [name for name in objects if name.endswith(".o")]
-    return sum((plans[-1].parent / name).exists() for name in objects), len(objects)
+    return sum(_written(plans[-1].parent / name) > since for name in objects), len(objects)
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return -1.0
 
 
 def watch(command: list[str], folder: Path, live: bool) -> int:
-    """live: one line that is written over, for terminals. Else a line for every further tenth."""
-    child, told, status = subprocess.Popen(command), compiled(folder)[0], None
+    """live: one line that is written over, for terminals. Else a line for every further tenth. Files that an earlier
+    build compiled may be taken as they are."""
+    others = "" if compiled(folder, -1.0)[0] == 0 else "at most "
+    started, told, status = time.time(), 0, None
+    child = subprocess.Popen(command)
     while status is None:
         with suppress(subprocess.TimeoutExpired):
             status = child.wait(LOOK_SECONDS)
-        done, total = compiled(folder)
+        done, total = compiled(folder, started)
         if done > told and (live or done - told >= total / 10 or done == total):
             told = done
             begin, end = ("\r" if live else "", "" if live and done < total else "\n")
-            print(f"{begin}  compiled {done} of {total} files", end=end, flush=True)
+            print(f"{begin}  compiled {done} of {others}{total} files", end=end, flush=True)
     return status
 
 

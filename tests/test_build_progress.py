@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -21,8 +22,10 @@ def planned(folder: Path, compiled: int) -> Path:
 
 
 def test_objects_are_counted(tmp_path: Path) -> None:
-    assert progress.compiled(tmp_path / "nothing") == (0, 0)
-    assert progress.compiled(planned(tmp_path, 3)) == (3, 4)
+    assert progress.compiled(tmp_path / "nothing", 0.0) == (0, 0)
+    folder = planned(tmp_path, 3)
+    os.utime(folder / "cp" / "obj" / "0.cc.o", (1.0, 1.0))  # of an earlier build
+    assert progress.compiled(folder, -1.0) == (3, 4) and progress.compiled(folder, 5.0) == (2, 4)
 
 
 def test_a_build_says_how_far_it_is_and_ends_as_its_command_does(tmp_path: Path, capfd, monkeypatch) -> None:
