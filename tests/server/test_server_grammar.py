@@ -8,6 +8,7 @@ import re
 
 import httpx
 import jsonschema_rs
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from server_harness import LocalServer, local_server
 from server_requests import CHAT, error_of, events, user
 from tandem.engine.grammar import compiler
+from tandem.engine.grammar.sources import json_object
 from tandem.errors import EngineError
+from tandem.server.chat.answer_grammar import OpenAIGrammarFields, grammar_of
 
 SCHEMA = {
     "type": "object",
@@ -99,6 +102,13 @@ def test_fields_of_generate(served, name) -> None:
             check(each["text"], wanted[name])
 
     served(scenario)
+
+
+@pytest.mark.parametrize("schema", [{}, True])
+def test_a_schema_that_says_nothing_leaves_an_object_one(schema: object) -> None:
+    """As in llama.cpp."""
+    fields = msgspec.convert({"response_format": {"type": "json_object", "schema": schema}}, OpenAIGrammarFields)
+    assert grammar_of(fields) == json_object()
 
 
 def test_json_object_and_older_tags(served) -> None:

@@ -211,6 +211,8 @@ def test_fields_that_would_change_the_answer_are_refused(path):
         ("/v1/completions", {"prompt": "x", "n_predict": 3}, "n_predict is not known here: give max_tokens"),
         (CHAT, {"messages": user("x"), "max_new_tokens": 3}, "give max_tokens"),
         ("/generate", {"text": "x", "sampling_params": {"max_tokens": 3}}, "max_new_tokens"),
+        ("/generate", {"text": "x", "sampling_params": {"grammar": "root ::= x"}},
+         "sampling_params.grammar is not known here: give ebnf"),
         (CHAT, {"messages": user("x"), "repeat_penalty": 1.1}, "give repetition_penalty"),
         (CHAT, {"messages": user("x"), "mirostat": 2}, "mirostat is not available; leave it out"),
     ],

@@ -76,22 +76,24 @@ _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"
 _SAMPLING = re.compile(r"(sampling_params(\[\])?|options)\.")
 
 
-def read_fields_as(fields: Fields, kind: type[T]) -> tuple[T, list[str]]:
-    """A checked body, and the names of what is ignored in it. Raises ApiError 400 for what is wrong, and for what is
-    not available."""
+def read_fields_as(
+    fields: Fields, kind: type[T], inner: type[msgspec.Struct] | None = None
+) -> tuple[T, list[str]]:
+    """A checked body, and the names of what is ignored in it. inner: of its `sampling_params` or `options`. Raises
+    ApiError 400 for what is wrong, and for what is not available."""
     body, unknown = decode_fields(fields, kind)
     for path, given in unknown.items():
         name = _SAMPLING.sub("", path)
         if name in _UNAVAILABLE:
             value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
             if not _changes_nothing(name, value):
-                raise not_available(path, _instead(path, kind))
+                raise not_available(path, _instead(name, kind if name == path else inner))
     return body, list(unknown)
 
 
-def _instead(name: str, kind: type[msgspec.Struct]) -> str | None:
+def _instead(name: str, kind: type[msgspec.Struct] | None) -> str | None:
     """What a body of this kind calls the same thing."""
-    known = {f.encode_name for f in msgspec.structs.fields(kind)}
+    known = set[str]() if kind is None else {f.encode_name for f in msgspec.structs.fields(kind)}
     same = next((names for names in _SAME if name in names), ())
     return next((other for other in same if other in known), None)
 

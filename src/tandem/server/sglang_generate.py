@@ -42,7 +42,7 @@ class _Ask:
 async def generate(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
     state.prompts.check_length(fields.get("input_ids"), "input_ids")
-    body, ignored = read_fields_as(fields, SglangRequest)
+    body, ignored = read_fields_as(fields, SglangRequest, SglangSampling)
     refuse_misspelt(ignored, SglangSampling)
     state.admit()
     name = body.rid if isinstance(body.rid, str) else ""

@@ -113,7 +113,8 @@ def _of_response_format(given: ResponseFormat) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return sources.json_object() if given.schema is None else sources.json_schema(given.schema)
+            says = given.schema not in (None, True, {})
+            return sources.json_schema(_schema(given)) if says else sources.json_object()
         case "json_schema":
             return sources.json_schema(_schema(given))
         case "structural_tag":

@@ -25,6 +25,7 @@ from tandem.server.ollama.schema import (
     CommonBody,
     Details,
     GenerateBody,
+    Options,
     Said,
     Show,
     ShowBody,
@@ -47,12 +48,12 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
     async def chat(http: Request) -> Response:
-        body, ignored = read_fields_as(await read_fields(http), ChatBody)
+        body, ignored = read_fields_as(await read_fields(http), ChatBody, Options)
         return name_ignored(await _chat(state, http, body), _with_keep_alive(body, ignored))
 
     @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
     async def generate(http: Request) -> Response:
-        body, ignored = read_fields_as(await read_fields(http), GenerateBody)
+        body, ignored = read_fields_as(await read_fields(http), GenerateBody, Options)
         return name_ignored(await _generate(state, http, body), _with_keep_alive(body, ignored))
 
     @router.get("/api/version")
