@@ -16,10 +16,9 @@ LOOK_SECONDS = 1.0
 
 def compiled(folder: Path, since: float) -> tuple[int, int]:
     """Files that were compiled since then, and all: of the build that was begun last. (0, 0) where none is known."""
-    plans = sorted(folder.glob("*/build.ninja"), key=lambda file: file.stat().st_mtime)
-    if not plans:
-        return 0, 0
-    text = plans[-1].read_text(errors="replace")
+    plans, text = sorted(folder.glob("*/build.ninja"), key=_written), ""
+    with suppress(IndexError, OSError):  # none, or one that goes away now: the build itself goes on
+        text = plans[-1].read_text(errors="replace")
     objects = [line.split()[1].removesuffix(":") for line in text.splitlines() if line.startswith("build ")]
     objects = [name for name in objects if name.endswith(".o")]
     return sum(_written(plans[-1].parent / name) > since for name in objects), len(objects)

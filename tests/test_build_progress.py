@@ -28,6 +28,13 @@ def test_objects_are_counted(tmp_path: Path) -> None:
     assert progress.compiled(folder, -1.0) == (3, 4) and progress.compiled(folder, 5.0) == (2, 4)
 
 
+def test_a_plan_that_goes_away_ends_no_build(tmp_path: Path) -> None:
+    """CMake may write it anew just then."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "build.ninja").symlink_to(tmp_path / "nowhere")
+    assert progress.compiled(tmp_path, 0.0) == (0, 0)
+
+
 def test_a_build_says_how_far_it_is_and_ends_as_its_command_does(tmp_path: Path, capfd, monkeypatch) -> None:
     monkeypatch.setattr(progress, "LOOK_SECONDS", 0.02)
     folder = planned(tmp_path, 0)
