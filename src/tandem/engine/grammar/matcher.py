@@ -41,7 +41,7 @@ class GrammarMatcher:
         self._room = Room(vocabulary.size)
         self.ended, self.place = False, self._room.tokens
         self._due = True
-        self._error: EngineError | None = None
+        self._error: tuple[type[EngineError], str] | None = None
         compiled.users.add(self)
         self.look_ahead()
         self.check()
@@ -71,19 +71,20 @@ class GrammarMatcher:
             self._fill()
             self._spend(began, tokens=0)
         except EngineError as error:
-            self._fail(error)
+            self._fail(type(error), str(error))
         except Exception as error:  # of the library: others are in the same step
-            self._fail(EngineError(f"matching the grammar failed: {error}"))
+            self._fail(EngineError, f"matching the grammar failed: {error}")
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail(self, kind: type[EngineError], reason: str) -> None:
         self.place.fill(0)
-        self._error = error
+        self._error = kind, reason  # the frames of an exception would keep this matcher, and its grammar in use
 
     def check(self) -> None:
         """Raises EngineError where no token of this vocabulary continues the answer, or where looking for one took too
         long."""
         if self._error is not None:
-            raise self._error
+            kind, reason = self._error
+            raise kind(reason)
 
     @property
     def mask(self) -> TokenMask:
