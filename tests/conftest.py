@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import settings
 
 import scheduling
 
+CPUS = os.sched_getaffinity(0)
 settings.register_profile("fuzz", max_examples=1500, deadline=None)  # `make fuzz`
 
 
@@ -43,6 +46,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scheduling.group_of
     return scheduler
+
+
+@pytest.fixture(autouse=True)
+def all_cpus() -> Iterator[None]:
+    """An engine that is loaded in this process pins its thread. The next test, and what it starts, has all CPUs."""
+    yield
+    os.sched_setaffinity(0, CPUS)
 
 
 @pytest.fixture(scope="session")
