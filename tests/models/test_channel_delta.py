@@ -10,34 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem import _core
+from folded_steps import TIERS, folds_of, step_of
 from tandem.errors import KernelError
-from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import Folds, TorchFolds
-from tandem.models import ForwardBatch
-from tandem.models.passing import Pass
+from tandem.kernels.recurrent.folds import TorchFolds
 
-TIERS = ("torch", *_core.supported_tiers())
 HEADS, DIM, LENGTH, SLOTS = 3, 20, 75, 4
 INNER = HEADS * DIM
 CUTS = [[75], [1, 2, 72], [64, 11], [3] * 25]
-
-
-def folds_of(tier: str) -> Folds:
-    return TorchFolds() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier).folds
-
-
-def step_of(pieces: list[tuple[int, int, int]]) -> Pass:
-    """(slot, first position, rows) of each sequence."""
-    rows = [count for _, _, count in pieces]
-    positions = torch.cat([torch.arange(first, first + count) for _, first, count in pieces])
-    batch = ForwardBatch(
-        positions, positions, positions, torch.tensor([0, *rows]).cumsum(0).int(),
-        torch.tensor([first + count for _, first, count in pieces]).int(), torch.zeros(len(pieces), 1).int(),
-        torch.arange(sum(rows)), torch.tensor([slot for slot, _, _ in pieces]).int(),
-    )  # fmt: skip
-    return Pass(batch, torch.empty(0))
 
 
 class Case:
