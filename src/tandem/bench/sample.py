@@ -256,7 +256,7 @@ def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running
     store = SyntheticStore(side.store, side.handoff)
     built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
     copies = registered(small, side) if small.gpu.ring_bytes else None
-    stream = expert_stream(small, side, copies)
+    stream = expert_stream(small, side, copies, usage=usage)
     parts = EngineParts(
         small, model, built, text, workers, usage, handoff=side.handoff, begin_step=begin_step(side, stream)
     )

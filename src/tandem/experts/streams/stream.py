@@ -7,20 +7,23 @@ waits for Python as long as the ring holds a layer's parts.
    copies   [layer 0: part 0][part 1][part 2] [layer 1: part 0][part 1] ...
    compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...
 
-Places are copied whatever lies in them, so nobody asks which experts a layer will use; the table of keys says who
-travels, and was where when the step began. So graphs of layers know nothing of how many do. Exchanges change no table
-while a step is given. Meanwhile they write to spare places only, which no table names.
+Places are copied whatever lies in them, so nobody asks which experts a layer will use. Those that had most rows lately
+travel first, and the CPU has the rest. The table of keys says who travels, and was where when the step began. So graphs
+of layers know nothing of how many do. Exchanges change no table while a step is given. Meanwhile they write to spare
+places only, which no table names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +32,7 @@ from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
 from tandem.experts.streams.key_tables import KeyTables
+from tandem.experts.streams.travel_order import TravelOrder
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels
@@ -59,11 +63,11 @@ class StreamedLayer:
         """Of what travels."""
         return sum(part.count for part in self.residents)
 
-    def runs(self, first: int, count: int) -> list[Run]:
-        """Copies of places [first, first + count); what lies side by side on both sides is one."""
+    def runs(self, places: Iterable[int]) -> list[Run]:
+        """Copies of these places; what lies side by side on both sides is one."""
         made: list[Run] = []
-        for i in range(count):
-            for offset, source, nbytes in self.cpu.pieces(first + i):
+        for i, place in enumerate(places):
+            for offset, source, nbytes in self.cpu.pieces(place):
                 target = i * self.cpu.bytes_per_expert + offset
                 if made and made[-1][0] + made[-1][2] == source and made[-1][1] + made[-1][2] == target:
                     source, target, nbytes = *made[-1][:2], made.pop()[2] + nbytes
@@ -130,12 +134,22 @@ class Recorder(Protocol):
         ...
 
 
+class Counts(Protocol):
+    """On their way."""
+
+    def tokens(self) -> npt.NDArray[Any]:
+        """[layers, experts]: rows of each since the start, modulo 2^32."""
+        ...
+
+
 class Followed(NamedTuple):
     """What the stream looks at before a step. moves: changes when experts have changed places, None while they may be
-    changing; served: seconds that the CPU has computed experts since the start."""
+    changing; served: seconds that the CPU has computed experts since the start. ask: for the rows of each expert, in
+    the order of what the GPU computes."""
 
     moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
+    ask: Callable[[], Counts] | None = None
 
 
 class ExpertStream:
@@ -155,7 +169,9 @@ class ExpertStream:
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
-        self._runs: dict[_Delivery, list[Run]] = {}  # places never move
+        self._order = TravelOrder(layers)
+        self._asked: Counts | None = None  # after the last step in which experts travelled
+        self._runs: dict[_Delivery, list[Run]] = {}  # in this order; places never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
         self._deliveries: list[_Delivery] = []
@@ -182,7 +198,7 @@ class ExpertStream:
         """Of the bus: a part of each layer from where it lies, between steps."""
         total, started = 0, perf_counter()
         for layer in (layer for layer in self._layers if layer is not None):
-            for source, target, nbytes in layer.runs(0, min(self._ring.experts, layer.places)):
+            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.places))):
                 self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
                 total += nbytes
         self._bus.finish()
@@ -194,6 +210,8 @@ class ExpertStream:
         if self._taken < self._given:  # a step has failed
             self._bus.finish()
             self._last = None  # its times say nothing
+        if rows:
+            self._reorder()
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
         self.rows, share = rows, self._share(0 if long else rows, layers is Layers.SPLIT)
         share = 1.0 if layers is Layers.WHOLE and share > 0 else share
@@ -206,12 +224,28 @@ class ExpertStream:
             self._of[layer] = range(first, first + len(made))
         self._given = self._taken = 0
         if self._deliveries:
-            self._tables.tell(self._layers, self._counts, self._followed.moves())
+            self._tables.tell(self._layers, self._counts)
         for _ in range(self._ring.parts):
             self._give()
 
+    def _reorder(self) -> None:
+        """By what the step before has counted, which the GPU has told meanwhile."""
+        self._tables.look(self._layers, self._followed.moves())
+        if self._asked is None:
+            return
+        changed, self._asked = self._order.learn(self._asked.tokens(), self._tables.places), None
+        self.rates.left = self._order.left
+        for index in changed:
+            self._tables.rank(index, self._order.ranks(index))
+        self._runs = {made: runs for made, runs in self._runs.items() if made.layer not in changed}
+
+    def may_split(self, rows: int) -> bool:
+        """Whether `splits` may say so later."""
+        return self.rates.may_share(rows)
+
     def splits(self, rows: int) -> bool:
         """Whether bus and CPU share the experts of such a step, where its layers are graphs."""
+        self._reorder()
         return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
 
     def _share(self, rows: int, in_graphs: bool) -> float:
@@ -245,7 +279,8 @@ class ExpertStream:
 
     def _runs_of(self, delivery: _Delivery) -> list[Run]:
         if delivery not in self._runs:
-            self._runs[delivery] = _layer(self._layers, delivery.layer).runs(delivery.first, delivery.count)
+            places = self._order.places[delivery.layer][delivery.first : delivery.first + delivery.count]
+            self._runs[delivery] = _layer(self._layers, delivery.layer).runs(places.tolist())
         return self._runs[delivery]
 
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
@@ -274,7 +309,7 @@ class ExpertStream:
         pool = self._memory[turn * self._ring.part_bytes :]
         packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
         if self.recorder is not None:
-            return Part(packed, count)
+            return Part(packed, count, partial(self._cut_before, number, self.recorder))
         return Part(
             packed, count, lambda: self._bus.compute_after(self._arrived[turn]), lambda: self._read(number)
         )
@@ -283,6 +318,8 @@ class ExpertStream:
         self._free[number % self._ring.parts] = self._bus.computing_given()
         self._taken += 1
         self._give()
+        if self._taken == len(self._deliveries) and self._followed.ask is not None:
+            self._asked = self._followed.ask()  # every layer has routed its rows
 
     # -- graphs of layers ---
 
@@ -302,14 +339,27 @@ class ExpertStream:
             self._last = None  # made-up rows choose too few experts: their times say nothing
 
     def arrive(self, index: int) -> None:
-        """Before experts of a layer are computed by a graph."""
-        for number in self._of.get(index, ()):
+        """Before experts of a layer are computed by a graph; or by several, and this is the first."""
+        mine = self._of.get(index, range(0))
+        for number in mine if self.holds_layers else mine[:1]:
             self._bus.compute_after(self._arrived[number % self._ring.parts])
 
     def leave(self, index: int) -> None:
-        """After it."""
-        for number in self._of.get(index, ()):
+        """After it, or the last."""
+        mine = self._of.get(index, range(0))
+        for number in mine if self.holds_layers else mine[-1:]:
             self._read(number)
+
+    def _cut_before(self, number: int, recorder: Recorder) -> None:
+        """A ring that does not hold a layer has a graph for each part: the next one waits for its own."""
+        before = self._deliveries[number].first > 0
+        if before and not self.holds_layers:
+            recorder.cut(partial(self._pass_on, number))
+
+    def _pass_on(self, number: int) -> None:
+        """From the part before."""
+        self._read(number - 1)
+        self._bus.compute_after(self._arrived[number % self._ring.parts])
 
 
 def _layer(layers: Sequence[StreamedLayer | None], index: int) -> StreamedLayer:
