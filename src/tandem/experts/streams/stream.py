@@ -171,6 +171,8 @@ class ExpertStream:
         self._tables = KeyTables(len(layers), width, device)
         self._order = TravelOrder(layers)
         self._asked: Counts | None = None  # after the last step in which experts travelled
+        self.holds_layers = ring.holds(max(layer.places for layer in layers if layer is not None))
+        """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
         self._runs: dict[_Delivery, list[Run]] = {}  # in this order; places never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
@@ -322,11 +324,6 @@ class ExpertStream:
             self._asked = self._followed.ask()  # every layer has routed its rows
 
     # -- graphs of layers ---
-
-    @property
-    def holds_layers(self) -> bool:
-        """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
-        return self._ring.holds(max(layer.places for layer in self._layers if layer is not None))
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:

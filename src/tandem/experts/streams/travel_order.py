@@ -1,4 +1,4 @@
-"""`TravelOrder`: which places of a layer travel first: those whose experts had most rows lately. The CPU has the rest."""
+"""`TravelOrder`: who travels first. Those that had most rows lately; so the CPU has those with few."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 from tandem.experts.streams.key_tables import Keyed
 
 NEWEST = 0.5  # of what is known, that one step tells
-WORSE = 0.02  # of a layer's rows, that the CPU may have too many of before its order changes: copies are listed anew then
-GRID = 100  # shares of the experts that travel, for which the rows left are told
+WORSE = 0.02  # of a layer's rows, too many for the CPU, before its order changes: copies are listed anew then
+GRID = 100  # equal steps of the share of the experts that travels, for each of which the rows left are told
 
 Places = npt.NDArray[np.int32]
 Shares = npt.NDArray[np.float64]
