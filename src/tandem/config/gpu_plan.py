@@ -18,6 +18,7 @@ from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
+    Ring,
     StepSize,
     decode_sums_bytes,
     expert_scratch_bytes,
@@ -185,9 +186,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
         return _with_prompts(request, gpu, found)
     if why_not := streams_not(request, gpu):
         return replace(found, ring_reason=why_not)
-    model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
-    shape = model.expert_channels, model.moe.experts.width
-    ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
+    ring = ring_for(request, gpu).nbytes
     tokens = stream_tokens(request.model)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     try:
@@ -197,6 +196,24 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     return _with_prompts(request, gpu, found, ring + more, tokens)
 
 
+def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
+    """Where experts travel to."""
+    model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
+    at_once = experts_at_once(model.expert_channels, model.moe.experts.width, scratch)
+    return ring_of(expert_bytes(request), at_once)
+
+
+def _graph_bytes(
+    request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, spared: int
+) -> int:
+    """Of graphs of prompts. streamed: experts travel."""
+    parts = 0
+    if streamed:
+        ring, places = ring_for(request, gpu), request.model.moe.router.num_experts
+        parts = 1 if ring.holds(places) else -(-places // ring.experts)
+    return prompt_graph_bytes(request.model, sizes, parts, spared)
+
+
 def _with_prompts(
     request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
 ) -> GpuMemory:
@@ -204,7 +221,7 @@ def _with_prompts(
     a step, where experts travel."""
     sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
     try:
-        smaller = _sized(request, gpu, ring + prompt_graph_bytes(request.model, sizes, streamed > 0, spared))
+        smaller = _sized(request, gpu, ring + _graph_bytes(request, gpu, sizes, streamed > 0, spared))
     except ConfigError:
         return found
     worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
@@ -263,7 +280,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request)
     logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - request.rope_bytes - scratch
     dense = dense_bytes(request.model, request.dtype, request.stored)
-    prompts = prompt_graph_bytes(request.model, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
+    prompts = _graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
     others = GPU_WORKSPACE_BYTES - sums + unpacking_bytes(gpu)
     entries = [
