@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +96,16 @@ def ring(parts: int, nbytes: int) -> Ring:
     return Ring(parts, 2, -(-2 * nbytes // 256) * 256)
 
 
+class Told:
+    """What experts of each layer got since the start."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((LAYERS, EXPERTS), np.int32)
+
+    def tokens(self) -> np.ndarray:
+        return self.counts.copy()
+
+
 class Layers:
     """Two layers with experts on both sides, or one; and the same ones whole in CPU memory."""
 
@@ -122,12 +133,15 @@ class Layers:
             self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, packed))
             self.whole[-1].load_all(0, weights)
 
-    def stream(self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2) -> ExpertStream:
+    def stream(
+        self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2, told: Told | None = None
+    ) -> ExpertStream:
         """Attached, with a ring of so many parts of two experts."""
         layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in self.each]
         nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
         bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE))
-        made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE)
+        followed = Followed() if told is None else Followed(ask=lambda: told)
+        made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE, followed)
         for index, each in enumerate(self.each):
             each.stream, each.index = made, index
         return made
@@ -162,6 +176,23 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
         assert layers.posts == (0 if share == 1.0 else LAYERS * (step + 1))
     each = layers.whole[0].bytes_per_expert
     assert stream.streamed_bytes == 2 * LAYERS * travelling * each
+
+
+@pytest.mark.parametrize("on_gpu", [0, 2])
+def test_who_had_most_rows_travels(on_gpu: int) -> None:
+    """In the step after, or in the second if others had most before. The CPU computes the rest."""
+    layers, told, nobody = Layers(on_gpu), Told(), torch.full((1, EXPERTS), -1, dtype=torch.int32, device=DEVICE)
+    stream, everyone = layers.stream(0.5, told=told), torch.arange(EXPERTS, dtype=torch.int32, device=DEVICE)[None]
+    first, second = ([0, 3], [3, 5]) if on_gpu else ([0, 1, 2], [1, 3, 5])
+    third = [0, 4] if on_gpu else [0, 2, 4]
+    for step, expected in enumerate((first, second, second, None, third)):
+        stream.begin(TOKENS)
+        keys = stream.keys(1, everyone, nobody)[0].cpu()
+        assert expected is None or (keys >= 0).nonzero().flatten().tolist() == expected
+        assert sorted(keys[keys >= 0].tolist()) == list(range(on_gpu, on_gpu + len(first)))
+        layers.check()
+        told.counts += np.array([1, 90, 2, 80, 3, 70] if step < 2 else [900, 1, 800, 2, 700, 3], np.int32)
+    assert stream.streamed_bytes == 5 * LAYERS * len(first) * layers.whole[0].bytes_per_expert
 
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
