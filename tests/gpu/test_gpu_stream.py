@@ -175,7 +175,7 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
         layers.check()
         assert layers.posts == (0 if share == 1.0 else LAYERS * (step + 1))
     each = layers.whole[0].bytes_per_expert
-    assert stream.streamed_bytes == 2 * LAYERS * travelling * each
+    assert stream.deliveries.bytes == 2 * LAYERS * travelling * each
 
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
@@ -192,7 +192,7 @@ def test_who_had_most_rows_travels(on_gpu: int) -> None:
         assert sorted(keys[keys >= 0].tolist()) == list(range(on_gpu, on_gpu + len(first)))
         layers.check()
         told.counts += np.array([1, 90, 2, 80, 3, 70] if step < 2 else [900, 1, 800, 2, 700, 3], np.int32)
-    assert stream.streamed_bytes == 5 * LAYERS * len(first) * layers.whole[0].bytes_per_expert
+    assert stream.deliveries.bytes == 5 * LAYERS * len(first) * layers.whole[0].bytes_per_expert
 
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
@@ -252,7 +252,7 @@ def test_the_bus_is_read_between_steps_and_steps_are_right_afterwards() -> None:
     for _ in range(2):
         stream.begin(TOKENS)
         layers.check()
-        assert stream.copied_gbps() > 0
+        assert stream.deliveries.copied_gbps() > 0
 
 
 @pytest.mark.parametrize("failing", [0, 2, 3])
@@ -400,8 +400,8 @@ def test_logits_are_those_of_the_cpu(tiny_models, share: float, travelling: floa
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
     session, stream = streaming(path, share, travelling, graphs)
     ours, allowed = session.logits(True), 1.5 * rms(theirs, exact)
-    print(f"{rms(ours, exact):.2e} of {allowed:.2e}, {stream.streamed_bytes} bytes")
-    assert rms(ours, exact) < allowed and stream.streamed_bytes > 0
+    print(f"{rms(ours, exact):.2e} of {allowed:.2e}, {stream.deliveries.bytes} bytes")
+    assert rms(ours, exact) < allowed and stream.deliveries.bytes > 0
 
 
 CopyAsync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)

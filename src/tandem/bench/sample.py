@@ -262,7 +262,7 @@ def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running
     )
     layers = side.handoff.layers
     experts_reader = DramReader.of(layers, workers, small.tier) if layers else None
-    bus = None if stream is None else stream.copied_gbps
+    bus = None if stream is None else stream.deliveries.copied_gbps
     return Running(Engine.from_parts(parts), partial(read_beside, workers, small.tier, experts_reader, bus))
 
 

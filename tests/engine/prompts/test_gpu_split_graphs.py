@@ -74,9 +74,9 @@ def test_logits_are_those_of_the_cpu_whatever_travels(tiny_models, on_gpu: float
     session, stream = shared(path, on_gpu, 0.5, parts)
     allowed, posts = 2 * rms(theirs, exact), session.side.handoff.times().posts
     for travelling in (0.5, 0.2, 0.75, 0.5):
-        stream.rates, before = rates(travelling), stream.streamed_bytes
+        stream.rates, before = rates(travelling), stream.deliveries.bytes
         assert rms(last_row(session, chunk(0, PROMPT)), exact[7, PROMPT - 1]) < allowed
-        assert stream.streamed_bytes > before
+        assert stream.deliveries.bytes > before
         assert rms(session.step([7], PROMPT, 1)[0, 0], exact[7, PROMPT]) < allowed
     assert session.side.handoff.times().posts > posts + 4
     total = session.usage.read()
@@ -94,7 +94,8 @@ def test_the_same_bits_each_time_and_after_errors(tiny_models, monkeypatch, part
     def fails(*_: object, **__: object) -> None:
         raise EngineError("on purpose")
 
-    for owner, name in ((PackedExperts, "forward"), (stream._bus, "copy"), (stream._bus, "compute_after")):
+    bus = stream.deliveries._bus
+    for owner, name in ((PackedExperts, "forward"), (bus, "copy"), (bus, "compute_after")):
         with monkeypatch.context() as broken:
             broken.setattr(owner, name, fails)
             with pytest.raises(EngineError, match="on purpose"):

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -31,6 +30,7 @@ from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
+from tandem.experts.streams.deliveries import Deliveries, Run
 from tandem.experts.streams.key_tables import KeyTables
 from tandem.experts.streams.travel_order import TravelOrder
 from tandem.kernels.gpu.expert_rows import Between
@@ -41,9 +41,6 @@ from tandem.kernels.gpu.prompts.products import Part, PromptExperts
 from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
-
-Run = tuple[int, int, int]
-"""Where copied from, where to in a part of the ring, and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +110,6 @@ class Layers(Enum):
     GIVEN, WHOLE, SPLIT = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """Places [first, first + count) of a layer, in one part of the ring."""
-
-    layer: int
-    first: int
-    count: int
-
-
 def _nothing() -> int:
     return 0
 
@@ -165,70 +153,41 @@ class ExpertStream:
         followed: Followed = Followed(),
     ) -> None:
         """layers: None for those without experts in CPU memory. The device is the memory's."""
-        self._layers, self._ring, self._bus, self.rates, self._followed = layers, ring, bus, rates, followed
-        self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
+        self._layers, self.rates, self._followed = layers, rates, followed
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
         self._order = TravelOrder(layers)
         self._asked: Counts | None = None  # after the last step in which experts travelled
+        self.deliveries = Deliveries(layers, ring, bus, device)
         self.holds_layers = ring.holds(max(layer.places for layer in layers if layer is not None))
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
-        self._runs: dict[_Delivery, list[Run]] = {}  # in this order; places never move
-        self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
-        self._arrived: list[object] = [None] * ring.parts
-        self._deliveries: list[_Delivery] = []
-        self._of: dict[int, range] = {}  # numbers of a layer's
-        self._given = self._taken = 0
         self.recorder: Recorder | None = None  # while graphs of layers are captured
         self.rows = 0  # of this step
-        self._counts: dict[int, int] = {}  # places of each layer that travel in this step
+        self.counts: dict[int, int] = {}
+        """How many places of each layer travel in this step; empty: none does."""
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
         self._served = 0.0  # what `Followed.served` said before it
-        self.streamed_bytes = 0  # since the start
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """How many places of each layer travel in this step; empty: none does."""
-        return self._counts
 
     @property
     def step_seconds(self) -> float:
         """Of a step in which all travel: what the bus takes."""
         return self.rates.bus * sum(layer is not None for layer in self._layers)
 
-    def copied_gbps(self) -> float:
-        """Of the bus: a part of each layer from where it lies, between steps."""
-        total, started = 0, perf_counter()
-        for layer in (layer for layer in self._layers if layer is not None):
-            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.places))):
-                self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
-                total += nbytes
-        self._bus.finish()
-        return total / (perf_counter() - started) / 1e9
-
     def begin(self, rows: int, shared: bool = False, layers: Layers = Layers.GIVEN) -> None:
         """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels. shared: others
         wait in it for their next token."""
-        if self._taken < self._given:  # a step has failed
-            self._bus.finish()
-            self._last = None  # its times say nothing
+        if self.deliveries.failed:
+            self._last = None  # the step's times say nothing
         if rows:
             self._reorder()
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
         self.rows, share = rows, self._share(0 if long else rows, layers is Layers.SPLIT)
         share = 1.0 if layers is Layers.WHOLE and share > 0 else share
         self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
-        self._counts = _planned(self._layers, share, layers is Layers.SPLIT)
-        self._deliveries, self._of = [], {}
-        for layer in self._counts:
-            first, made = len(self._deliveries), self._cut(layer, layers is not Layers.GIVEN)
-            self._deliveries += made
-            self._of[layer] = range(first, first + len(made))
-        self._given = self._taken = 0
-        if self._deliveries:
-            self._tables.tell(self._layers, self._counts)
-        for _ in range(self._ring.parts):
-            self._give()
+        self.counts = _planned(self._layers, share, layers is Layers.SPLIT)
+        if self.counts:
+            self._tables.tell(self._layers, self.counts)
+        self.deliveries.begin(self.counts, whole=layers is not Layers.GIVEN)
 
     def _reorder(self) -> None:
         """By what the step before has counted, which the GPU has told meanwhile."""
@@ -239,7 +198,7 @@ class ExpertStream:
         self.rates.left = self._order.left
         for index in changed:
             self._tables.rank(index, self._order.ranks(index))
-        self._runs = {made: runs for made, runs in self._runs.items() if made.layer not in changed}
+            self.deliveries.reorder(index, self._order.places[index])
 
     def may_split(self, rows: int) -> bool:
         """Whether `splits` may say so later."""
@@ -260,31 +219,6 @@ class ExpertStream:
         self._last, self._served = (rows, share) if rows else None, served
         return share
 
-    def _cut(self, layer: int, in_graphs: bool) -> list[_Delivery]:
-        """in_graphs: parts for all places, whether all travel or not."""
-        each, count = self._ring.experts, _layer(self._layers, layer).places if in_graphs else self._counts[layer]
-        return [_Delivery(layer, first, min(each, count - first)) for first in range(0, count, each)]
-
-    def _give(self) -> None:
-        """The next part's copies, which begin when the part is free."""
-        if self._given == len(self._deliveries):
-            return
-        delivery, turn = self._deliveries[self._given], self._given % self._ring.parts
-        left = max(0, self._counts[delivery.layer] - delivery.first)
-        self._given += 1
-        self._bus.copy_after(self._free[turn])
-        to = self._memory.data_ptr() + turn * self._ring.part_bytes
-        for source, target, nbytes in self._runs_of(replace(delivery, count=min(left, delivery.count))):
-            self._bus.copy(source, to + target, nbytes)
-            self.streamed_bytes += nbytes
-        self._arrived[turn] = self._bus.copies_given()
-
-    def _runs_of(self, delivery: _Delivery) -> list[Run]:
-        if delivery not in self._runs:
-            places = self._order.places[delivery.layer][delivery.first : delivery.first + delivery.count]
-            self._runs[delivery] = _layer(self._layers, delivery.layer).runs(places.tolist())
-        return self._runs[delivery]
-
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
         """int32 [T, k]: of pairs of the layer `index`; -1 for those that the CPU computes."""
         return keyed(ids, slots, self._tables.of(index))
@@ -298,29 +232,27 @@ class ExpertStream:
     def leaves_some(self, index: int) -> bool:
         """Whether the CPU has a part of the layer `index`."""
         layer = self._layers[index]
-        return layer is not None and self._counts[index] < layer.places
+        return layer is not None and self.counts[index] < layer.places
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
-        mine = self._of.get(index, range(0))
-        if self.recorder is None and (not mine or mine[0] != self._taken):
+        mine = self.deliveries.of(index)
+        if self.recorder is None and (not mine or mine[0] != self.deliveries.taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
-        return [self._part(i, layer) for i in mine]
+        return [self._part(i, i - mine[0], layer) for i in mine]
 
-    def _part(self, number: int, layer: StreamedLayer) -> Part:
-        turn, count = number % self._ring.parts, self._deliveries[number].count
-        pool = self._memory[turn * self._ring.part_bytes :]
-        packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
-        if self.recorder is not None:
-            return Part(packed, count, partial(self._cut_before, number, self.recorder))
-        return Part(
-            packed, count, lambda: self._bus.compute_after(self._arrived[turn]), lambda: self._read(number)
-        )
+    def _part(self, number: int, place: int, layer: StreamedLayer) -> Part:
+        """place: among the layer's parts."""
+        packed = Packed(self.deliveries.memory(number), layer.cpu.bytes_per_expert, 0)
+        count, recorder = self.deliveries.count(number), self.recorder
+        if recorder is None:
+            return Part(packed, count, partial(self.deliveries.arrive, number), partial(self._read, number))
+        if place == 0 or self.holds_layers:
+            return Part(packed, count)
+        return Part(packed, count, lambda: recorder.cut(partial(self._pass_on, number)))
 
     def _read(self, number: int) -> None:
-        self._free[number % self._ring.parts] = self._bus.computing_given()
-        self._taken += 1
-        self._give()
-        if self._taken == len(self._deliveries) and self._followed.ask is not None:
+        self.deliveries.read(number)
+        if self.deliveries.ended and self._followed.ask is not None:
             self._asked = self._followed.ask()  # every layer has routed its rows
 
     # -- graphs of layers ---
@@ -337,26 +269,20 @@ class ExpertStream:
 
     def arrive(self, index: int) -> None:
         """Before experts of a layer are computed by a graph; or by several, and this is the first."""
-        mine = self._of.get(index, range(0))
+        mine = self.deliveries.of(index)
         for number in mine if self.holds_layers else mine[:1]:
-            self._bus.compute_after(self._arrived[number % self._ring.parts])
+            self.deliveries.arrive(number)
 
     def leave(self, index: int) -> None:
         """After it, or the last."""
-        mine = self._of.get(index, range(0))
+        mine = self.deliveries.of(index)
         for number in mine if self.holds_layers else mine[-1:]:
             self._read(number)
 
-    def _cut_before(self, number: int, recorder: Recorder) -> None:
-        """A ring that does not hold a layer has a graph for each part: the next one waits for its own."""
-        before = self._deliveries[number].first > 0
-        if before and not self.holds_layers:
-            recorder.cut(partial(self._pass_on, number))
-
     def _pass_on(self, number: int) -> None:
-        """From the part before."""
+        """A ring that does not hold a layer has a graph for each part. The one before has read its own."""
         self._read(number - 1)
-        self._bus.compute_after(self._arrived[number % self._ring.parts])
+        self.deliveries.arrive(number)
 
 
 def _layer(layers: Sequence[StreamedLayer | None], index: int) -> StreamedLayer:
