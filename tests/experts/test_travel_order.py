@@ -29,10 +29,12 @@ def tokens(*of_second_layer: int) -> np.ndarray:
 
 
 def test_places_of_who_had_most_rows_come_first() -> None:
+    """Both those that travel and the others ascend, so that neighbours are one copy."""
     order = TravelOrder([None, Layer(4)])
-    assert order.places[1].tolist() == order.ranks(1).tolist() == [0, 1, 2, 3] and order.left is None
-    assert order.learn(tokens(5, 1, 9, 4), PLACES) == [1]
-    assert order.places[1].tolist() == order.ranks(1).tolist() == [2, 1, 0, 3]
+    assert arranged(order, 2) == [0, 1, 2, 3] and order.left is None
+    order.learn(tokens(5, 1, 9, 4), PLACES)
+    assert arranged(order, 1) == [2, 0, 1, 3] and arranged(order, 2) == [1, 2, 0, 3]
+    assert arranged(order, 4) == [0, 1, 2, 3]
     assert order.left is not None and len(order.left) == GRID + 1
     assert [order.left[i * GRID // 4] for i in range(5)] == pytest.approx([1.0, 0.5, 0.1, 0.0, 0.0])
 
@@ -41,11 +43,11 @@ def test_only_new_rows_count_and_old_ones_fade() -> None:
     """Counts are of the start, and may have passed 2^31."""
     order, start = TravelOrder([None, Layer(4)]), np.array([[0] * 4, [1, 2, 3, 4]], np.int64)
     order.learn(start.astype(np.int32), PLACES)
-    assert order.learn(start.astype(np.int32), PLACES) == []
+    order.learn(start.astype(np.int32), PLACES)
     for step in range(1, 4):
         later = start + step * np.array([[0] * 4, [0, 1 << 30, 0, 0]])
         order.learn(later.astype(np.int32), PLACES)
-    assert order.places[1][0] == 0 and order.left is not None
+    assert arranged(order, 1) == [0, 1, 2, 3] and order.left is not None
     assert order.left[GRID // 4] == pytest.approx(0.5 / 8 / (0.7 / 8 + 7 / 8))
 
 
@@ -53,15 +55,22 @@ def test_an_order_that_is_good_enough_stays() -> None:
     """Else copies would be listed anew in each step."""
     order = TravelOrder([None, Layer(4)])
     order.learn(tokens(1000, 500, 0, 200), PLACES)
-    before = order.places[1].tolist()
-    assert order.learn(tokens(2000, 1000, 0, 1201), PLACES) == []  # expert 3 had a few more rows than 1
-    assert order.places[1].tolist() == before
-    assert order.learn(tokens(3000, 1500, 0, 4201), PLACES) == [1]
-    assert order.places[1].tolist() != before
+    assert arranged(order, 2) == [0, 2, 1, 3]
+    order.learn(tokens(2000, 1000, 0, 1201), PLACES)  # expert 3 had a few more rows than 1
+    assert order.arranged(1, 2) is None
+    order.learn(tokens(3000, 1500, 0, 4201), PLACES)
+    assert arranged(order, 2) == [1, 2, 0, 3]
 
 
 def test_a_layer_without_rows_keeps_its_order() -> None:
     order = TravelOrder([Layer(4), Layer(4)])
     places = np.array([[0, 1, 2, 3], [3, 2, 1, 0]], np.int32)
-    assert order.learn(tokens(1, 2, 3, 4), places) == []
-    assert order.places[0].tolist() == [0, 1, 2, 3]
+    assert arranged(order, 2, 0) == [0, 1, 2, 3]
+    order.learn(tokens(1, 2, 3, 4), places)
+    assert order.arranged(0, 2) is None
+
+
+def arranged(order: TravelOrder, count: int, layer: int = 1) -> list[int]:
+    places = order.arranged(layer, count)
+    assert places is not None
+    return places.tolist()

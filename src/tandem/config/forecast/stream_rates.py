@@ -68,11 +68,11 @@ class StreamRates:
 
     def _even(self, rows: int, in_graphs: bool) -> float:
         """The share that takes both equally long."""
-        least, most = 0.0, 1.0
+        least, most, bus = 0.0, 1.0, self.bus * (BUS_BESIDE if in_graphs else 1.0)
         for _ in range(HALVINGS):
             share = (least + most) / 2
             host = GRAPH_BASE + rows * GRAPH_ROW if in_graphs else self.host_seconds(share)
-            if share * self.bus < host + self.cpu_part(rows, share):
+            if share * bus < host + self.cpu_part(rows, share):
                 least = share
             else:
                 most = share

@@ -51,7 +51,7 @@ class Deliveries:
         self._layers, self._ring, self._bus = layers, ring, bus
         self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
         self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
-        self._runs: dict[_Delivery, list[Run]] = {}  # in this order; places never move
+        self._runs: dict[int, dict[_Delivery, list[Run]]] = {}  # of a layer, in this order; places never move
         self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
         self._arrived: list[object] = [None] * ring.parts
         self._list: list[_Delivery] = []
@@ -87,7 +87,7 @@ class Deliveries:
     def reorder(self, layer: int, places: npt.NDArray[np.int32]) -> None:
         """Its places travel in this order, in the next step."""
         self._order[layer] = places
-        self._runs = {made: runs for made, runs in self._runs.items() if made.layer != layer}
+        self._runs.pop(layer, None)
 
     def of(self, layer: int) -> range:
         """Numbers of a layer's."""
@@ -135,11 +135,12 @@ class Deliveries:
         self._arrived[turn] = self._bus.copies_given()
 
     def _runs_of(self, delivery: _Delivery) -> list[Run]:
-        if delivery not in self._runs:
-            layer, places = _of(self._layers, delivery.layer), range(delivery.first, delivery.first + delivery.count)
-            order = self._order.get(delivery.layer)
-            self._runs[delivery] = layer.runs(places if order is None else order[places.start : places.stop].tolist())
-        return self._runs[delivery]
+        made = self._runs.setdefault(delivery.layer, {})
+        if delivery not in made:
+            layer, first = _of(self._layers, delivery.layer), delivery.first
+            order = self._order.get(delivery.layer, np.arange(layer.places, dtype=np.int32))
+            made[delivery] = layer.runs(order[first : first + delivery.count].tolist())
+        return made[delivery]
 
 
 def _of(layers: Sequence[Travelling | None], index: int) -> Travelling:

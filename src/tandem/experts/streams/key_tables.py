@@ -44,8 +44,10 @@ class KeyTables:
     def of(self, layer: int) -> Tensor:
         return self._there[layer]
 
-    def rank(self, layer: int, ranks: npt.NDArray[np.int32]) -> None:
-        """Its places travel in another order from now on."""
+    def rank(self, layer: int, places: npt.NDArray[np.int32]) -> None:
+        """Its places travel in this order from now on."""
+        ranks = np.empty_like(places)
+        ranks[places] = np.arange(len(places), dtype=np.int32)
         self._ranks[layer], self._told = ranks, {}
 
     def look(self, layers: Sequence[Keyed | None], moves: int | None) -> None:

@@ -42,6 +42,8 @@ from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
 
+NEARLY = 0.015  # shares that are so near to each other are the same: copies would be listed anew for little
+
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayer:
@@ -185,20 +187,21 @@ class ExpertStream:
         share = 1.0 if layers is Layers.WHOLE and share > 0 else share
         self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
         self.counts = _planned(self._layers, share, layers is Layers.SPLIT)
+        for index, count in self.counts.items():
+            if (places := self._order.arranged(index, count)) is not None:
+                self._tables.rank(index, places)
+                self.deliveries.reorder(index, places)
         if self.counts:
             self._tables.tell(self._layers, self.counts)
         self.deliveries.begin(self.counts, whole=layers is not Layers.GIVEN)
 
     def _reorder(self) -> None:
-        """By what the step before has counted, which the GPU has told meanwhile."""
+        """By what the step before has counted, which the GPU has told."""
         self._tables.look(self._layers, self._followed.moves())
         if self._asked is None:
             return
-        changed, self._asked = self._order.learn(self._asked.tokens(), self._tables.places), None
-        self.rates.left = self._order.left
-        for index in changed:
-            self._tables.rank(index, self._order.ranks(index))
-            self.deliveries.reorder(index, self._order.places[index])
+        self._order.learn(self._asked.tokens(), self._tables.places)
+        self._asked, self.rates.left = None, self._order.left
 
     def may_split(self, rows: int) -> bool:
         """Whether `splits` may say so later."""
@@ -216,6 +219,8 @@ class ExpertStream:
             count = sum(layer is not None for layer in self._layers)
             self.rates.observe(*before, (served - least) / count)
         share = self.rates.share(rows, in_graphs) if rows else 0.0
+        if before is not None and before[0] == rows and abs(share - before[1]) < NEARLY and 0 < share < 1:
+            share = before[1]
         self._last, self._served = (rows, share) if rows else None, served
         return share
 
