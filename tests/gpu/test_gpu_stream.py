@@ -19,7 +19,7 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, fed, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
 from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
-from tandem.config.forecast.stream_rates import StreamRates
+from tandem.config.forecast.stream_rates import BUS_BESIDE, StreamRates
 from tandem.config.gpu_scratch import Ring
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff, HandoffSizes
@@ -81,14 +81,15 @@ class FakeBus:
         self.compute_after(len(self.given))
 
 
-def rates_of(share: float) -> StreamRates:
-    """Such that this share travels, nearly; or none at all."""
-    return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share)
+def rates_of(share: float, beside: float = 1.0) -> StreamRates:
+    """Such that this share travels, nearly; or none at all. beside: as long as alone the bus takes, so many times."""
+    return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share, beside=beside)
 
 
-def rates(share: float, least_rows: int = 1) -> StreamRates:
+def rates(share: float, least_rows: int = 1, beside: float = 1.0) -> StreamRates:
     """Such that this share travels, nearly."""
-    return StreamRates(1e-9 if share == 1.0 else 1000 * (1 - share) / share, 1000.0, 0.0, least_rows)
+    bus = 1e-9 if share == 1.0 else 1000 * (1 - share) / share / beside
+    return StreamRates(bus, 1000.0, 0.0, least_rows)
 
 
 def ring(parts: int, nbytes: int) -> Ring:
@@ -291,13 +292,14 @@ def test_layers_that_are_recorded_read_what_was_waited_for(on_gpu: int, share: f
     """All of a layer arrives before it, and its places are free after it; or each part in turn, where the ring does not
     hold a layer. Parts that stay at home are recorded, too: the same graphs serve every share."""
     layers, split = Layers(on_gpu), share < 1.0
-    stream = layers.stream(share, parts=parts)
+    stream, beside = layers.stream(share, parts=parts), BUS_BESIDE if split else 1.0
+    stream.rates = rates_of(share, beside)
     assert stream.holds_layers == (parts == 6)
     stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
     layers.check()  # kernel by kernel, before a capture
     recorder, places, posts = AtOnce(), EXPERTS - on_gpu, layers.posts
     for other in (None, 0.5, 0.0, 1.0):
-        stream.rates = stream.rates if other is None else rates_of(other)
+        stream.rates = stream.rates if other is None else rates_of(other, beside)
         stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
         wanted = round((share if other is None else other) * places)
         expected = max(1, min(places - 1, wanted)) if split else places
