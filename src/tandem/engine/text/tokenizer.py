@@ -54,18 +54,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of
+        """Reads tokenizer.json (or tiktoken.model), tokenizer_config.json, chat_template.jinja, and the end tokens of
         generation_config.json or config.json; or a GGUF file, which has all that inside."""
         if directory.is_file():
             return cls._of(*_read_gguf(directory))
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{directory} has no tokenizer.json: copy it from where the model came from, or write it there with "
-                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        inner = _read_tokenizer(path)
         settings = _read_json(directory / "tokenizer_config.json")
+        inner = _read_vocabulary(directory, settings)
         settings["chat_template"] = _chat_template(directory, settings)
         eos_ids = _eos_ids(directory, inner, _token_text(settings.get("eos_token")))
         return cls._of(inner, eos_ids, settings)
@@ -214,6 +208,21 @@ def _read_gguf(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...], dict[
 
     model = open_gguf(path)
     return gguf_tokenizer(model), tuple(end_ids(model)), gguf_texts(model)
+
+
+def _read_vocabulary(directory: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    """settings: tokenizer_config.json. Raises CheckpointError."""
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return _read_tokenizer(path)
+    if (directory / "tiktoken.model").is_file():
+        from tandem.checkpoint.tiktoken_tokenizer import tiktoken_tokenizer  # needs torch, as above
+
+        return tiktoken_tokenizer(directory, settings, _BYTE_OF_CHAR)
+    raise CheckpointError(
+        f"{directory} has no tokenizer.json: copy it from where the model came from, or write it there with "
+        "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
