@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+import echo_engine
 from echo_tokenizer import seen_by_the_template
 from server_harness import LocalServer
 from server_requests import error_of, run
@@ -216,5 +217,16 @@ def test_a_failing_stream_ends_with_an_event(monkeypatch):
         assert names[-1] == "event: response.failed" and "event: error" not in names
         response = json.loads(lines[-3].removeprefix("data: "))["response"]
         assert response["status"] == "failed" and response["error"]["message"] == "the engine died"
+
+    run(scenario)
+
+
+def test_a_limit_beyond_the_context_is_cut_to_it():
+    async def scenario(server: LocalServer):
+        create = client_of(server).responses.create
+        assert (await create(model="any", input="one", max_output_tokens=64000)).status == "completed"
+        cut = await create(model="any", input="x" * (echo_engine.CONTEXT - 100), max_output_tokens=64000)
+        assert cut.status == "incomplete" and cut.max_output_tokens == 64000
+        assert cut.incomplete_details.reason == "max_output_tokens"
 
     run(scenario)

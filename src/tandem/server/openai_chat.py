@@ -28,9 +28,9 @@ async def chat(state: ServerState, http: Request) -> Response:
     conversation = conversation_of(body)
     with named(_names(body)):
         prepared = await state.chat.prepare(conversation, _sampling(state, body))
-        request = GenerateRequest(
-            id=request_id(body, "chatcmpl"), prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
-        )
+        ids = prepared.prompt_ids
+        sampling = state.cut_to_room(prepared.sampling, len(ids))
+        request = GenerateRequest(id=request_id(body, "chatcmpl"), prompt_ids=ids, sampling=sampling)
         writer = ChatWriter(state, body, prepared, request.id)
         response = await Generation(state, http, [request]).answer(writer, body.stream)
     return name_ignored(response, ignored)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
-from tandem.engine.protocol import GenerateRequest
+from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
@@ -146,6 +148,14 @@ class ServerState:
     def answer_room(self, prompt_tokens: int) -> int:
         """How many tokens an answer to such a prompt may have."""
         return self._token_limit - prompt_tokens
+
+    def cut_to_room(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+        """Agents ask for 32,000 tokens and more, whatever the model is: an answer then ends where the context does. A
+        prompt that leaves no room is refused by the engine's own checks."""
+        room = max(1, self.answer_room(prompt_tokens))
+        if sampling.max_tokens is None or sampling.max_tokens <= room:
+            return sampling
+        return msgspec.structs.replace(sampling, max_tokens=room)
 
     @property
     def _token_limit(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
@@ -66,11 +65,8 @@ async def _messages(state: ServerState, http: Request) -> Response:
         prepared = await prepare_wishes(
             state.chat, conversation_of(body), _sampling(state, body), _WISHES, ignored
         )
-        sampling = prepared.sampling
-        room = max(1, state.answer_room(len(prepared.prompt_ids)))
-        clipped = body.max_tokens > room
-        if clipped:
-            sampling = msgspec.structs.replace(sampling, max_tokens=room)
+        sampling = state.cut_to_room(prepared.sampling, len(prepared.prompt_ids))
+        clipped = sampling is not prepared.sampling
         request = GenerateRequest(id=message_id, prompt_ids=prepared.prompt_ids, sampling=sampling)
         shown = body.thinking is None or body.thinking.display != "omitted"
         writer = MessageWriter(

@@ -6,7 +6,6 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 import tandem
@@ -106,11 +105,7 @@ async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Re
 async def _answer(
     state: ServerState, http: Request, body: CommonBody, prepared: PreparedChat, *, chat: bool
 ) -> Response:
-    room = max(1, state.answer_room(len(prepared.prompt_ids)))
-    limit = prepared.sampling.max_tokens
-    sampling = msgspec.structs.replace(
-        prepared.sampling, max_tokens=room if limit is None else min(room, limit)
-    )
+    sampling = state.cut_to_room(prepared.sampling, len(prepared.prompt_ids))
     request = GenerateRequest(id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling)
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
     return await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)

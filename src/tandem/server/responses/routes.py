@@ -77,9 +77,9 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
         with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
             conversation = conversation_of(body, earlier, [each.tool for each in offer.values()])
             prepared = await prepare_wishes(state.chat, conversation, sampling, _WISHES, ignored)
-            request = GenerateRequest(
-                id=response_id, prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
-            )
+            ids = prepared.prompt_ids
+            limited = state.cut_to_room(prepared.sampling, len(ids))
+            request = GenerateRequest(id=response_id, prompt_ids=ids, sampling=limited)
             writer = ResponseWriter(start, prepared.new_parser(), offer, keep)
             answer: HttpResponse = await Generation(state, http, [request]).answer(writer, body.stream)
     except RequestError as error:
