@@ -229,6 +229,8 @@ def test_the_same_fields_with_values_that_change_nothing_are_taken():
                    "do_sample": True, "best_of": 1, "mirostat": 0, "repeat_penalty": 1.0}  # fmt: skip
         response = await server.post(CHAT, messages=user("x"), **neutral, echo=False, lora_path="")
         assert response.status_code == 200
+        response = await server.post("/v1/responses", input="x", top_logprobs=0)  # OpenAI's default
+        assert response.status_code == 200
 
     run(scenario)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-import tandem
 from tandem.engine.limits import validate
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.server.body import answers, body_schema, json_response, read_fields
@@ -35,6 +34,9 @@ from tandem.server.ollama.writer import LINES, OllamaWriter, now
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.state import ServerState
 
+# The Ollama whose interface this is. Clients refuse a server with a lower version than they want: VS Code 0.6.4, Codex
+# 0.13.4. Tandem's own is at /version.
+INTERFACE = "0.14.3"
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
     "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
@@ -57,7 +59,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.get("/api/version")
     async def version() -> Response:
-        return json_response({"version": tandem.__version__})
+        return json_response({"version": INTERFACE})
 
     @router.get("/api/tags", openapi_extra=answers(Tags))
     @router.get("/api/ps", operation_id="ps", openapi_extra=answers(Tags))
@@ -159,6 +161,7 @@ def _show(state: ServerState) -> Show:
     engine, tag = state.engine, _tag(state)
     info = {
         "general.architecture": engine.model_type,
+        "general.basename": state.model_name,
         f"{engine.model_type}.context_length": engine.plan.context_length,
         f"{engine.model_type}.vocab_size": engine.vocab_size,
     }
