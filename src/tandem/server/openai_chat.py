@@ -15,7 +15,7 @@ from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
 from tandem.server.openai_sampling import check_stream_options, dry_breakers, request_id, sampling_of
-from tandem.server.state import ServerState
+from tandem.server.state import ServerState, cut_to_room
 
 
 async def chat(state: ServerState, http: Request) -> Response:
@@ -29,7 +29,7 @@ async def chat(state: ServerState, http: Request) -> Response:
     with named(_names(body)):
         prepared = await state.chat.prepare(conversation, _sampling(state, body))
         ids = prepared.prompt_ids
-        sampling = state.cut_to_room(prepared.sampling, len(ids))
+        sampling = cut_to_room(state, prepared.sampling, len(ids))
         request = GenerateRequest(id=request_id(body, "chatcmpl"), prompt_ids=ids, sampling=sampling)
         writer = ChatWriter(state, body, prepared, request.id)
         response = await Generation(state, http, [request]).answer(writer, body.stream)

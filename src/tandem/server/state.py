@@ -149,14 +149,6 @@ class ServerState:
         """How many tokens an answer to such a prompt may have."""
         return self._token_limit - prompt_tokens
 
-    def cut_to_room(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """Agents ask for 32,000 tokens and more, whatever the model is: an answer then ends where the context does. A
-        prompt that leaves no room is refused by the engine's own checks."""
-        room = max(1, self.answer_room(prompt_tokens))
-        if sampling.max_tokens is None or sampling.max_tokens <= room:
-            return sampling
-        return msgspec.structs.replace(sampling, max_tokens=room)
-
     @property
     def _token_limit(self) -> int:
         return engine_limits.token_limit(*_room(self.engine.plan)).tokens
@@ -197,3 +189,12 @@ def _there(found: T | None, client: EngineClient) -> T:
     if found is None:
         raise unavailable(client.why_down)
     return found
+
+
+def cut_to_room(state: ServerState, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+    """Agents ask for 32,000 tokens and more, whatever the model is: an answer then ends where the context does. A
+    prompt that leaves no room is refused by the engine's own checks."""
+    room = max(1, state.answer_room(prompt_tokens))
+    if sampling.max_tokens is None or sampling.max_tokens <= room:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=room)

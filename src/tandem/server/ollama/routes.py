@@ -32,7 +32,7 @@ from tandem.server.ollama.schema import (
 )
 from tandem.server.ollama.writer import LINES, OllamaWriter, now
 from tandem.server.openai_sampling import new_id, sampling_of
-from tandem.server.state import ServerState
+from tandem.server.state import ServerState, cut_to_room
 
 # The Ollama whose interface this is. Clients refuse a server with a lower version than they want: VS Code 0.6.4, Codex
 # 0.13.4. Tandem's own is at /version.
@@ -107,7 +107,7 @@ async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Re
 async def _answer(
     state: ServerState, http: Request, body: CommonBody, prepared: PreparedChat, *, chat: bool
 ) -> Response:
-    sampling = state.cut_to_room(prepared.sampling, len(prepared.prompt_ids))
+    sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
     request = GenerateRequest(id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling)
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
     return await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
