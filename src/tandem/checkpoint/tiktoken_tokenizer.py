@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.checkpoint.gguf_tokenizer import PRE, all_merges
-from tandem.config.small_files import read_text
+from tandem.config.small_files import lfs_pointer, read_text
 from tandem.errors import CheckpointError
 
 FILE = "tiktoken.model"
@@ -51,7 +51,8 @@ def _tokens(path: Path) -> list[bytes]:
         except binascii.Error:
             rank = ""
         if rank != str(len(tokens) - 1):
-            raise CheckpointError(f"{path}, line {number}, is no token and its rank; fetch the file again")
+            broken = CheckpointError(f"{path}, line {number}, is no token and its rank; fetch the file again")
+            raise lfs_pointer(path) or broken
     if not tokens:
         raise CheckpointError(f"{path} is empty; fetch the file again")
     return tokens

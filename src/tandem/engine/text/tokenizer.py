@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from tandem.config.small_files import TEMPLATE_BYTES, read_text
+from tandem.config.small_files import TEMPLATE_BYTES, lfs_pointer, read_text
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.text.token_floor import TokenFloor, token_floor
@@ -233,9 +233,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     except BaseException as error:  # a rule that it cannot compile is a panic, which is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise CheckpointError(
-            f"{path} is no tokenizer that can be read ({error}); fetch the file again"
-        ) from error
+        broken = CheckpointError(f"{path} is no tokenizer that can be read ({error}); fetch the file again")
+        raise lfs_pointer(path) or broken from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
