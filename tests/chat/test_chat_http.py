@@ -190,6 +190,8 @@ def test_a_limit_beyond_the_context_is_cut_to_it(field):
 
     async def scenario(server: LocalServer):
         assert (await whole(server, "one", **{field: 32000}))["finish_reason"] == "stop"
+        unlimited = await whole(server, "x" * 100, **{field: -1})  # LM Studio's, and what Cline's descendants send
+        assert unlimited["message"]["content"] == "x" * 100
         cut = await whole(server, "x" * (echo_engine.CONTEXT - 100), **{field: 32000})
         assert cut["finish_reason"] == "length" and 0 < len(cut["message"]["content"]) < 100
         too_long = await server.post(CHAT, messages=user("x" * 5000), **{field: 32000})

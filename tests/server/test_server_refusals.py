@@ -25,7 +25,7 @@ BAD_CHAT = {
     "n = 0": ({"n": 0}, 400),
     "n is huge": ({"n": 10**18}, 400),
     "n is a string": ({"n": "3"}, 400),
-    "negative max_tokens": ({"max_tokens": -1}, 400),
+    "negative max_tokens": ({"max_tokens": -2}, 400),
     "temperature 1e9": ({"temperature": 1e9}, 400),
     "negative temperature": ({"temperature": -0.1}, 400),
     "top_p 0": ({"top_p": 0}, 400),

@@ -17,6 +17,8 @@ from tandem.server.generation import Generation
 from tandem.server.openai_sampling import check_stream_options, dry_breakers, request_id, sampling_of
 from tandem.server.state import ServerState, cut_to_room
 
+NO_LIMIT = -1  # of max_tokens, as in LM Studio and llama.cpp
+
 
 async def chat(state: ServerState, http: Request) -> Response:
     fields = await read_fields(http)
@@ -43,6 +45,7 @@ def _names(body: ChatRequest) -> dict[str, str]:
 
 def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit = None if limit == NO_LIMIT else limit
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     breakers = dry_breakers(body, state.tokenizer)
     return sampling_of(body, state.sampling_defaults, max_tokens=limit, logprobs=logprobs, dry_breakers=breakers)
