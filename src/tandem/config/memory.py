@@ -35,6 +35,7 @@ GRAMMAR_WORDS = "of structured output, at most"
 ROPE_WORDS = "for every position"
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
 LARGEST_FRACTION = 0.95  # that is advised: the rest is the system's
+HOST_STEP_BYTES = 3 * GIB // 2  # what steps beside a GPU take of CPU memory, with grammars, at most
 LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
 
 
@@ -166,6 +167,11 @@ class MemoryRequest:
     @property
     def kv_room_bytes(self) -> int:
         return self.budget_bytes - self.weight_bytes - self.workspace_bytes
+
+
+def ram_fraction(config: EngineConfig) -> float:
+    """Of free CPU memory, beside a GPU: a smaller share that was asked for is the GPU's alone."""
+    return min(LARGEST_FRACTION, max(DEFAULT_FRACTION, config.mem_fraction_static or 0.0))
 
 
 def keeps_all_tokens(config: EngineConfig) -> bool:
