@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -170,15 +170,27 @@ class GpuRunner:
         graph.inputs.fill(batch)
         graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
-        graph.graph.replay()
-        self._end.mark()
-        graph.masks.make(make)
-        self._move_experts()
+        try:
+            graph.graph.replay()
+            self._end.mark()
+            graph.masks.make(make)
+            self._move_experts()
+        except (KeyboardInterrupt, SystemExit):
+            self._let_end(graph)
+            raise
         with nullcontext() if self._feeder is None else self._feeder.opened():
             self._handoff.serve(graph.posts)
             with torch.inference_mode(False):  # what begins and ends in it is no part of the step
                 meanwhile()
             return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
+
+    def _let_end(self, graph: _Graph) -> None:
+        """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
+        graph.masks.make(_nothing)
+        with suppress(EngineError):  # it had not begun
+            self._handoff.serve(graph.posts)
+        self._end.mark()
+        self._end.wait()
 
     def _alone(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
