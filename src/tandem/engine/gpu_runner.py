@@ -85,6 +85,15 @@ class _Graph:
     posts: int  # hand-offs to the CPU's experts
 
 
+def _let_end(graph: _Graph, handoff: Handoff, end: StepEnd) -> None:
+    """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
+    graph.masks.make(_nothing)
+    with suppress(EngineError):  # it had not begun
+        handoff.serve(graph.posts)
+    end.mark()
+    end.wait()
+
+
 class GpuRunner:
     """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel. A row of a guess
     is a decode row, too (`BatchArrays`).
@@ -176,21 +185,13 @@ class GpuRunner:
             graph.masks.make(make)
             self._move_experts()
         except (KeyboardInterrupt, SystemExit):
-            self._let_end(graph)
+            _let_end(graph, self._handoff, self._end)
             raise
         with nullcontext() if self._feeder is None else self._feeder.opened():
             self._handoff.serve(graph.posts)
             with torch.inference_mode(False):  # what begins and ends in it is no part of the step
                 meanwhile()
             return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
-
-    def _let_end(self, graph: _Graph) -> None:
-        """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
-        graph.masks.make(_nothing)
-        with suppress(EngineError):  # it had not begun
-            self._handoff.serve(graph.posts)
-        self._end.mark()
-        self._end.wait()
 
     def _alone(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
