@@ -216,7 +216,7 @@ class GpuRunner:
             paused.go_on(0.0, whole=True)
             make()
             return paused.logits()
-        except Exception:
+        except BaseException:
             paused.drop()  # or later steps would find it under way
             raise
 
@@ -246,7 +246,7 @@ class GpuRunner:
             alone = start.hold(batch, split)
             try:
                 work = self._work(batch, self._model, graph or (beside if alone else None))
-            except Exception:
+            except BaseException:
                 start.release()
                 raise
         feeder = self._feeder if alone and isinstance(work, LayerWork) else None
