@@ -153,6 +153,21 @@ def test_history_is_taken_back():
     run(scenario, **HERMES)
 
 
+def test_an_effort_is_a_wish():
+    """Clients for reasoning models send one to every model."""
+
+    async def scenario(server: LocalServer, ignored: str | None, effort: str = "medium"):
+        response = await server.post(CHAT, messages=user("Yes."), reasoning_effort=effort)
+        assert response.status_code == 200, response.text
+        assert response.headers.get("x-tandem-ignored") == ignored
+        asked = await server.post(CHAT, messages=user("x"), reasoning_effort=effort, thinking_budget=7)
+        assert error_of(asked, 400)["param"] == "thinking_budget"
+
+    run(lambda server: scenario(server, "reasoning_effort"), reasoning_parser="none")
+    run(lambda server: scenario(server, None, "none"), reasoning_parser="none")
+    run(lambda server: scenario(server, None), **HERMES)
+
+
 BAD_TOOLS = {
     "unknown name": ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
     "no such choice": ({"tool_choice": "always"}, "tool_choice"),

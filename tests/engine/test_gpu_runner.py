@@ -311,6 +311,28 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
     assert calls == ["2 masks", "graph", "made", "experts"] and made._masked == [False, True]
 
 
+@pytest.mark.parametrize("where", ["graph", "make"])
+def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch, where: str) -> None:
+    """It would wait for ever, or answer the next step's posts, where `LLM` is stopped with Ctrl+C."""
+    calls: list[str] = []
+
+    def noted(name: str) -> None:
+        calls.append(name)
+        if name == where:
+            raise KeyboardInterrupt
+
+    runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    masks, graph = GraphMasks(SIZE, torch.device("cpu")), SimpleNamespace(replay=lambda: noted("graph"))
+    runner._begin_step = lambda batch, captured: None
+    runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
+    runner._handoff = cast(Any, SimpleNamespace(serve=lambda posts: calls.append(f"{posts} posts")))
+    monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
+    with pytest.raises(KeyboardInterrupt):
+        runner.logits(batch(1, 2, 7), [bits_of({1}, VOCAB)], lambda: noted("make"))
+    assert calls == [*(["graph"] if where == "graph" else ["graph", "make"]), "7 posts", "end"]
+    assert word_of(masks) == 1
+
+
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KernelError("no such tile")])
 def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(monkeypatch, caplog, error) -> None:
     def fails(self: object, made: object, rows: int, split: bool, spares: bool) -> None:

@@ -309,7 +309,7 @@ class Engine:
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
         _count(turns, self._meter, self._recorder if step else None)
         if step:
-            self._runner.settled(sum(turn.rows for turn in turns))
+            _settle_rows(self._runner, turns)
         return Ran([output for turn in turns if (output := turn.output) is not None], turns)
 
     def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
@@ -362,6 +362,15 @@ def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorde
         count_step(meter, recorder, turns)
     except Exception:
         _log.exception("a step was not counted")
+
+
+def _settle_rows(runner: ModelRunner | GpuRunner, turns: list[Turn]) -> None:
+    """Likewise, unless the GPU has stopped: then it raises EngineError."""
+    try:
+        runner.settled(sum(turn.rows for turn in turns))
+    except Exception:
+        _log.exception("experts may stay where they are: a step's rows were not counted")
+        runner.after_failure()
 
 
 def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -83,6 +83,15 @@ class _Graph:
     best: Tensor  # of logits, in host memory: the graph's last node copies it
     masks: GraphMasks  # that the best of each row is chosen by
     posts: int  # hand-offs to the CPU's experts
+
+
+def _let_end(graph: _Graph, handoff: Handoff, end: StepEnd) -> None:
+    """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
+    graph.masks.make(_nothing)
+    with suppress(EngineError):  # it had not begun
+        handoff.serve(graph.posts)
+    end.mark()
+    end.wait()
 
 
 class GpuRunner:
@@ -170,10 +179,14 @@ class GpuRunner:
         graph.inputs.fill(batch)
         graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
-        graph.graph.replay()
-        self._end.mark()
-        graph.masks.make(make)
-        self._move_experts()
+        try:
+            graph.graph.replay()
+            self._end.mark()
+            graph.masks.make(make)
+            self._move_experts()
+        except (KeyboardInterrupt, SystemExit):
+            _let_end(graph, self._handoff, self._end)
+            raise
         with nullcontext() if self._feeder is None else self._feeder.opened():
             self._handoff.serve(graph.posts)
             with torch.inference_mode(False):  # what begins and ends in it is no part of the step
@@ -203,7 +216,7 @@ class GpuRunner:
             paused.go_on(0.0, whole=True)
             make()
             return paused.logits()
-        except Exception:
+        except BaseException:
             paused.drop()  # or later steps would find it under way
             raise
 
@@ -233,7 +246,7 @@ class GpuRunner:
             alone = start.hold(batch, split)
             try:
                 work = self._work(batch, self._model, graph or (beside if alone else None))
-            except Exception:
+            except BaseException:
                 start.release()
                 raise
         feeder = self._feeder if alone and isinstance(work, LayerWork) else None

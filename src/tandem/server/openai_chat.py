@@ -11,6 +11,7 @@ from tandem.server.chat.answer_grammar import grammar_field
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.chat.openai.writer import ChatWriter
+from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
@@ -18,6 +19,10 @@ from tandem.server.openai_sampling import check_stream_options, dry_breakers, re
 from tandem.server.state import ServerState, cut_to_room
 
 NO_LIMIT = -1  # of max_tokens, as in LM Studio and llama.cpp
+
+
+# Clients for reasoning models send it to every model, and other servers pass it to templates that may not ask for it.
+_WISHES: Wishes = {"reasoning_effort": ("reasoning_effort", "reasoning_effort")}
 
 
 async def chat(state: ServerState, http: Request) -> Response:
@@ -29,7 +34,7 @@ async def chat(state: ServerState, http: Request) -> Response:
     state.admit()
     conversation = conversation_of(body)
     with named(_names(body)):
-        prepared = await state.chat.prepare(conversation, _sampling(state, body))
+        prepared = await prepare_wishes(state.chat, conversation, _sampling(state, body), _WISHES, ignored)
         ids = prepared.prompt_ids
         sampling = cut_to_room(state, prepared.sampling, len(ids))
         request = GenerateRequest(id=request_id(body, "chatcmpl"), prompt_ids=ids, sampling=sampling)
