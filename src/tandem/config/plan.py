@@ -200,8 +200,7 @@ def _resolved(
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place, most)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
     page, num_pages, window_pages = _pages(request, memory, log)
-    usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else _prefill_tokens(config, gpu)
-    step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
+    step_tokens = _step_tokens(config, memory.context_length, running, gpu_plan, log)
     kv_bytes = request.kv_bytes(num_pages * page)
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
     if gpu is not None and gpu_plan is not None:
@@ -235,10 +234,6 @@ def _resolved(
         speculation=speculation(config, model),
         ledgers=ledgers,
     )
-
-
-def _prefill_tokens(config: EngineConfig, gpu: Gpu | None) -> int:
-    return prefill_tokens(gpu is not None, config.enable_deterministic_inference)
 
 
 def _beside_gpu(
@@ -365,8 +360,13 @@ def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, on
     return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)
 
 
-def _step_tokens(config: EngineConfig, context: int, running: int, usual: int, log: list[Decision]) -> int:
-    chunk, reason = usual, "default; longer prompts are cut into chunks, so that others go on"
+def _step_tokens(
+    config: EngineConfig, context: int, running: int, gpu: GpuPlan | None, log: list[Decision]
+) -> int:
+    chunk = prefill_tokens(gpu is not None, config.enable_deterministic_inference)
+    reason = "default; longer prompts are cut into chunks, so that others go on"
+    if gpu is not None and not config.enable_deterministic_inference:
+        chunk, reason = gpu.step_tokens, gpu.step_reason or reason
     if config.chunked_prefill_size is not None:
         chunk, reason = config.chunked_prefill_size, "--chunked-prefill-size"
     if chunk < 0:

@@ -78,7 +78,7 @@ def _pace(parts: EngineParts) -> PrefillPace:
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
     beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
-    return PrefillPace(most, seconds is not None, whole, pieces, beside)
+    return PrefillPace(most, seconds is not None, whole, pieces, beside, 0 if gpu is None else gpu.shared_tokens)
 
 
 def _kind(parts: EngineParts) -> Callable[..., ModelRunner]:
