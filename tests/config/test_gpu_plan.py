@@ -21,9 +21,9 @@ from tandem.config import (
 from tandem.config.cuda_graphs import CHUNK_KERNELS, GRAPH_BYTES, KERNEL_BYTES, prompt_graph_bytes
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.forecast.ledger import VRAM
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, STREAM_TOKENS, dense_bytes, unpacking_bytes
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes, unpacking_bytes
 from tandem.config.gpu_scratch import RING_BYTES, StepSize, mixer_scratch_bytes
-from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES
+from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
 from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
 
@@ -256,7 +256,7 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     gpu = with_gpu(free=gpu_gib * GIB).gpus[0]
     workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + unpacking_bytes(gpu) + p.gpu.ring_bytes
     tables = rope_bytes(QWEN3, QWEN3.max_positions)
-    step = StepSize(STREAM_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
+    step = StepSize(LONG_PREFILL_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
     workspace += mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, step)
     room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16") - tables
     experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
@@ -452,7 +452,7 @@ def test_experts_travel_for_long_prompts() -> None:
     """Where the CPU has some: steps are long, and a ring of the GPU's memory is theirs."""
     p = qwen3(24, kt_method="INT4", kt_gpu_experts_ratio=0.5)
     assert p.gpu is not None and p.gpu.stream_from is None
-    assert 600 * 2**20 < p.gpu.ring_bytes <= RING_BYTES and p.max_step_tokens == STREAM_TOKENS
+    assert 600 * 2**20 < p.gpu.ring_bytes <= RING_BYTES and p.max_step_tokens == LONG_PREFILL_TOKENS
     assert "measured" in reason(p, "streamed experts")
     (vram,) = (each for each in p.ledgers if each.place == VRAM)
     assert [e.nbytes for e in vram.entries if e.name == "ring"] == [p.gpu.ring_bytes]

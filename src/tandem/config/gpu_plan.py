@@ -35,6 +35,7 @@ from tandem.config.memory import (
     MemoryPlan,
     MemoryRequest,
     gib,
+    long_step_tokens,
     wanted_context,
 )
 from tandem.config.model_config import STORED, ModelConfig, draft_experts, rope_bytes
@@ -51,7 +52,6 @@ EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
 MAX_PATIENCE_SECONDS = 30.0
-STREAM_TOKENS, WIDE = 8192, 4096  # of a step where experts travel: each brings all of them; half for a larger hidden
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
 
@@ -178,11 +178,6 @@ def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     return f"grouped products need multiples of 8, not {channels} and {experts.width}" if uneven else ""
 
 
-def stream_tokens(model: ModelConfig) -> int:
-    """Of a step where experts travel, if nothing was asked."""
-    return STREAM_TOKENS if model.hidden <= WIDE else STREAM_TOKENS // 2
-
-
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     found = _sized(request, gpu, 0)
@@ -194,7 +189,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
     shape = model.expert_channels, model.moe.experts.width
     ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
-    tokens = stream_tokens(request.model)
+    tokens = long_step_tokens(request.model)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     try:
         found = replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="", step_tokens=tokens)
@@ -206,7 +201,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuMemory:
     """For prompts that are alone, if scratch of such steps takes no expert's place and shortens no context. And graphs
     of prompts."""
-    config, tokens = request.config, stream_tokens(request.model)
+    config, tokens = request.config, long_step_tokens(request.model)
     if config.chunked_prefill_size is not None or config.enable_deterministic_inference:
         return _with_prompts(request, gpu, found)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)

@@ -22,19 +22,20 @@ from tandem.config.expert_format import (
     stored_or_asked,
 )
 from tandem.config.forecast.ledger import Ledger
-from tandem.config.gpu_plan import (
-    GPU_FIELDS,
-    GpuPlan,
-    gpu_ledger,
-    needs_gpu,
-    stream_tokens,
-    usable_gpu,
-)
+from tandem.config.gpu_plan import GPU_FIELDS, GpuPlan, gpu_ledger, needs_gpu, usable_gpu
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostMemory, host_ledger, host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
-from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, prefill_tokens, size_memory
+from tandem.config.memory import (
+    MemoryPlan,
+    MemoryRequest,
+    gib,
+    long_step_tokens,
+    memory_ledger,
+    prefill_tokens,
+    size_memory,
+)
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.ranks.ranked import decisions, ranked
@@ -356,7 +357,7 @@ def _pages(request: MemoryRequest, memory: MemoryPlan, log: list[Decision]) -> t
 def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, on_gpu: bool) -> int:
     """Of a step, whatever memory allows."""
     chunk = config.chunked_prefill_size
-    usual = stream_tokens(model) if on_gpu else prefill_tokens(on_gpu)
+    usual = long_step_tokens(model) if on_gpu else prefill_tokens(on_gpu)
     return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)
 
 
