@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,7 +192,11 @@ QWEN3_KV = QWEN3.state_layout("bfloat16").token_bytes
 
 
 def qwen3(gpu_gib: int, positions: int = 262144, **flags: object) -> Plan:
-    roomy = replace(with_gpu(free=gpu_gib * GIB), available_memory=250 * GIB)
+    return qwen3_of(gpu_gib * GIB, positions, **flags)
+
+
+def qwen3_of(gpu_bytes: int, positions: int = 40960, **flags: object) -> Plan:
+    roomy = replace(with_gpu(free=gpu_bytes), available_memory=250 * GIB)
     return plan(roomy, replace(QWEN3, max_positions=positions), **flags)
 
 
@@ -476,6 +481,34 @@ def test_experts_stay_where_they_cannot_travel(
     p = plan(roomy, ModelConfig.from_dict(QWEN3_KEYS | changes), kt_gpu_experts_ratio=0.25, **flags)
     assert p.gpu is not None and (p.gpu.ring_bytes, p.gpu.stream_from) == (0, 0)
     assert why in reason(p, "streamed experts") and p.max_step_tokens == 2048
+
+
+def test_a_prompt_alone_has_long_steps_where_all_experts_are_on_the_gpu() -> None:
+    """Their scratch is in the ledger, and prompts that others wait for have short ones."""
+    p = qwen3(80, kt_method="INT4")
+    assert p.gpu is not None and p.gpu.experts == QWEN3.routed_experts
+    assert (p.max_step_tokens, p.gpu.step_tokens, p.gpu.shared_tokens) == (8192, 8192, 2048)
+    assert reason(p, "tokens per step") == "default, for a prompt alone; 2048 of prompts that others wait for"
+    scratch, most = (entry.nbytes for entry in p.ledgers[0].entries if entry.name == "prompt scratch"), p.context_length
+    assert next(scratch) == mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, StepSize(8192, most, 1))
+    assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
+    asked = qwen3(80, kt_method="INT4", chunked_prefill_size=4096)
+    assert asked.gpu is not None and (asked.max_step_tokens, asked.gpu.shared_tokens) == (4096, 0)
+    fixed = qwen3(80, kt_method="INT4", enable_deterministic_inference=True)
+    assert fixed.gpu is not None and (fixed.max_step_tokens, fixed.gpu.shared_tokens) == (256, 0)
+
+
+def test_long_steps_take_no_expert_s_place_and_shorten_no_context() -> None:
+    """On a GPU that all experts just fit: it says why its steps are short."""
+    fits = next(gib for gib in range(16, 40) if qwen3(gib, 40960, kt_method="INT4").gpu.experts == 6144)  # type: ignore[union-attr]
+    found = [qwen3_of(fits * GIB - (i << 26), kt_method="INT4") for i in range(16)]
+    some = [p for p in found if p.gpu is not None and p.gpu.experts == 6144 and p.max_step_tokens == 2048]
+    assert some, [(p.gpu.experts, p.max_step_tokens) for p in found if p.gpu]
+    for p in some:
+        why = r"default; 8192 for a prompt alone would take .* of GPU memory from experts or context"
+        assert re.fullmatch(why, reason(p, "tokens per step"))
+        assert p.gpu is not None and (p.gpu.step_tokens, p.gpu.shared_tokens) == (2048, 0)
+    assert all(p.ledgers[0].left_bytes > -p.page_size * QWEN3_KV for p in found)  # the last page is a whole one
 
 
 def test_nothing_is_said_where_all_experts_are_on_the_gpu() -> None:
