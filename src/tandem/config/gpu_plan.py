@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tandem.config.attention_backend import why_unread
 from tandem.config.choices.deterministic import depends_on_others
 from tandem.config.choices.left_to_ram import asked_experts, check_ram, expert_bytes
-from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes, settled_sizes
+from tandem.config.cuda_graphs import captured_sizes, prompt_choices, prompt_graph_bytes, settled_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
@@ -229,10 +229,12 @@ def _with_prompts(
 ) -> GpuMemory:
     """And graphs of prompts, if they take no expert's place and shorten no context. ring: bytes that are taken already.
     streamed: rows of a step where experts travel."""
-    sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
-    more = ring + prompt_graph_bytes(request.model, sizes, streamed > 0, spared)
-    memory = _beside(request, gpu, found, more)
-    return found if memory is None else replace(found, memory=memory, prompt_sizes=sizes)
+    for sizes in prompt_choices(request.config, request.model, streamed, found.step_tokens):
+        graphs = prompt_graph_bytes(request.model, sizes, streamed > 0, request.config.spared_multiprocessors)
+        memory = _beside(request, gpu, found, ring + graphs)
+        if memory is not None:
+            return replace(found, memory=memory, prompt_sizes=sizes)
+    return found
 
 
 def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
