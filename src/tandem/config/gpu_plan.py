@@ -199,27 +199,28 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 
 
 def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuMemory:
-    """For prompts that are alone, if scratch of such steps takes no expert's place and shortens no context. And graphs
-    of prompts."""
+    """For prompts that are alone, if experts, context and graphs of prompts keep their room."""
     config, tokens = request.config, long_step_tokens(request.model)
+    short = _with_prompts(request, gpu, found)
     if config.chunked_prefill_size is not None or config.enable_deterministic_inference:
-        return _with_prompts(request, gpu, found)
+        return short
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
-    longer = _beside(request, gpu, found, more)
-    if longer is None:
-        why = f"default; {tokens} for a prompt alone would take {gib(more)} of GPU memory from experts or context"
-        return _with_prompts(request, gpu, replace(found, step_reason=why))
-    why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
-    found = replace(found, memory=longer, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
-    return _with_prompts(request, gpu, found, more)
+    memory = _beside(request, gpu, found, more)
+    if memory is not None:
+        why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
+        found = replace(found, memory=memory, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
+        found = _with_prompts(request, gpu, found, more)
+        if found.prompt_sizes or not short.prompt_sizes:
+            return found
+    why = f"default; {tokens} for a prompt alone would take {gib(more)} from experts, context or prompt graphs"
+    return replace(short, step_reason=why)
 
 
 def _beside(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: int) -> MemoryPlan | None:
     """The memory with so many bytes less; None: experts lose their places then, or the context is shorter."""
-    try:
-        smaller = _sized(request, gpu, nbytes)
-    except ConfigError:
+    if not _fits(request, gpu, nbytes):
         return None
+    smaller = _sized(request, gpu, nbytes)
     worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
     return None if worse else smaller.memory
 
@@ -227,8 +228,7 @@ def _beside(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: int) -> 
 def _with_prompts(
     request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
 ) -> GpuMemory:
-    """And graphs of prompts, if they take no expert's place and shorten no context. ring: bytes that are taken already.
-    streamed: rows of a step where experts travel."""
+    """And graphs of prompts, if there is room. ring: bytes taken already; streamed: rows of steps that bring experts."""
     for sizes in prompt_choices(request.config, request.model, streamed, found.step_tokens):
         graphs = prompt_graph_bytes(request.model, sizes, streamed > 0, request.config.spared_multiprocessors)
         memory = _beside(request, gpu, found, ring + graphs)

@@ -9,50 +9,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fake_model import check_pages, fake_engine, greedy_reference, request, token_ids
-from pausing_model import DEPTH, LONG, PausingFake
+from fake_model import check_pages, greedy_reference, request, token_ids
+from layered_engine import GPU, MOST, SHARED, engine_of, ran
+from pausing_model import DEPTH, LONG
 from sessions import Session, prompts
 from tandem import _core
 from tandem.config.gpu_plan import GpuPlan
-from tandem.engine.engine import Engine
 from tandem.engine.gpu_pass import in_layers
 from tandem.engine.pace import MIN_TOKENS, PrefillPace
 from tandem.engine.paused_pass import LongChunk, nobody_comes
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models.batch import ForwardBatch
-
-SHARED, MOST = 8, 64
-GPU = GpuPlan("none", 0, "uniform", None, (1,), 1.0, prompt_sizes=(SHARED,), step_tokens=MOST, shared_tokens=SHARED)
-
-
-class LayeredRunner(ModelRunner):
-    """Long chunks as a GPU computes them."""
-
-    ran: list[tuple[int, int]]
-
-    def run(self, chunks: Any, meanwhile: Any = None, long: LongChunk | None = None) -> HostLogits:
-        if long is None:
-            found = super().run(chunks)
-        else:
-            batch, model = self._arrays.fill(chunks), cast(Any, self._model)
-            shorter = lambda: self._arrays.fill(long.chunks)  # noqa: E731
-            found = HostLogits(in_layers(model, batch, self._states, long, shorter).numpy())
-        self.ran.append((len(chunks), sum(chunk.length for chunk in chunks)))
-        return found
-
-
-def engine_of(gpu: GpuPlan | None = GPU) -> Engine:
-    engine = fake_engine(PausingFake(), max_step_tokens=MOST, gpu=gpu)
-    runner = engine._runner
-    runner.__class__, runner.ran = LayeredRunner, []  # type: ignore[assignment, union-attr]
-    return engine
-
-
-def ran(engine: Engine) -> list[tuple[int, int]]:
-    return cast(LayeredRunner, engine._runner).ran
 
 
 class Comes:
