@@ -138,11 +138,12 @@ def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], streamed: boo
     Prompts that run alone have graphs of their own then."""
     if not sizes:
         return 0
-    captured = [*sizes, *split_sizes(sizes)] if streamed else [*sizes, *sizes] if spared else sizes
+    alone = sizes if streamed else short_sizes(sizes)
+    captured = [*sizes, *split_sizes(sizes)] if streamed else [*sizes, *alone] if spared else sizes
     cuts = len(model.moe_layers) * (CUT_GRAPHS - 1) if streamed else 0
     graphs = len(model.layers) + 1 + cuts
     each = graphs * GRAPH_BYTES + len(model.layers) * CHUNK_KERNELS * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
-    return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes))
+    return len(captured) * each + _chunk_bytes(model, max(sizes)) + (_chunk_bytes(model, max(alone)) if spared else 0)
 
 
 def _chunk_bytes(model: ModelConfig, rows: int) -> int:

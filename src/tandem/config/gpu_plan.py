@@ -228,7 +228,7 @@ def _beside(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: int) -> 
 def _with_prompts(
     request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
 ) -> GpuMemory:
-    """And graphs of prompts, if there is room. ring: bytes taken already; streamed: rows of steps that bring experts."""
+    """And graphs of prompts, if they fit. ring: bytes taken already; streamed: rows of steps that bring experts."""
     for sizes in prompt_choices(request.config, request.model, streamed, found.step_tokens):
         graphs = prompt_graph_bytes(request.model, sizes, streamed > 0, request.config.spared_multiprocessors)
         memory = _beside(request, gpu, found, ring + graphs)
