@@ -17,7 +17,6 @@ MOST_GUESS_ROWS = 128  # with guesses, if more sequences do not run together: lo
 FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows, and a copy costs as much as a guess
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
-LONG_SIZES = (4096, 8192)  # of chunks beside those who decode, too: each unpacks all experts, however few rows it has
 PROMPT_SEQUENCES = 8  # of a chunk that is replayed, at most
 CUT_GRAPHS = 3  # of a layer whose experts travel
 GRAPH_BYTES, KERNEL_BYTES = 112_000, 2200  # of GPU memory that CUDA keeps of a graph, and of each kernel (an H100)
@@ -85,11 +84,9 @@ def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
     return "decode steps are replayed whole"
 
 
-def prompt_sizes(
-    config: EngineConfig, model: ModelConfig, streamed: int = 0, usual: int = PROMPT_SIZES[-1]
-) -> tuple[int, ...]:
+def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) -> tuple[int, ...]:
     """Rows of prompts' chunks that are captured where the GPU computes them alone. streamed: of a step in which experts
-    travel; usual: of any other. Only where lengths of sequences do not decide which kernels run."""
+    travel. Only where lengths of sequences do not decide which kernels run."""
     plain = all(isinstance(mixer, Gqa) and not mixer.window for mixer in model.mixers)
     drafts = config.speculative_algorithm in DRAFT_ALGORITHMS
     attention = config.attention_backend in ("auto", "triton")
@@ -99,25 +96,9 @@ def prompt_sizes(
         return ()
     if streamed and config.kt_enable_dynamic_expert_update:  # steps and passes take turns there
         return ()
-    chunk, context = config.chunked_prefill_size or streamed or usual, config.context_length
+    chunk, context = config.chunked_prefill_size or streamed or PROMPT_SIZES[-1], config.context_length
     most = min(context or model.max_positions, chunk if chunk > 0 else model.max_positions)
-    sizes = *PROMPT_SIZES, *LONG_SIZES
-    return (min(streamed, most),) if streamed else tuple(size for size in sizes if size <= most)
-
-
-def prompt_choices(
-    config: EngineConfig, model: ModelConfig, streamed: int, usual: int
-) -> Iterator[tuple[int, ...]]:
-    """`prompt_sizes`, and those that need less memory."""
-    most = prompt_sizes(config, model, streamed, usual)
-    yield most
-    if not streamed and short_sizes(most) != most:
-        yield short_sizes(most)
-
-
-def short_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of `prompt_sizes`, those that are of use where nobody decodes, too."""
-    return tuple(size for size in sizes if size not in LONG_SIZES)
+    return (min(streamed, most),) if streamed else tuple(size for size in PROMPT_SIZES if size <= most)
 
 
 def split_sizes(prompts: tuple[int, ...]) -> tuple[int, ...]:
@@ -138,12 +119,11 @@ def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], streamed: boo
     Prompts that run alone have graphs of their own then."""
     if not sizes:
         return 0
-    alone = sizes if streamed else short_sizes(sizes)
-    captured = [*sizes, *split_sizes(sizes)] if streamed else [*sizes, *alone] if spared else sizes
+    captured = [*sizes, *split_sizes(sizes)] if streamed else [*sizes, *sizes] if spared else sizes
     cuts = len(model.moe_layers) * (CUT_GRAPHS - 1) if streamed else 0
     graphs = len(model.layers) + 1 + cuts
     each = graphs * GRAPH_BYTES + len(model.layers) * CHUNK_KERNELS * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
-    return len(captured) * each + _chunk_bytes(model, max(sizes)) + (_chunk_bytes(model, max(alone)) if spared else 0)
+    return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes))
 
 
 def _chunk_bytes(model: ModelConfig, rows: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tandem.config.attention_backend import why_unread
 from tandem.config.choices.deterministic import depends_on_others
 from tandem.config.choices.left_to_ram import asked_experts, check_ram, expert_bytes
-from tandem.config.cuda_graphs import captured_sizes, prompt_choices, prompt_graph_bytes, settled_sizes
+from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes, settled_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
@@ -205,7 +205,7 @@ def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuM
     if config.chunked_prefill_size is not None or config.enable_deterministic_inference:
         return short
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
-    memory = _beside(request, gpu, found, more)
+    memory = _memory_without(request, gpu, found, more)
     if memory is not None:
         why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
         found = replace(found, memory=memory, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
@@ -216,7 +216,7 @@ def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuM
     return replace(short, step_reason=why)
 
 
-def _beside(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: int) -> MemoryPlan | None:
+def _memory_without(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: int) -> MemoryPlan | None:
     """The memory with so many bytes less; None: experts lose their places then, or the context is shorter."""
     if not _fits(request, gpu, nbytes):
         return None
@@ -229,12 +229,10 @@ def _with_prompts(
     request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
 ) -> GpuMemory:
     """And graphs of prompts, if they fit. ring: bytes taken already; streamed: rows of steps that bring experts."""
-    for sizes in prompt_choices(request.config, request.model, streamed, found.step_tokens):
-        graphs = prompt_graph_bytes(request.model, sizes, streamed > 0, request.config.spared_multiprocessors)
-        memory = _beside(request, gpu, found, ring + graphs)
-        if memory is not None:
-            return replace(found, memory=memory, prompt_sizes=sizes)
-    return found
+    sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
+    graphs = prompt_graph_bytes(request.model, sizes, streamed > 0, spared)
+    memory = _memory_without(request, gpu, found, ring + graphs)
+    return found if memory is None else replace(found, memory=memory, prompt_sizes=sizes)
 
 
 def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:

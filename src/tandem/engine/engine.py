@@ -11,7 +11,6 @@ from time import perf_counter
 from torch import Tensor
 
 from tandem.config import EngineConfig
-from tandem.config.cuda_graphs import short_sizes
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.config.state import StateLayout
 from tandem.engine.answer import Answers
@@ -78,10 +77,8 @@ def _pace(parts: EngineParts) -> PrefillPace:
     pieces = parts.model.depth if here and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
-    sizes = () if gpu is None or gpu.ring_bytes else gpu.prompt_sizes
-    beside, shared = max(short_sizes(sizes), default=0), 0 if gpu is None else gpu.shared_tokens
-    longer = tuple(size for size in sizes if size > beside)
-    return PrefillPace(most, seconds is not None, whole, pieces, beside, shared, longer)
+    beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
+    return PrefillPace(most, seconds is not None, whole, pieces, beside, 0 if gpu is None else gpu.shared_tokens)
 
 
 def _kind(parts: EngineParts) -> Callable[..., ModelRunner]:

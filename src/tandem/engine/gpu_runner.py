@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.config.cuda_graphs import short_sizes
 from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
@@ -327,7 +326,7 @@ class GpuRunner:
         )
         self._passes = made.of(self._plan.prompts, spares=True)
         own = self._plan.spared > 0 and self._plan.alone
-        self._prompts = made.of(short_sizes(self._plan.prompts)) if own else self._passes
+        self._prompts = made.of(self._plan.prompts) if own else self._passes
         shared = [] if start is None else [size for size in self._plan.splits if start.splits(size)]
         self._splits = made.of(shared, beside=self._prompts)
 

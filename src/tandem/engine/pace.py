@@ -6,7 +6,6 @@ from __future__ import annotations
 # prompt's speed: a chunk reads all weights once, however few tokens it has.
 SHARED_STEP_SECONDS = 0.25
 MIN_TOKENS = 32  # fewer are dominated by reading the weights
-FILLED = 0.75  # of a long chunk beside those who decode: its graph computes all of its rows
 _WEIGHT_OF_NEWEST = 0.3
 _WEIGHT_BESIDE = 0.05  # of a decoding step beside a prompt, which takes somewhat longer than alone
 SLICE_OF_STEP = (
@@ -29,16 +28,15 @@ class PrefillPace:
         pieces: int = 1,
         beside: int = 0,
         shared: int = 0,
-        longer: tuple[int, ...] = (),
     ) -> None:
         """streams: experts travel in long steps. whole_chunks: such steps are short enough to be waited for. pieces:
         that a chunk can be cut into, so that others wait for one of them; 1: it is a step. beside: tokens of a chunk
         that a device computes beside those who decode; 0: as time allows. shared: of all prompts in a step that others
-        wait in, at most; 0: the step's. longer: as `beside`, of a prompt that has so much left; ascending."""
+        wait in, at most; 0: the step's."""
         self._max_step_tokens, self._streams, self._whole_chunks = max_step_tokens, streams, whole_chunks
         self._tokens_per_second: float | None = None
         self._pieces, self._beside, self._decoding_seconds = pieces, beside, 0.0
-        self._shared, self._longer = shared or max_step_tokens, longer
+        self._shared = shared or max_step_tokens
 
     def decoded(self, seconds: float, beside: bool = False) -> None:
         """A step without prompts took so long; beside: a slice of one belonged to it. While prompts wait there are no
@@ -57,18 +55,17 @@ class PrefillPace:
         rate, known = tokens / seconds, self._tokens_per_second
         self._tokens_per_second = rate if known is None else known + _WEIGHT_OF_NEWEST * (rate - known)
 
-    def step_tokens(self, decoding: int, pauses: bool = True, alone: bool = True, left: int = 0) -> int:
+    def step_tokens(self, decoding: int, pauses: bool = True, alone: bool = True) -> int:
         """Token budget of a step in which `decoding` sequences take part: all of it if nobody waits. Until something
         is known, a small chunk finds out. pauses: a chunk is computed in pieces, where it can be. alone: no more than
-        one prompt wants to be computed; left: so many of its tokens."""
+        one prompt wants to be computed."""
         if self._whole_chunks or (decoding == 0 and alone):
             return self._max_step_tokens
         most = min(self._max_step_tokens, decoding + self._shared)
         if decoding == 0:
             return most
         if self._beside and pauses:
-            longer = (size for size in reversed(self._longer) if alone and left >= FILLED * size)
-            return min(self._max_step_tokens, decoding + next(longer, self._beside))
+            return min(most, decoding + self._beside)
         rate = self._tokens_per_second
         wait = SHARED_STEP_SECONDS
         if pauses and self._pieces > 1 and self._decoding_seconds:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
-from tandem.config.cuda_graphs import prompt_graph_rows, short_sizes
+from tandem.config.cuda_graphs import prompt_graph_rows
 from tandem.engine.batch_arrays import to_gpu
 from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel
 from tandem.engine.sampling.logits import BestRows
@@ -255,12 +255,11 @@ class PromptGraphs:
         """None where a chunk fits none, or has rows that decode; or where nothing runs beside it, and it is sooner
         ready kernel by kernel."""
         rows, sequences = len(batch.input_ids), len(batch.seq_lens)
-        sizes = tuple(sorted(self._graphs))
         if alone and is_heavy(batch):
             return None
         if batch.single_rows or max(sequences, len(batch.logits_rows)) > SEQUENCES:
             return None
-        size = prompt_graph_rows(short_sizes(sizes) if alone else sizes, rows)
+        size = prompt_graph_rows(tuple(sorted(self._graphs)), rows)
         return self._graphs[size] if size else None
 
     def capture(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.config.cuda_graphs import prompt_graph_rows, short_sizes, split_sizes
+from tandem.config.cuda_graphs import prompt_graph_rows, split_sizes
 from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.memories import prompt_seconds, small
@@ -278,7 +278,7 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
 def _replayed(case: Case, rows: int) -> int:
     """Rows of the graph in which a chunk is replayed that nobody decodes beside: where no expert is elsewhere."""
     gpu = case.plan.gpu
-    return 0 if gpu is None or case.gpu_share < 1.0 else prompt_graph_rows(short_sizes(gpu.prompt_sizes), rows)
+    return 0 if gpu is None or case.gpu_share < 1.0 else prompt_graph_rows(gpu.prompt_sizes, rows)
 
 
 def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:

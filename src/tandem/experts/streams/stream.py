@@ -162,7 +162,7 @@ class ExpertStream:
         self._of: dict[int, range] = {}  # numbers of a layer's
         self._given = self._taken = 0
         self.recorder: Recorder | None = None  # while graphs of layers are captured
-        self.rows, self._beside = 0, False  # of this step; whether others run meanwhile
+        self.rows = 0  # of this step
         self._counts: dict[int, int] = {}  # places of each layer that travel in this step
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
         self._served = 0.0  # what `Followed.served` said before it
@@ -197,8 +197,7 @@ class ExpertStream:
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
         self.rows, share = rows, self._share(0 if long else rows, layers is Layers.SPLIT)
         share = 1.0 if layers is Layers.WHOLE and share > 0 else share
-        self._beside = layers is Layers.WHOLE
-        self._last = None if self._beside else self._last  # others use the CPU meanwhile
+        self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
         self._counts = _planned(self._layers, share, layers is Layers.SPLIT)
         self._deliveries, self._of = [], {}
         for layer in self._counts:
@@ -257,7 +256,7 @@ class ExpertStream:
         """The sum over each token's experts that are on the GPU or travel."""
         layer = _layer(self._layers, index)
         parts = [*layer.residents, *self._parts(index, layer)]
-        return PartialSums(layer.prompts(x, keys, routing, parts, self._beside), None)
+        return PartialSums(layer.prompts(x, keys, routing, parts), None)
 
     def leaves_some(self, index: int) -> bool:
         """Whether the CPU has a part of the layer `index`."""

@@ -13,7 +13,6 @@ from tandem.errors import KernelError
 from tandem.formats.codes import Weight
 from tandem.kernels.gpu import expert_rows, expert_tiles
 from tandem.kernels.gpu.expert_rows import Between
-from tandem.kernels.gpu.linear import StepKind
 from tandem.kernels.gpu.mma import expert_mma
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts.products import Part, PromptExperts, parts_of
@@ -40,6 +39,15 @@ class PartialSums:
         rows = len(self.values) if self.slots is None else len(self.slots)
         out = self.values.new_empty((rows, self.values.shape[1]), dtype=torch.bfloat16)
         return expert_rows.combine(self.values, self.slots, out, elsewhere)
+
+
+@dataclass(slots=True)
+class StepKind:
+    """What the layers of a model run in. captured: a CUDA graph, recorded or rehearsed: grouped products would keep
+    their scratch in its memory a second time."""
+
+    captured: bool = False
+    each_row: bool = False  # a row has the same bits beside any others
 
 
 class GpuExperts:
@@ -168,7 +176,7 @@ class GpuExperts:
         if way in (Way.CODES, Way.PROMPTS) and self.prompts is not None:
             at_once = self.slots if way is Way.CODES else self.prompts.at_once
             parts = parts_of(self.pool, self.stride, self.slots, at_once)
-            return PartialSums(self.prompts(x, slots, routing, parts, self.step.beside), None)
+            return PartialSums(self.prompts(x, slots, routing, parts), None)
         each = self._tokens_at_once(x.shape[1], slots.shape[1])
         if len(x) <= each:
             return PartialSums(self._tiled(x, routing), slots)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,34 +11,16 @@ from tandem.kernels.gpu.fixed.product import fixed_product
 from tandem.kernels.gpu.one_row import LARGE_ELEMENTS, after_norm, one_row, takes_norm
 from tandem.kernels.joined import Normed, Sum
 
-AT_ONCE, WIDE = 2048, 1024  # rows of a product beside steps, and columns from which it is long
-
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-
-
-@dataclass(slots=True)
-class StepKind:
-    """What the layers of a model run in. captured: a CUDA graph, recorded or rehearsed: grouped products would keep
-    their scratch in its memory a second time."""
-
-    captured: bool = False
-    each_row: bool = False  # a row has the same bits beside any others
-    beside: bool = False  # steps of others run meanwhile, whose blocks wait for long ones
 
 
 class GpuLinear:
     """Weights kept as bfloat16 or float32 in GPU memory; float32 ones multiply in full float32."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        fmt: str,
-        device: torch.device,
-        fixed: bool = False,
-        step: StepKind | None = None,
+        self, weight: Tensor, bias: Tensor | None, fmt: str, device: torch.device, fixed: bool = False
     ) -> None:
-        """fixed: a row has the same bits beside any others. step: that it is a part of."""
+        """fixed: a row has the same bits beside any others."""
         if fmt not in DTYPES:
             raise KernelError(f"dense matrices on the GPU are {' or '.join(DTYPES)}, not {fmt}")
         # `to` would keep the strides of a transposed matrix, which `one_row` does not know. What is on the GPU already
@@ -48,7 +28,7 @@ class GpuLinear:
         self.weight = weight.detach().to(device, DTYPES[fmt], copy=not weight.is_cuda).contiguous()
         self.bias = None if bias is None else bias.detach().to(device, torch.float32, copy=True)
         self.out_features, self.in_features = weight.shape
-        self.fixed, self._step = fixed, step
+        self.fixed = fixed
         self._bias = None if self.bias is None else self.bias.to(self.weight.dtype)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -68,17 +48,7 @@ class GpuLinear:
     def _times(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         if self.fixed:
             return fixed_product(x.to(self.weight.dtype), self.weight, self.bias, out_dtype)
-        whole = self.weight, self.bias, out_dtype, self._bias
-        if self._step is None or not self._step.beside or len(x) <= AT_ONCE or self.out_features < WIDE:
-            return multiplied(x, *whole)
-        # A library's product of many rows keeps every multiprocessor until its end.
-        y = torch.empty((len(x), self.out_features), dtype=out_dtype, device=x.device)
-        for some, part in zip(x.split(AT_ONCE), y.split(AT_ONCE), strict=True):
-            if self.bias is None and some.dtype == out_dtype == self.weight.dtype:
-                torch.mm(some, self.weight.T, out=part)
-            else:
-                part.copy_(multiplied(some, *whole))
-        return y
+        return multiplied(x, self.weight, self.bias, out_dtype, self._bias)
 
 
 def multiplied(

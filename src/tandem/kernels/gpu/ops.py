@@ -25,9 +25,9 @@ from tandem.kernels.gpu.chosen.index import GpuTokenIndex
 from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
-from tandem.kernels.gpu.experts import GpuExperts
+from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
-from tandem.kernels.gpu.linear import DTYPES, GpuLinear, StepKind
+from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.recurrent.folds import GpuFolds
 from tandem.kernels.gpu.residual import norm
@@ -83,7 +83,7 @@ class GpuOps:
     def begin_step(self, batch: BatchLayout, captured: bool, beside: bool = False) -> None:
         """As `Attention.begin`. beside: graphs may run beside it."""
         self._attention.begin(batch, captured or beside)
-        self._step.captured, self._step.beside = captured, beside
+        self._step.captured = captured
 
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
@@ -105,9 +105,9 @@ class GpuOps:
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
     ) -> GpuLinear | GpuCodes:
         if not isinstance(weight, WeightCodes):
-            return GpuLinear(_there(weight, self), bias, fmt, self.device, self._fixed, self._step)
+            return GpuLinear(_there(weight, self), bias, fmt, self.device, self._fixed)
         if not self.reads(weight):
-            return GpuLinear(decoded(weight), bias, fmt, self.device, self._fixed, self._step)
+            return GpuLinear(decoded(weight), bias, fmt, self.device, self._fixed)
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
         return GpuCodes(packed, bias, self.device, self.cpu.pool, self._fixed)
 

@@ -107,12 +107,10 @@ class PromptExperts:
         """Whether such experts are multiplied: of aligned sizes."""
         return matrices[0].depth % ALIGNED == 0 and between.width % ALIGNED == 0
 
-    def __call__(
-        self, x: Tensor, keys: Tensor, routing: Routing, parts: Sequence[Part], beside: bool = False
-    ) -> Tensor:
+    def __call__(self, x: Tensor, keys: Tensor, routing: Routing, parts: Sequence[Part]) -> Tensor:
         """The sum over each token's experts, float32 [T, hidden]. x bfloat16 [T, hidden]; keys int32 [T, k]: expert n
         of all parts together has key n; pairs with keys below 0 are left out. routing [T, k]: weights; and ids, where
-        there are biases. beside: steps of others run meanwhile."""
+        there are biases."""
         sums = torch.empty_like(x, dtype=torch.float32)
         pieces = list(self._pieces(x.contiguous(), keys, routing, sums))
         sizes = [part.count for part in parts]
@@ -127,7 +125,7 @@ class PromptExperts:
                 part.read()
             for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
                 some = Routing(*chosen)
-                result = self._products(own, each, some, numbered, matrices or part.packed, beside)
+                result = self._products(own, each, some, numbered, matrices or part.packed)
                 rows.add(result, each, some, self.between.down, out, numbered, new=first == 0)
                 del result  # its memory is the next products'
             if not unpacked:
@@ -160,13 +158,7 @@ class PromptExperts:
         return gate_up, down
 
     def _products(
-        self,
-        x: Tensor,
-        order: Order,
-        routing: Routing,
-        keys: range,
-        which: tuple[Tensor, Tensor] | Packed,
-        beside: bool,
+        self, x: Tensor, order: Order, routing: Routing, keys: range, which: tuple[Tensor, Tensor] | Packed
     ) -> Tensor:
         """Of each of the part's rows its expert's result without the bias, bfloat16 [T * k, hidden]. which: matrices,
         or their codes."""
@@ -179,16 +171,15 @@ class PromptExperts:
             del gathered  # its memory is the result's (`pair_bytes`)
             return code_product.multiplied(between, which, self._gate_up.bytes, self._down, ends, mean)
         (gate_up, down), mean = which, len(gathered) / len(order.ends)
-        both = _product(gathered, gate_up, ends, mean, beside)
+        both = _product(gathered, gate_up, ends, mean)
         del gathered  # its memory is the next rows' (`pair_bytes`)
         between = rows.activate(both, ends, whose, self.between)
         del both
-        return _product(between, down, ends, mean, beside)
+        return _product(between, down, ends, mean)
 
 
-def _product(x: Tensor, matrices: Tensor, ends: Tensor, mean_rows: float, beside: bool) -> Tensor:
-    """As `grouped.grouped_product`, which has the same bits as PyTorch's and is the faster one for few rows. PyTorch's
-    keeps every multiprocessor until its end, so it is not taken beside others."""
-    if not beside and has_pytorchs(x.device) and (len(x) > OURS or x.device.type == "cpu"):
+def _product(x: Tensor, matrices: Tensor, ends: Tensor, mean_rows: float) -> Tensor:
+    """As `grouped.grouped_product`, which has the same bits as PyTorch's and is the faster one for few rows."""
+    if has_pytorchs(x.device) and (len(x) > OURS or x.device.type == "cpu"):
         return cast(Tensor, grouped_product(x, matrices.transpose(1, 2), offs=ends))
     return grouped.grouped_product(x, matrices, ends, mean_rows)
