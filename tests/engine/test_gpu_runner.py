@@ -183,7 +183,7 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
     }
     runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None))
     monkeypatch.setattr(runner, "_done", lambda *result, masked=(): None)
-    monkeypatch.setattr(runner, "_forward", lambda batch, counted: torch.zeros(1, 4))
+    monkeypatch.setattr(runner, "_forward", lambda batch, counted, long: torch.zeros(1, 4))
     runner.logits(batch(4, 2, 7))
     assert begun == [([108, 109, 110, 111, 111, 111], True), ([], True)]
     begun.clear()
@@ -220,7 +220,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "after_step", "end", "check"]
     calls.clear()
     monkeypatch.setattr(
-        runner, "_forward", lambda batch, counted: calls.append("layers") or torch.zeros(1, 4)
+        runner, "_forward", lambda batch, counted, long: calls.append("layers") or torch.zeros(1, 4)
     )
     runner.logits(batch(7, 2, 0))
     assert calls == ["layers", "mark", "beside_step", "after_step", "end", "check"]

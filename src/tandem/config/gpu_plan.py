@@ -35,6 +35,7 @@ from tandem.config.memory import (
     MemoryPlan,
     MemoryRequest,
     gib,
+    long_step_tokens,
     wanted_context,
 )
 from tandem.config.model_config import STORED, ModelConfig, draft_experts, rope_bytes
@@ -51,7 +52,6 @@ EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
 MAX_PATIENCE_SECONDS = 30.0
-STREAM_TOKENS, WIDE = 8192, 4096  # of a step where experts travel: each brings all of them; half for a larger hidden
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
 
@@ -77,6 +77,9 @@ class GpuPlan:
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
     settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
     spared: int = 0  # multiprocessors that graphs of prompts leave to steps
+    step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
+    step_reason: str = ""
+    shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,9 @@ class GpuMemory:
     ring_reason: str = "every expert is on the GPU"
     prompt_sizes: tuple[int, ...] = ()
     draft_experts: bool = False
+    step_tokens: int = GPU_PREFILL_TOKENS
+    step_reason: str = ""  # where it is not the usual one
+    shared_tokens: int = 0
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
@@ -172,43 +178,61 @@ def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     return f"grouped products need multiples of 8, not {channels} and {experts.width}" if uneven else ""
 
 
-def stream_tokens(model: ModelConfig) -> int:
-    """Of a step where experts travel, if nothing was asked."""
-    return STREAM_TOKENS if model.hidden <= WIDE else STREAM_TOKENS // 2
-
-
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     found = _sized(request, gpu, 0)
     check_drafts_on_gpu(request.config, request.model)
     if found.experts >= request.model.routed_experts:
-        return _with_prompts(request, gpu, found)
+        return _with_long_steps(request, gpu, found)
     if why_not := streams_not(request, gpu):
         return replace(found, ring_reason=why_not)
     model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
     shape = model.expert_channels, model.moe.experts.width
     ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
-    tokens = stream_tokens(request.model)
+    tokens = long_step_tokens(request.model)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     try:
-        found = replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="")
+        found = replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="", step_tokens=tokens)
     except ConfigError as error:
         return replace(found, ring_reason=f"{gib(ring)} of GPU memory for experts that travel: {error}")
     return _with_prompts(request, gpu, found, ring + more, tokens)
 
 
+def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuMemory:
+    """For prompts that are alone, if experts, context and graphs of prompts keep their room."""
+    config, tokens = request.config, long_step_tokens(request.model)
+    short = _with_prompts(request, gpu, found)
+    if config.chunked_prefill_size is not None or config.enable_deterministic_inference:
+        return short
+    more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
+    memory = _memory_without(request, gpu, found, more)
+    if memory is not None:
+        why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
+        found = replace(found, memory=memory, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
+        found = _with_prompts(request, gpu, found, more)
+        if found.prompt_sizes or not short.prompt_sizes:
+            return found
+    why = f"default; {tokens} for a prompt alone would take {gib(more)} from experts, context or prompt graphs"
+    return replace(short, step_reason=why)
+
+
+def _memory_without(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: int) -> MemoryPlan | None:
+    """The memory with so many bytes less; None: experts lose their places then, or the context is shorter."""
+    if not _fits(request, gpu, nbytes):
+        return None
+    smaller = _sized(request, gpu, nbytes)
+    worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
+    return None if worse else smaller.memory
+
+
 def _with_prompts(
     request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
 ) -> GpuMemory:
-    """And graphs of prompts, if they take no expert's place and shorten no context. ring, streamed: bytes, and rows of
-    a step, where experts travel."""
+    """And graphs of prompts, if they fit. ring: bytes taken already; streamed: rows of steps that bring experts."""
     sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
-    try:
-        smaller = _sized(request, gpu, ring + prompt_graph_bytes(request.model, sizes, streamed > 0, spared))
-    except ConfigError:
-        return found
-    worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
-    return found if worse else replace(found, memory=smaller.memory, prompt_sizes=sizes)
+    graphs = prompt_graph_bytes(request.model, sizes, streamed > 0, spared)
+    memory = _memory_without(request, gpu, found, ring + graphs)
+    return found if memory is None else replace(found, memory=memory, prompt_sizes=sizes)
 
 
 def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
@@ -260,8 +284,9 @@ def _draft_bytes(request: MemoryRequest, room: int) -> int:
 
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
-    experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request)
-    logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - request.rope_bytes - scratch
+    experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request, plan.step_tokens)
+    fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + _scratch_bytes(request)
+    logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored)
     prompts = prompt_graph_bytes(request.model, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))

@@ -25,6 +25,7 @@ WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer
 # Of one step: enough rows per expert for full speed, short enough for others' decode.
 DEFAULT_PREFILL_TOKENS = 512
 GPU_PREFILL_TOKENS = 2048  # the same on a GPU
+LONG_PREFILL_TOKENS, WIDE = 8192, 4096  # ... alone, or where each step brings experts; half for a larger hidden size
 DETERMINISTIC_PREFILL_TOKENS = 256
 # Of the experts' results, and of tokens at once, at most: csrc/experts/run/down.cc, task_sizes.h.
 RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
@@ -184,6 +185,11 @@ def prefill_tokens(on_gpu: bool, deterministic: bool = False) -> int:
     if on_gpu and deterministic:  # rows are computed as if they decoded, and keep as much meanwhile
         return DETERMINISTIC_PREFILL_TOKENS
     return GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS
+
+
+def long_step_tokens(model: ModelConfig) -> int:
+    """Of a GPU's step that nobody waits for, or in which experts travel."""
+    return LONG_PREFILL_TOKENS if model.hidden <= WIDE else LONG_PREFILL_TOKENS // 2
 
 
 def size_memory(request: MemoryRequest) -> MemoryPlan:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
 from tandem.engine.feeder import Feeder
-from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
+from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prompt_capture import CapturedPrompts
-from tandem.engine.paused_pass import PausingModel
+from tandem.engine.paused_pass import LongChunk, PausingModel
 from tandem.engine.prompt_graphs import LayerWork, PromptGraph, PromptGraphs, Work
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
@@ -69,6 +69,13 @@ def _masks_of(chunk: Chunk, mask: TokenMask | None) -> RowMasks:
 
 def nothing_begins(batch: ForwardBatch, captured: bool) -> None:
     """Where no backend plans its steps."""
+
+
+def _begun(batch: ForwardBatch, begin: BeginStep, device: torch.device) -> ForwardBatch:
+    """A batch that is computed kernel by kernel, where the device reads it."""
+    there = moved(batch, device)  # first: a copy would wait behind those of experts
+    begin(batch, False)
+    return there
 
 
 def _nothing() -> None:
@@ -139,12 +146,17 @@ class GpuRunner:
             self._capture_all()
             self._capture_prompts()
 
-    def run(self, chunks: Rows[Chunk], meanwhile: Callable[[], None] = _nothing) -> DeviceLogits:
-        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: as `logits`."""
+    def run(
+        self, chunks: Rows[Chunk], meanwhile: Callable[[], None] = _nothing, long: LongChunk | None = None
+    ) -> DeviceLogits:
+        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: as `logits`. long: of the
+        one chunk, if it may become shorter."""
         batch = self._arrays.fill(chunks)
         self._guessing = any(chunk.guesses for chunk in chunks)
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in chunks])
+            if long is not None:
+                return self._alone(batch, make, long)
             return self.logits(batch, _masks(chunks), make, meanwhile)
 
     def settled(self, tokens: int) -> None:
@@ -193,12 +205,13 @@ class GpuRunner:
                 meanwhile()
             return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
-    def _alone(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits:
+    def _alone(
+        self, batch: ForwardBatch, make: Callable[[], None], long: LongChunk | None = None
+    ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
         with self._streams.aside():
-            there = moved(batch, self._device)  # first: a copy would wait behind those of experts
-            self._begin_step(batch, False)
-            logits = self._forward(there, len(batch.input_ids))
+            there = _begun(batch, self._begin_step, self._device)
+            logits = self._forward(there, len(batch.input_ids), long)
             best = self._best.fetch(logits)
             self._end.mark()
             make()
@@ -283,11 +296,18 @@ class GpuRunner:
         if self._live is not None:
             self._live.beside_step()
 
-    def _forward(self, batch: ForwardBatch, counted: int | Tensor) -> Tensor:
+    def _forward(
+        self, batch: ForwardBatch, counted: int | Tensor, long: LongChunk | None = None
+    ) -> Tensor:
         """counted: how many of the first rows `ExpertUsage` counts."""
         if self._usage is not None:
             self._usage.begin(counted)
-        return self._model.forward(batch, self._states)
+        if long is None or not isinstance(self._model, PausingModel):
+            return self._model.forward(batch, self._states)
+        return in_layers(
+            self._model, batch, self._states, long,
+            lambda: _begun(self._arrays.fill(long.chunks), self._begin_step, self._device),
+        )  # fmt: skip
 
     def _graph_of(self, batch: ForwardBatch) -> _Graph | None:
         rows = batch.seq_lens.shape[0]

@@ -88,7 +88,8 @@ class Scheduler:
 
     def prompts(self, decoding: int, pauses: bool = True) -> list[Chunk]:
         """Chunks of prompts beside so many rows that decode, whose step may be under way: nobody loses pages."""
-        tokens = self.pace.step_tokens(decoding, pauses) - decoding
+        alone = sum(s.pending_len > 1 for s in self.running) + len(self.waiting) < 2
+        tokens = self.pace.step_tokens(decoding, pauses, alone) - decoding
         chunks, rows = list[Chunk](), MAX_PROMPT_LOGITS_ROWS
         for sequence, most in self._allotted(self._prefilling(tokens), tokens):
             chunk = self._chunk(sequence, most, rows)
