@@ -125,6 +125,7 @@ struct AmxTiles {
       _tile_stream_loadd(4, rows, a.apart);
       _tile_loadd(6, b[0] + 1024 * s, 64);
       _tile_dpbf16ps(0, 4, 6);
+      if (kRowTiles == 1) _tile_zero(6);
       _tile_loadd(7, b[1] + 1024 * s, 64);
       _tile_dpbf16ps(1, 4, 7);
       _tile_zero(4);
@@ -133,8 +134,8 @@ struct AmxTiles {
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
         _tile_zero(5);
+        _tile_zero(6);
       }
-      _tile_zero(6);
       _tile_zero(7);
       between();
     }

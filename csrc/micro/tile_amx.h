@@ -1,12 +1,12 @@
 // Many rows on matrix tiles, for every format. Panels become bf16 lines with their group scales multiplied in, and
-// blocks of 32 rows x 32 columns run over them. A scaled weight is rounded to bf16 once more, by way of 11 bits where
-// scales are halves. The error is at most 1.25 * 2^-8 of the weight; with offsets, of the group's largest one.
+// blocks of 32 columns and 32 or 16 rows run over them. A scaled weight is rounded to bf16 once more, by way of 11 bits
+// where scales are halves. The error is at most 1.25 * 2^-8 of the weight; with offsets, of the group's largest one.
 //
 //   slice of K            unless its rows lie at equal distances, they are gathered in tile order, 64 bytes of each
 //                         after the other, so that a tile is up to 16 lines in a row
 //     pair of panels      of this slice 32 KiB, which stay in L1 while rows are loaded past it
-//       two tiles of rows   2 x 2 tiles of sums over the slice; between the steps the next pair of panels is unpacked,
-//                           or asked for into L2
+//       block of rows       2 x 2 or 1 x 2 tiles of sums over the slice; between the steps the next pair of panels is
+//                           unpacked, or asked for into L2
 //
 // Up to 80 rows, if they fit its scratch, are left to tile_stream.h, few of 4-bit codes to tile_groups.h.
 //
@@ -23,6 +23,9 @@
 namespace tandem {
 namespace {
 
+// Up to so many rows a block is one tile high, so products wait less for registers. Measured with 64 and 128 rows
+// (docs/lab/many-rows.md).
+constexpr int kOneTileRows = 160;
 constexpr int64_t kAmxDepthPairs = 256;  // of k per slice, at most
 constexpr int64_t kAmxPanelBytes = 2 * kAmxDepthPairs * kCacheLine;
 constexpr int64_t kAmxRowBytes = 4 * kAmxDepthPairs * kMaxRowsPerCall;
@@ -56,8 +59,9 @@ class TileProduct {
       : args_(args),
         order_{args, equal_slices(args->weights.padded_depth / 2, kAmxDepthPairs, 16), Format::kPairBytes},
         tiles_(args->rows),
-        blocks_((tiles_.count + 1) / 2),
-        in_place_(blocks_in_place(args, tiles_)),
+        each_(args->rows <= kOneTileRows ? 1 : 2),
+        blocks_((tiles_.count + each_ - 1) / each_),
+        in_place_(blocks_in_place(args)),
         gathered_(args->scratch + 2 * kAmxPanelBytes) {}
 
   void run() {
@@ -84,13 +88,13 @@ class TileProduct {
 
   // A slice's rows but those that are loaded where they lie.
   void gather(const PanelSlice& slice) const {
-    const int first = in_place_ * 2 * tiles_.high;
+    const int of_block = each_ * tiles_.high, first = in_place_ * of_block;
     gather_rows<Isa>(reinterpret_cast<const uint8_t* const*>(args_->x_rows) + first, args_->rows - first,
-                     4 * slice.first, (slice.last - slice.first) / 16, tiles_.high, 2 * tiles_.high, gathered_);
+                     4 * slice.first, (slice.last - slice.first) / 16, tiles_.high, of_block, gathered_);
   }
 
   TANDEM_INLINE TileRows rows_of(int block, const PanelSlice& slice) const {
-    const int64_t of_block = 2 * tiles_.high, bytes = 4 * (slice.last - slice.first);
+    const int64_t of_block = each_ * tiles_.high, bytes = 4 * (slice.last - slice.first);
     if (block >= in_place_)
       return {gathered_ + (block - in_place_) * of_block * bytes, kCacheLine, of_block * kCacheLine};
     const uint8_t* const x = static_cast<const uint8_t*>(args_->x_rows[0]);
@@ -98,10 +102,10 @@ class TileProduct {
   }
 
   // Tiles are as high as each other, so the last one may have more rows than there are.
-  static int blocks_in_place(const MatmulArgs* args, const EvenTiles& tiles) {
+  int blocks_in_place(const MatmulArgs* args) const {
     if (!args->x_stride) return 0;
-    const int fewer = tiles.count * tiles.high - args->rows > 0;
-    return (tiles.count + 1) / 2 - fewer;
+    const int fewer = tiles_.count * tiles_.high - args->rows > 0;
+    return blocks_ - fewer;
   }
 
   template <class Side>
@@ -115,9 +119,9 @@ class TileProduct {
       if (more) side.step();
     };
     for (int b = 0; b < blocks_; ++b) {
-      float* y = args_->y + b * 2 * tiles_.high * args_->y_stride + kPairColumns * (i % args_->pairs);
+      float* y = args_->y + b * each_ * tiles_.high * args_->y_stride + kPairColumns * (i % args_->pairs);
       const TileRows a = rows_of(b, slice);
-      if (2 * b + 1 < tiles_.count)
+      if (each_ == 2 && 2 * b + 1 < tiles_.count)
         Tiles::template multiply<2>(tiles_.high, a, panels, steps, y, args_->y_stride, slice.first > 0, between);
       else
         Tiles::template multiply<1>(tiles_.high, a, panels, steps, y, args_->y_stride, slice.first > 0, between);
@@ -128,7 +132,8 @@ class TileProduct {
   const MatmulArgs* args_;
   const SliceOrder order_;
   const EvenTiles tiles_;
-  const int blocks_;         // of two tiles, of which
+  const int each_;           // tiles of a block
+  const int blocks_;         // of which
   const int in_place_;       // ... these are loaded where they lie, and
   uint8_t* const gathered_;  // ... the others' rows of the slice are here, in tile order
 };

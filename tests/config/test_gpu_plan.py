@@ -19,7 +19,13 @@ from tandem.config import (
     StoredFormats,
     resolve,
 )
-from tandem.config.cuda_graphs import CHUNK_KERNELS, GRAPH_BYTES, KERNEL_BYTES, prompt_graph_bytes
+from tandem.config.cuda_graphs import (
+    CHUNK_KERNELS,
+    GRAPH_BYTES,
+    KERNEL_BYTES,
+    PART_KERNELS,
+    prompt_graph_bytes,
+)
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes, unpacking_bytes
@@ -210,7 +216,8 @@ def test_graphs_of_prompts_keep_what_lies_within_dense_layers() -> None:
 
 
 def test_graphs_of_prompts_that_bus_and_cpu_share_are_counted() -> None:
-    """Three of each layer where experts travel, one where none does, for every number of rows; each with its logits."""
+    """Three of each layer where experts travel, one where none does, for every number of rows; each with its logits. A
+    ring that holds no layer has a graph for each part."""
     own = {True: 48 * 3 + 1, False: 48 + 1}
     kept = {s: own[s] * GRAPH_BYTES + 48 * CHUNK_KERNELS * KERNEL_BYTES + 8 * 151936 * 4 for s in own}
     plain = prompt_graph_bytes(QWEN3, (2048,), False)
@@ -218,6 +225,8 @@ def test_graphs_of_prompts_that_bus_and_cpu_share_are_counted() -> None:
     whole, splits = 1, len((128, 256, 512, 1024, 2048))
     assert prompt_graph_bytes(QWEN3, (2048,), True) - plain == (whole + splits) * kept[True] - kept[False]
     assert prompt_graph_bytes(QWEN3, (), True) == 0
+    eight = prompt_graph_bytes(QWEN3, (2048,), 8) - prompt_graph_bytes(QWEN3, (2048,), 1)
+    assert eight == (whole + splits) * 48 * 7 * (GRAPH_BYTES + PART_KERNELS * KERNEL_BYTES)
 
 
 def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
@@ -226,20 +235,20 @@ def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
         p = qwen3(gpu_gib, positions=32768, kt_gpu_experts_ratio=0.2 if streamed else 1.0)
         assert p.gpu is not None and p.gpu.prompt_sizes and (p.gpu.ring_bytes > 0) == streamed
         entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
-        assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, streamed)
+        assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, 8 if streamed else 0)
         assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
 
 
 @pytest.mark.parametrize(("gpu_gib", "share"), [(32, 0.2), (120, 1.0)])
 def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: int, share: float) -> None:
     """Where none of the experts travels, prompts that run alone have other graphs, too."""
-    flags, streamed = {"positions": 32768, "kt_gpu_experts_ratio": share}, share < 1
+    flags, streamed, parts = {"positions": 32768, "kt_gpu_experts_ratio": share}, share < 1, 8 if share < 1 else 0
     plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"spared_multiprocessors": 16}))
     assert plain.gpu is not None and p.gpu is not None and p.gpu.prompt_sizes == plain.gpu.prompt_sizes
     assert (plain.gpu.spared, p.gpu.spared) == (0, 16)
     assert reason(p, "spared multiprocessors") == "--spared-multiprocessors"
     entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
-    assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, streamed, 16)
+    assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, parts, 16)
     assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
     one = prompt_graph_bytes(QWEN3, (2048,), False)
     rows = one - 49 * GRAPH_BYTES - 48 * CHUNK_KERNELS * KERNEL_BYTES - 8 * 151936 * 4

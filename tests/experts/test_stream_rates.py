@@ -79,9 +79,10 @@ def test_large_experts_travel_in_few_parts() -> None:
     assert (small.parts, small.experts) == (6, 50) and (large.parts, large.experts) == (2, 8)
     assert (huge.parts, huge.experts) == (2, 1)
     assert max(small.nbytes, large.nbytes) <= RING_BYTES
-    few, many = (StreamRates(**H100).in_parts(parts) for parts in (3, 32))
+    few, many = (StreamRates(**H100, parts=parts) for parts in (3, 32))
     assert few.share(512) == StreamRates(**H100).share(512)
-    assert many.host == pytest.approx(HOST_SECONDS + 29 * PART_SECONDS)
+    assert many.host_seconds(1.0) == pytest.approx(HOST_SECONDS + 29 * PART_SECONDS)
+    assert many.share(512) > few.share(512)
 
 
 def test_where_layers_are_graphs_the_cpu_gets_more() -> None:

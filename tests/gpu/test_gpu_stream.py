@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, fed, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
 from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
-from tandem.config.forecast.stream_rates import StreamRates
+from tandem.config.forecast.stream_rates import BUS_BESIDE, StreamRates
 from tandem.config.gpu_scratch import Ring
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff, HandoffSizes
@@ -80,19 +81,30 @@ class FakeBus:
         self.compute_after(len(self.given))
 
 
-def rates_of(share: float) -> StreamRates:
-    """Such that this share travels, nearly; or none at all."""
-    return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share)
+def rates_of(share: float, beside: float = 1.0) -> StreamRates:
+    """Such that this share travels, nearly; or none at all. beside: as long as alone the bus takes, so many times."""
+    return StreamRates(1.0, 0.0, 0.0) if share == 0.0 else rates(share, beside=beside)
 
 
-def rates(share: float, least_rows: int = 1) -> StreamRates:
+def rates(share: float, least_rows: int = 1, beside: float = 1.0) -> StreamRates:
     """Such that this share travels, nearly."""
-    return StreamRates(1e-9 if share == 1.0 else 1000 * (1 - share) / share, 1000.0, 0.0, least_rows)
+    bus = 1e-9 if share == 1.0 else 1000 * (1 - share) / share / beside
+    return StreamRates(bus, 1000.0, 0.0, least_rows)
 
 
 def ring(parts: int, nbytes: int) -> Ring:
     """Of two experts each."""
     return Ring(parts, 2, -(-2 * nbytes // 256) * 256)
+
+
+class Told:
+    """What experts of each layer got since the start."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((LAYERS, EXPERTS), np.int32)
+
+    def tokens(self) -> np.ndarray:
+        return self.counts.copy()
 
 
 class Layers:
@@ -122,12 +134,15 @@ class Layers:
             self.whole.append(self.ops.cpu.experts(EXPERTS, HIDDEN, WIDTH, packed))
             self.whole[-1].load_all(0, weights)
 
-    def stream(self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2) -> ExpertStream:
+    def stream(
+        self, share: float, least_rows: int = 1, bus: object = None, parts: int = 2, told: Told | None = None
+    ) -> ExpertStream:
         """Attached, with a ring of so many parts of two experts."""
         layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in self.each]
         nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
         bus = bus or (FakeBus() if DEVICE.type == "cpu" else CudaBus(DEVICE))
-        made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE)
+        followed = Followed() if told is None else Followed(ask=lambda: told)
+        made = ExpertStream(layers, ring(parts, nbytes), bus, rates(share, least_rows), DEVICE, followed)
         for index, each in enumerate(self.each):
             each.stream, each.index = made, index
         return made
@@ -161,7 +176,24 @@ def test_what_travels_is_computed_as_what_lives_there(on_gpu: int, share: float,
         layers.check()
         assert layers.posts == (0 if share == 1.0 else LAYERS * (step + 1))
     each = layers.whole[0].bytes_per_expert
-    assert stream.streamed_bytes == 2 * LAYERS * travelling * each
+    assert stream.deliveries.bytes == 2 * LAYERS * travelling * each
+
+
+@pytest.mark.parametrize("on_gpu", [0, 2])
+def test_who_had_most_rows_travels(on_gpu: int) -> None:
+    """In the step after, or in the second if others had most before. The CPU computes the rest."""
+    layers, told, nobody = Layers(on_gpu), Told(), torch.full((1, EXPERTS), -1, dtype=torch.int32, device=DEVICE)
+    stream, everyone = layers.stream(0.5, told=told), torch.arange(EXPERTS, dtype=torch.int32, device=DEVICE)[None]
+    first, second = ([0, 3], [3, 5]) if on_gpu else ([0, 1, 2], [1, 3, 5])
+    third = [0, 4] if on_gpu else [0, 2, 4]
+    for step, expected in enumerate((first, second, second, None, third)):
+        stream.begin(TOKENS)
+        keys = stream.keys(1, everyone, nobody)[0].cpu()
+        assert expected is None or (keys >= 0).nonzero().flatten().tolist() == expected
+        assert sorted(keys[keys >= 0].tolist()) == list(range(on_gpu, on_gpu + len(first)))
+        layers.check()
+        told.counts += np.array([1, 90, 2, 80, 3, 70] if step < 2 else [900, 1, 800, 2, 700, 3], np.int32)
+    assert stream.deliveries.bytes == 5 * LAYERS * len(first) * layers.whole[0].bytes_per_expert
 
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
@@ -221,7 +253,7 @@ def test_the_bus_is_read_between_steps_and_steps_are_right_afterwards() -> None:
     for _ in range(2):
         stream.begin(TOKENS)
         layers.check()
-        assert stream.copied_gbps() > 0
+        assert stream.deliveries.copied_gbps() > 0
 
 
 @pytest.mark.parametrize("failing", [0, 2, 3])
@@ -255,18 +287,19 @@ class AtOnce:
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.3])
-def test_layers_that_are_recorded_read_what_was_waited_for(on_gpu: int, share: float) -> None:
-    """All of a layer arrives before it, and its places are free after it. Parts that stay at home are recorded, too:
-    the same graphs serve every share."""
+@pytest.mark.parametrize("parts", [2, 6])
+def test_layers_that_are_recorded_read_what_was_waited_for(on_gpu: int, share: float, parts: int) -> None:
+    """All of a layer arrives before it, and its places are free after it; or each part in turn, where the ring does not
+    hold a layer. Parts that stay at home are recorded, too: the same graphs serve every share."""
     layers, split = Layers(on_gpu), share < 1.0
-    assert not layers.stream(1.0).holds_layers
-    stream = layers.stream(share, parts=6)
-    assert stream.holds_layers
+    stream, beside = layers.stream(share, parts=parts), BUS_BESIDE if split else 1.0
+    stream.rates = rates_of(share, beside)
+    assert stream.holds_layers == (parts == 6)
     stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
     layers.check()  # kernel by kernel, before a capture
     recorder, places, posts = AtOnce(), EXPERTS - on_gpu, layers.posts
     for other in (None, 0.5, 0.0, 1.0):
-        stream.rates = stream.rates if other is None else rates_of(other)
+        stream.rates = stream.rates if other is None else rates_of(other, beside)
         stream.begin(TOKENS, layers=Layers_.SPLIT if split else Layers_.WHOLE)
         wanted = round((share if other is None else other) * places)
         expected = max(1, min(places - 1, wanted)) if split else places
@@ -274,7 +307,9 @@ def test_layers_that_are_recorded_read_what_was_waited_for(on_gpu: int, share: f
         if stream.counts:
             with stream.recording(recorder):
                 layers.check()
-    assert layers.posts == posts + (4 * LAYERS if split else 0) and recorder.cuts >= 3 * 2 * LAYERS
+    assert layers.posts == posts + (4 * LAYERS if split else 0)
+    each = 2 if parts == 6 else 1 + -(-places // 2)
+    assert recorder.cuts == (4 if split else 3) * each * LAYERS
 
 
 def test_rows_that_fill_a_graph_up_are_not_the_cpu_s() -> None:
@@ -367,8 +402,8 @@ def test_logits_are_those_of_the_cpu(tiny_models, share: float, travelling: floa
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
     session, stream = streaming(path, share, travelling, graphs)
     ours, allowed = session.logits(True), 1.5 * rms(theirs, exact)
-    print(f"{rms(ours, exact):.2e} of {allowed:.2e}, {stream.streamed_bytes} bytes")
-    assert rms(ours, exact) < allowed and stream.streamed_bytes > 0
+    print(f"{rms(ours, exact):.2e} of {allowed:.2e}, {stream.deliveries.bytes} bytes")
+    assert rms(ours, exact) < allowed and stream.deliveries.bytes > 0
 
 
 CopyAsync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)

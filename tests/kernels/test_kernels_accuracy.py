@@ -70,7 +70,7 @@ def test_few_rows_of_4_bit_codes_are_not_rounded_on_tiles(fmt: str, group: int, 
 )
 def test_many_rows_over_several_slices_blocks_and_panels(fmt: str, group: int, tier: str) -> None:
     """More rows than one call takes, three pairs of panels per task, K of several slices with a shorter last one; tiles
-    of 11 to 16 rows, some of them not full."""
+    of 11 to 16 rows, some of them not full; blocks of one tile and of two."""
     cases.require_tier(tier)
     n, k = 32 * 24, 1150
     weight = random_weight(n, k)

@@ -260,7 +260,7 @@ def build(
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
     moving = None if live is None or usage is None else live(plan, side, usage)
     copies = registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None
-    stream = expert_stream(plan, side, copies)
+    stream = expert_stream(plan, side, copies, usage=usage)
     sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None else ()
     prompts = {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
     runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), prompts)

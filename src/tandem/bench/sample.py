@@ -256,13 +256,13 @@ def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running
     store = SyntheticStore(side.store, side.handoff)
     built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
     copies = registered(small, side) if small.gpu.ring_bytes else None
-    stream = expert_stream(small, side, copies)
+    stream = expert_stream(small, side, copies, usage=usage)
     parts = EngineParts(
         small, model, built, text, workers, usage, handoff=side.handoff, begin_step=begin_step(side, stream)
     )
     layers = side.handoff.layers
     experts_reader = DramReader.of(layers, workers, small.tier) if layers else None
-    bus = None if stream is None else stream.copied_gbps
+    bus = None if stream is None else stream.deliveries.copied_gbps
     return Running(Engine.from_parts(parts), partial(read_beside, workers, small.tier, experts_reader, bus))
 
 

@@ -18,9 +18,8 @@ FEW_ROWS = tuple(range(1, 9))  # a step with guesses may have any number of rows
 LEAST_FILLED = 0.5  # of a prompt's graph's rows: copies cost as much as others
 PROMPT_SIZES = (128, 256, 512, 1024, 2048)  # longer chunks keep a GPU busy whatever the host does
 PROMPT_SEQUENCES = 8  # of a chunk that is replayed, at most
-CUT_GRAPHS = 3  # of a layer whose experts travel
 GRAPH_BYTES, KERNEL_BYTES = 112_000, 2200  # of GPU memory that CUDA keeps of a graph, and of each kernel (an H100)
-CHUNK_KERNELS = 40  # of a prompt's layer
+CHUNK_KERNELS, PART_KERNELS = 40, 8  # of a prompt's layer; and of each more part in which its experts travel
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32)
 GRAPH_STEPS = ((64, 8), (128, 16), (1 << 30, 32))  # up to a size, beyond the small ones: steps between graphs
 
@@ -113,16 +112,16 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
     return size if rows >= LEAST_FILLED * size else 0
 
 
-def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], streamed: bool, spared: int = 0) -> int:
-    """Of graphs of prompts, and of what they keep: rows between a chunk's kernels, and each size's logits. streamed:
-    experts travel, so there are those of `split_sizes`, too. spared: multiprocessors that prompts leave to steps.
-    Prompts that run alone have graphs of their own then."""
+def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], parts: int, spared: int = 0) -> int:
+    """Of graphs of prompts, and of what they keep: rows between a chunk's kernels, and each size's logits. parts:
+    graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. spared:
+    multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then."""
     if not sizes:
         return 0
-    captured = [*sizes, *split_sizes(sizes)] if streamed else [*sizes, *sizes] if spared else sizes
-    cuts = len(model.moe_layers) * (CUT_GRAPHS - 1) if streamed else 0
-    graphs = len(model.layers) + 1 + cuts
-    each = graphs * GRAPH_BYTES + len(model.layers) * CHUNK_KERNELS * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
+    captured = [*sizes, *split_sizes(sizes)] if parts else [*sizes, *sizes] if spared else sizes
+    layers, cuts = len(model.layers), len(model.moe_layers) * (parts + 1) if parts else 0
+    kernels = layers * CHUNK_KERNELS + len(model.moe_layers) * max(0, parts - 1) * PART_KERNELS
+    each = (layers + 1 + cuts) * GRAPH_BYTES + kernels * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
     return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes))
 
 

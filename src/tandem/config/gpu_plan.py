@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 from tandem.config.attention_backend import why_unread
 from tandem.config.choices.deterministic import depends_on_others
 from tandem.config.choices.left_to_ram import asked_experts, check_ram, expert_bytes
-from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes, settled_sizes
+from tandem.config.choices.travelling import experts_kept_off, graph_bytes, ring_for, streams_not
+from tandem.config.cuda_graphs import captured_sizes, prompt_sizes, settled_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
     StepSize,
     decode_sums_bytes,
     expert_scratch_bytes,
-    experts_at_once,
     mixer_scratch_bytes,
-    ring_of,
 )
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
@@ -38,7 +37,7 @@ from tandem.config.memory import (
     long_step_tokens,
     wanted_context,
 )
-from tandem.config.model_config import STORED, ModelConfig, draft_experts, rope_bytes
+from tandem.config.model_config import ModelConfig, draft_experts, rope_bytes
 from tandem.config.speculation.choice import check_drafts_on_gpu
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
@@ -154,30 +153,6 @@ def needs_gpu(config: EngineConfig) -> str:
     return next((flag for flag, wish in wishes.items() if wish), "")
 
 
-def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
-    """Why no expert can be on the GPU; "" where they can."""
-    if expert_format == STORED and stored.experts.not_on_gpu:
-        return f"the GPU kernels do not read {stored.experts.not_on_gpu}"
-    if model.moe.experts.width % 2:
-        return f"the GPU kernels need experts of an even width, not {model.moe.experts.width}"
-    return ""
-
-
-def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
-    """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
-    experts, channels = request.model.moe.experts, request.model.expert_channels
-    if request.config.enable_deterministic_inference:
-        return "an expert's place decides its last bits"
-    if request.config.kt_gpu_prefill_token_threshold == 0:
-        return "--kt-gpu-prefill-token-threshold 0"
-    if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
-        return why_not
-    if request.experts_in_place:
-        return "experts are used in the mapped file, which DMA cannot read"
-    uneven = channels % 8 or experts.width % 8
-    return f"grouped products need multiples of 8, not {channels} and {experts.width}" if uneven else ""
-
-
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     found = _sized(request, gpu, 0)
@@ -186,9 +161,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
         return _with_long_steps(request, gpu, found)
     if why_not := streams_not(request, gpu):
         return replace(found, ring_reason=why_not)
-    model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
-    shape = model.expert_channels, model.moe.experts.width
-    ring = ring_of(expert_bytes(request), experts_at_once(*shape, scratch)).nbytes
+    ring = ring_for(request, gpu).nbytes
     tokens = long_step_tokens(request.model)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     try:
@@ -225,12 +198,10 @@ def _memory_without(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: 
     return None if worse else smaller.memory
 
 
-def _with_prompts(
-    request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
-) -> GpuMemory:
+def _with_prompts(request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0) -> GpuMemory:
     """And graphs of prompts, if they fit. ring: bytes taken already; streamed: rows of steps that bring experts."""
     sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
-    graphs = prompt_graph_bytes(request.model, sizes, streamed > 0, spared)
+    graphs = graph_bytes(request, gpu, sizes, streamed > 0, spared)
     memory = _memory_without(request, gpu, found, ring + graphs)
     return found if memory is None else replace(found, memory=memory, prompt_sizes=sizes)
 
@@ -288,7 +259,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + _scratch_bytes(request)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored)
-    prompts = prompt_graph_bytes(request.model, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
+    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
     others = GPU_WORKSPACE_BYTES - sums + unpacking_bytes(gpu)
     entries = [

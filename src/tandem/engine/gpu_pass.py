@@ -43,8 +43,12 @@ class PassStart(Protocol):
 
     def release(self) -> None: ...
 
-    def replayable(self) -> bool:
-        """Whether layers of passes can be CUDA graphs where the GPU computes them alone."""
+    def replayable(self, split: bool = False) -> bool:
+        """Whether layers of passes can be CUDA graphs where the GPU computes them alone; split: or with the CPU."""
+        ...
+
+    def may_split(self, rows: int) -> bool:
+        """Whether `splits` may say so later."""
         ...
 
     def splits(self, rows: int) -> bool:

@@ -340,7 +340,7 @@ class GpuRunner:
         self._passes = made.of(self._plan.prompts, spares=True)
         own = self._plan.spared > 0 and self._plan.alone
         self._prompts = made.of(self._plan.prompts) if own else self._passes
-        shared = [] if start is None else [size for size in self._plan.splits if start.splits(size)]
+        shared = [] if start is None else [size for size in self._plan.splits if start.may_split(size)]
         self._splits = made.of(shared, beside=self._prompts)
 
     def _captured(self, inputs: GraphInputs, pool: Any, *, settled: bool = False) -> _Graph:

@@ -19,7 +19,7 @@ if AVAILABLE:
     from tandem.engine.start.gpu_side import begin_step
     from tandem.experts.live.copies import CudaCopies, hold_all
     from tandem.experts.streams.bus import CudaBus
-    from tandem.experts.streams.stream import ExpertStream, streamed_layer
+    from tandem.experts.streams.stream import ExpertStream, Followed, streamed_layer
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 VARIANT, ROWS = "qwen3_moe-gpu", 32
@@ -29,8 +29,9 @@ def rates(share: float) -> StreamRates:
     return StreamRates(1000 * (1 - share) / share, 1000.0, 0.0, least_rows=9)
 
 
-def shared(path: object, on_gpu: float, travelling: float) -> tuple[Session, ExpertStream]:
-    """A session with a graph of 32 rows of which the CPU has a part."""
+def shared(path: object, on_gpu: float, travelling: float, parts: int = 0) -> tuple[Session, ExpertStream]:
+    """A session with a graph of 32 rows of which the CPU has a part. parts: of the ring; 0: so many that it holds two
+    layers."""
     session = Session(path, on_gpu, (1, 8))
     hybrids = session.side.hybrids
     layers = [streamed_layer(each.cpu, each.gpu, DEVICE) for each in hybrids]
@@ -38,8 +39,10 @@ def shared(path: object, on_gpu: float, travelling: float) -> tuple[Session, Exp
     assert hold_all([layer.cpu for layer in layers if layer], held)
     nbytes = max(layer.cpu.bytes_per_expert for layer in layers if layer)
     most = max(layer.places for layer in layers if layer)
-    ring = Ring(2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
-    stream = ExpertStream(layers, ring, CudaBus(DEVICE, held), rates(travelling), DEVICE)
+    ring = Ring(parts or 2 * -(-most // 2), 2, -(-2 * nbytes // 256) * 256)
+    followed = Followed(ask=session.usage.ask)
+    stream = ExpertStream(layers, ring, CudaBus(DEVICE, held), rates(travelling), DEVICE, followed)
+    assert stream.holds_layers == (parts == 0)
     for index, each in enumerate(hybrids):
         each.stream, each.index = stream, index
     runner = session.runner
@@ -61,33 +64,38 @@ def last_row(session: Session, batch: ForwardBatch) -> torch.Tensor:
         return session.runner.logits(batch).logits.cpu().clone()[-1]
 
 
+@pytest.mark.parametrize("parts", [0, 2])
 @pytest.mark.parametrize("on_gpu", [0.0, 0.5])
-def test_logits_are_those_of_the_cpu_whatever_travels(tiny_models, on_gpu: float) -> None:
-    """One graph for every share; rows that fill it up change nothing, and decoding goes on from what it kept."""
+def test_logits_are_those_of_the_cpu_whatever_travels(tiny_models, on_gpu: float, parts: int) -> None:
+    """One graph for every share, or one for each part; rows that fill it up change nothing, and decoding goes on from
+    what it kept."""
     path = tiny_models[VARIANT]
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
-    session, stream = shared(path, on_gpu, 0.5)
+    session, stream = shared(path, on_gpu, 0.5, parts)
     allowed, posts = 2 * rms(theirs, exact), session.side.handoff.times().posts
     for travelling in (0.5, 0.2, 0.75, 0.5):
-        stream.rates, before = rates(travelling), stream.streamed_bytes
+        stream.rates, before = rates(travelling), stream.deliveries.bytes
         assert rms(last_row(session, chunk(0, PROMPT)), exact[7, PROMPT - 1]) < allowed
-        assert stream.streamed_bytes > before
+        assert stream.deliveries.bytes > before
         assert rms(session.step([7], PROMPT, 1)[0, 0], exact[7, PROMPT]) < allowed
     assert session.side.handoff.times().posts > posts + 4
     total = session.usage.read()
     assert (total.tokens.sum(1) == 4 * 3 * (PROMPT + 1)).all()
 
 
-def test_the_same_bits_each_time_and_after_errors(tiny_models, monkeypatch) -> None:
+@pytest.mark.parametrize("parts", [0, 2])
+def test_the_same_bits_each_time_and_after_errors(tiny_models, monkeypatch, parts: int) -> None:
     """An error of the CPU or of the bus fails its step alone."""
-    session, stream = shared(tiny_models[VARIANT], 0.5, 0.5)
+    session, stream = shared(tiny_models[VARIANT], 0.5, 0.5, parts)
+    stream._followed = Followed()  # so that the same ones travel
     right = last_row(session, chunk(0, PROMPT))
     assert all(torch.equal(last_row(session, chunk(0, PROMPT)), right) for _ in range(3))
 
     def fails(*_: object, **__: object) -> None:
         raise EngineError("on purpose")
 
-    for owner, name in ((PackedExperts, "forward"), (stream._bus, "copy"), (stream._bus, "compute_after")):
+    bus = stream.deliveries._bus
+    for owner, name in ((PackedExperts, "forward"), (bus, "copy"), (bus, "compute_after")):
         with monkeypatch.context() as broken:
             broken.setattr(owner, name, fails)
             with pytest.raises(EngineError, match="on purpose"):

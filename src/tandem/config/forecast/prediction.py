@@ -16,7 +16,7 @@ from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.memories import prompt_seconds, small
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.gpu_scratch import CODES_PAIRS, ring_of
+from tandem.config.gpu_scratch import CODES_PAIRS
 from tandem.config.layers import DeltaRule, Layer
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
@@ -297,8 +297,8 @@ def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
 
 def _may_be_shared(case: Case, rows: int) -> bool:
     """Whether such a chunk fits graphs of layers whose experts bus and CPU share."""
-    gpu, places = case.plan.gpu, round((1 - case.gpu_share) * case.model.moe.router.num_experts)
-    if gpu is None or not gpu.ring_bytes or not ring_of(case.expert_bytes, places).holds(places):
+    gpu = case.plan.gpu
+    if gpu is None or not gpu.ring_bytes:
         return False
     return prompt_graph_rows(split_sizes(gpu.prompt_sizes), rows) > 0
 

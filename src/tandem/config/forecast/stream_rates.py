@@ -1,19 +1,21 @@
 """`StreamRates`: how much of a layer's experts in CPU memory travels to the GPU, and how much the CPU computes.
 
 Both happen at the same time. The CPU begins later: rows are handed to it, and its thread gives the GPU all its work
-first. So the share f that takes both equally long is best: f * bus = host + (1 - f) * cpu, with the seconds that each
-would take for all. A step streams where that gains a tenth over the CPU alone, to which rows are handed, too.
+first. So the share f that takes both equally long is best: f * bus = host + cpu(f). Those that had most rows travel
+first. So the CPU has (1 - f) of the experts, which it reads, and fewer of the rows, which it multiplies. A step streams
+where that gains a tenth over the CPU alone, to which rows are handed, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 GAIN = 1.1
 HOST_SECONDS = 2.5e-3
 """Of a layer in which the CPU has a part, beside that: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B, int4:
 experts travel in three parts)."""
-PART_SECONDS = 5e-4  # of it, for each part, counted by launches; not timed with many parts
+LEAST_PARTS, PART_SECONDS = 3, 5e-4  # so many are in that; each more takes so long: counted by launches, not timed
 HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
@@ -23,6 +25,8 @@ GRAPH_BASE, GRAPH_ROW = 4e-4, 4e-7
 512 rows, 1.2 at 2048 (as above)."""
 BUS_BESIDE = 1.12  # times as long as alone the bus takes beside a CPU that computes: 7.0 ms instead of 6.25 (as above)
 SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3  # how far, and how soon, measured times correct those of the start
+HOPED = tuple((1 - i / 10) ** 3 for i in range(11))  # of the rows left: few experts have most of them
+HALVINGS = 40  # of the shares among which the best one is sought
 FORGOTTEN = 0.02  # of these corrections, in a step in which the CPU has no part: a step that tries it may be slower
 
 
@@ -36,14 +40,14 @@ class StreamRates:
     cpu_fixed: float
     cpu_row: float
     least_rows: int | None = None
-    host: float = HOST_SECONDS  # until the CPU begins, where both compute
+    parts: int = LEAST_PARTS  # in which a layer's experts travel
     factors: dict[int, float] = field(default_factory=dict)  # by size of steps: the CPU's time ÷ the start's
+    left: Sequence[float] | None = None  # of the rows, where 0, ... 1 of the experts travel; None: as of the experts
     forced: float | None = None  # the share of every step, for measurements
 
-    def in_parts(self, parts: int) -> StreamRates:
-        """Where a layer's experts travel in so many: the host gives the GPU's work first."""
-        self.host = max(HOST_SECONDS, HOST_SECONDS + (parts - 3) * PART_SECONDS)
-        return self
+    def host_seconds(self, share: float) -> float:
+        """Until the CPU begins, where both compute: the host gives the GPU's work first."""
+        return HOST_SECONDS + max(0.0, share * self.parts - LEAST_PARTS) * PART_SECONDS
 
     def share(self, rows: int, in_graphs: bool = False) -> float:
         """Of the experts in CPU memory, that travel in a step of so many rows: 0 for none. in_graphs: so the layers
@@ -52,12 +56,27 @@ class StreamRates:
             return self.forced
         if self.least_rows is not None and rows < max(1, self.least_rows):
             return 0.0
-        cpu = self.cpu_seconds(rows)
-        host = GRAPH_BASE + rows * GRAPH_ROW if in_graphs else self.host
-        share = (host + cpu) / (cpu + self.bus)
+        share = self._even(rows, in_graphs)
         share = 1.0 if share > WHOLE else share
         gains = self.seconds(rows, 0.0) >= GAIN * self.seconds(rows, share, in_graphs)
         return share if self.least_rows is not None or gains else 0.0
+
+    def may_share(self, rows: int) -> bool:
+        """Whether bus and CPU may share the experts of such a step in graphs, once it is known who has few rows."""
+        hopeful = replace(self, left=self.left or HOPED, factors={})
+        return 0.0 < hopeful.share(rows, in_graphs=True) < 1.0
+
+    def _even(self, rows: int, in_graphs: bool) -> float:
+        """The share that takes both equally long."""
+        least, most, bus = 0.0, 1.0, self.bus * (BUS_BESIDE if in_graphs else 1.0)
+        for _ in range(HALVINGS):
+            share = (least + most) / 2
+            host = GRAPH_BASE + rows * GRAPH_ROW if in_graphs else self.host_seconds(share)
+            if share * bus < host + self.cpu_part(rows, share):
+                least = share
+            else:
+                most = share
+        return most
 
     def seconds(self, rows: int, share: float, in_graphs: bool = False) -> float:
         """Until a layer's experts are computed, of which `share` travels."""
@@ -69,12 +88,24 @@ class StreamRates:
 
     def cpu_seconds(self, rows: int) -> float:
         """That the CPU would take for a layer."""
-        return self.factors.get(rows.bit_length(), 1.0) * (self.cpu_fixed + rows * self.cpu_row)
+        return self.cpu_part(rows, 0.0)
+
+    def cpu_part(self, rows: int, share: float) -> float:
+        """That it takes where such a share travels."""
+        factor, read = self.factors.get(rows.bit_length(), 1.0), (1 - share) * self.cpu_fixed
+        return factor * (read + rows * self.cpu_row * self._rows_left(share))
+
+    def _rows_left(self, share: float) -> float:
+        if self.left is None:
+            return 1 - share
+        at = share * (len(self.left) - 1)
+        first = min(int(at), len(self.left) - 2)
+        return self.left[first] + (at - first) * (self.left[first + 1] - self.left[first])
 
     def observe(self, rows: int, share: float, seconds: float) -> None:
         """The CPU took so long for its part of a layer, on average, while `share` of its experts travelled. A CPU that
         has no part is not measured: without forgetting, one slow step would leave it out for good."""
-        expected, size = self.cpu_seconds(rows) * (1 - share), rows.bit_length()
+        expected, size = self.cpu_part(rows, share), rows.bit_length()
         factor = self.factors.get(size, 1.0)
         if share == 1.0 and size in self.factors:
             self.factors[size] = factor + FORGOTTEN * (1.0 - factor)

@@ -45,7 +45,7 @@ class CapturedPrompts:
 
     def _capture(self, made: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
         start = self.start
-        if start is None or self.streams.steps is None or not start.replayable():
+        if start is None or self.streams.steps is None or not start.replayable(split):
             raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
         if not isinstance(self.model, PausingModel):
             raise NoPromptGraphs("the model cannot stop between two layers")

@@ -29,6 +29,7 @@ from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.bus import CudaBus
 from tandem.experts.streams.measured import measured_rates
 from tandem.experts.streams.stream import ExpertStream, Followed, Layers, Recorder, streamed_layer
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
@@ -136,10 +137,14 @@ def live_experts(
 
 
 def expert_stream(
-    plan: Plan, side: GpuSide, copies: CudaCopies | None, live: LiveExperts | None = None
+    plan: Plan,
+    side: GpuSide,
+    copies: CudaCopies | None,
+    live: LiveExperts | None = None,
+    usage: ExpertUsage | None = None,
 ) -> ExpertStream | None:
     """After the model was built; None where no expert travels. copies: as `registered` made them, kept by the stream.
-    live: what moves experts meanwhile."""
+    live: what moves experts meanwhile; usage: counts the rows of each expert."""
     if plan.gpu is None or not plan.gpu.ring_bytes or copies is None:
         return None
     layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
@@ -157,6 +162,8 @@ def expert_stream(
     followed = Followed(served=lambda: side.handoff.times().serve_seconds)
     if live is not None:
         followed = followed._replace(moves=live.moves)
+    if usage is not None:
+        followed = followed._replace(ask=usage.ask)
     stream = ExpertStream(layers, ring, bus, rates, device, followed)
     for index, experts in enumerate(side.hybrids):
         experts.stream, experts.index = stream, index
@@ -192,8 +199,11 @@ class StepStart:
     def release(self) -> None:
         self._held = False
 
-    def replayable(self) -> bool:
-        return self._stream is None or self._stream.holds_layers
+    def replayable(self, split: bool = False) -> bool:
+        return split or self._stream is None or self._stream.holds_layers
+
+    def may_split(self, rows: int) -> bool:
+        return self._stream is not None and self._stream.may_split(rows)
 
     def splits(self, rows: int) -> bool:
         return self._stream is not None and self._stream.splits(rows)

@@ -166,7 +166,7 @@ class Start:
         defer_experts(self.plan, gpu)
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
-        stream = expert_stream(self.plan, gpu, copies, live)
+        stream = expert_stream(self.plan, gpu, copies, live, usage)
         parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream))
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))

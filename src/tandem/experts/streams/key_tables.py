@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +17,9 @@ UNKNOWN = -1  # no number of moves
 
 class Keyed(Protocol):
     """A layer some of whose experts are in CPU memory."""
+
+    @property
+    def places(self) -> int: ...
 
     @property
     def first_key(self) -> int: ...
@@ -32,29 +36,41 @@ class KeyTables:
     def __init__(self, layers: int, experts: int, device: torch.device) -> None:
         self._there = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
         self._image = torch.empty((layers, experts), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._places = np.full((layers, experts), -1, dtype=np.int32)
+        self.places = np.full((layers, experts), -1, dtype=np.int32)
+        self._ranks: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
         self._told: Mapping[int, int] = {}
         self._seen_moves: int | None = UNKNOWN
 
     def of(self, layer: int) -> Tensor:
         return self._there[layer]
 
-    def tell(self, layers: Sequence[Keyed | None], counts: Mapping[int, int], moves: int | None) -> None:
-        """The first `counts[layer]` places travel. moves: changes when experts have changed places; None: they may be
-        doing so. The step before has ended, so the image is free."""
-        if moves is None or moves != self._seen_moves:
-            for index, layer in enumerate(layers):
-                if layer is not None:
-                    found = layer.found()
-                    self._places[index, : len(found)] = found
-            self._seen_moves, self._told = moves, {}
+    def rank(self, layer: int, places: npt.NDArray[np.int32]) -> None:
+        """Its places travel in this order from now on."""
+        ranks = np.empty_like(places)
+        ranks[places] = np.arange(len(places), dtype=np.int32)
+        self._ranks[layer], self._told = ranks, {}
+
+    def look(self, layers: Sequence[Keyed | None], moves: int | None) -> None:
+        """Who is where. moves: changes when experts have changed places; None: they may be doing so."""
+        if moves is not None and moves == self._seen_moves:
+            return
+        for index, layer in enumerate(layers):
+            if layer is not None:
+                found = layer.found()
+                self.places[index, : len(found)] = found
+        self._seen_moves, self._told = moves, {}
+
+    def tell(self, layers: Sequence[Keyed | None], counts: Mapping[int, int]) -> None:
+        """The first `counts[layer]` places travel. The step before has ended, so the image is free."""
         if self._told == counts:
             return
         image = self._image.numpy()
         image.fill(-1)
         for index, count in counts.items():
-            layer, places = layers[index], self._places[index]
+            layer, ranks = layers[index], self.places[index]
             assert layer is not None
-            image[index] = np.where((places >= 0) & (places < count), places + layer.first_key, -1)
+            if index in self._ranks:
+                ranks = np.where(ranks >= 0, self._ranks[index][ranks], -1)
+            image[index] = np.where((ranks >= 0) & (ranks < count), ranks + layer.first_key, -1)
         pinned.read(self._image.view(torch.uint8), self._there.view(torch.uint8))
         self._told = counts

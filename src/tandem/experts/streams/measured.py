@@ -23,7 +23,7 @@ def measured_rates(
     """Of layers that have experts in CPU memory. `least_rows` is left for the caller."""
     largest = max(layers, key=lambda layer: layer.cpu.loaded)
     memory = torch.empty(ring.part_bytes, dtype=torch.uint8, device=device)
-    runs = largest.runs(0, min(ring.experts, largest.places))
+    runs = largest.runs(range(min(ring.experts, largest.places)))
 
     def copy() -> None:
         for source, target, nbytes in runs:
@@ -36,8 +36,8 @@ def measured_rates(
     everyone = largest.cpu.num_experts
     few, many = (share * _best(_step(largest.cpu, rows, top_k, everyone)) for rows in (FEW, MANY))
     per_row = max(0.0, many - few) / (MANY - FEW)
-    rates = StreamRates(bus_seconds, max(0.0, few - FEW * per_row), per_row)
-    return rates.in_parts(-(-largest.places // ring.experts))
+    parts = -(-largest.places // ring.experts)
+    return StreamRates(bus_seconds, max(0.0, few - FEW * per_row), per_row, parts=parts)
 
 
 def _step(layer: PackedExperts, rows: int, top_k: int, experts: int) -> Callable[[], object]:

@@ -7,20 +7,22 @@ waits for Python as long as the ring holds a layer's parts.
    copies   [layer 0: part 0][part 1][part 2] [layer 1: part 0][part 1] ...
    compute  [attention, router 0][experts on the GPU][part 0][part 1][part 2][attention, router 1] ...
 
-Places are copied whatever lies in them, so nobody asks which experts a layer will use; the table of keys says who
-travels, and was where when the step began. So graphs of layers know nothing of how many do. Exchanges change no table
-while a step is given. Meanwhile they write to spare places only, which no table names.
+Places are copied whatever lies in them, so nobody asks which experts a layer will use. Those that had most rows lately
+travel first, and the CPU has the rest. The table of keys says who travels, and was where when the step began. So graphs
+of layers know nothing of how many do. Exchanges change no table while a step is given. Meanwhile they write to spare
+places only, which no table names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from time import perf_counter
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,7 +30,9 @@ from tandem.config.forecast.stream_rates import StreamRates
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
+from tandem.experts.streams.deliveries import Deliveries, Run
 from tandem.experts.streams.key_tables import KeyTables
+from tandem.experts.streams.travel_order import TravelOrder
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, PartialSums
 from tandem.kernels.gpu.panels import Panels
@@ -38,8 +42,7 @@ from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
 
-Run = tuple[int, int, int]
-"""Where copied from, where to in a part of the ring, and bytes."""
+NEARLY = 0.015  # shares that are so near to each other are the same: copies would be listed anew for little
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,11 @@ class StreamedLayer:
         """Of what travels."""
         return sum(part.count for part in self.residents)
 
-    def runs(self, first: int, count: int) -> list[Run]:
-        """Copies of places [first, first + count); what lies side by side on both sides is one."""
+    def runs(self, places: Iterable[int]) -> list[Run]:
+        """Copies of these places; what lies side by side on both sides is one."""
         made: list[Run] = []
-        for i in range(count):
-            for offset, source, nbytes in self.cpu.pieces(first + i):
+        for i, place in enumerate(places):
+            for offset, source, nbytes in self.cpu.pieces(place):
                 target = i * self.cpu.bytes_per_expert + offset
                 if made and made[-1][0] + made[-1][2] == source and made[-1][1] + made[-1][2] == target:
                     source, target, nbytes = *made[-1][:2], made.pop()[2] + nbytes
@@ -109,15 +112,6 @@ class Layers(Enum):
     GIVEN, WHOLE, SPLIT = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """Places [first, first + count) of a layer, in one part of the ring."""
-
-    layer: int
-    first: int
-    count: int
-
-
 def _nothing() -> int:
     return 0
 
@@ -130,12 +124,22 @@ class Recorder(Protocol):
         ...
 
 
+class Counts(Protocol):
+    """On their way."""
+
+    def tokens(self) -> npt.NDArray[Any]:
+        """[layers, experts]: rows of each since the start, modulo 2^32."""
+        ...
+
+
 class Followed(NamedTuple):
     """What the stream looks at before a step. moves: changes when experts have changed places, None while they may be
-    changing; served: seconds that the CPU has computed experts since the start."""
+    changing; served: seconds that the CPU has computed experts since the start. ask: for the rows of each expert, in
+    the order of what the GPU computes."""
 
     moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
+    ask: Callable[[], Counts] | None = None
 
 
 class ExpertStream:
@@ -151,67 +155,61 @@ class ExpertStream:
         followed: Followed = Followed(),
     ) -> None:
         """layers: None for those without experts in CPU memory. The device is the memory's."""
-        self._layers, self._ring, self._bus, self.rates, self._followed = layers, ring, bus, rates, followed
-        self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
+        self._layers, self.rates, self._followed = layers, rates, followed
         width = max(layer.cpu.num_experts for layer in layers if layer)
         self._tables = KeyTables(len(layers), width, device)
-        self._runs: dict[_Delivery, list[Run]] = {}  # places never move
-        self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
-        self._arrived: list[object] = [None] * ring.parts
-        self._deliveries: list[_Delivery] = []
-        self._of: dict[int, range] = {}  # numbers of a layer's
-        self._given = self._taken = 0
+        self._order = TravelOrder(layers)
+        self._asked: Counts | None = None  # after the last step in which experts travelled
+        self.deliveries = Deliveries(layers, ring, bus, device)
+        self.holds_layers = ring.holds(max(layer.places for layer in layers if layer is not None))
+        """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
         self.recorder: Recorder | None = None  # while graphs of layers are captured
         self.rows = 0  # of this step
-        self._counts: dict[int, int] = {}  # places of each layer that travel in this step
+        self.counts: dict[int, int] = {}
+        """How many places of each layer travel in this step; empty: none does."""
         self._last: tuple[int, float] | None = None  # rows of the step before, and its share
         self._served = 0.0  # what `Followed.served` said before it
-        self.streamed_bytes = 0  # since the start
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """How many places of each layer travel in this step; empty: none does."""
-        return self._counts
 
     @property
     def step_seconds(self) -> float:
         """Of a step in which all travel: what the bus takes."""
         return self.rates.bus * sum(layer is not None for layer in self._layers)
 
-    def copied_gbps(self) -> float:
-        """Of the bus: a part of each layer from where it lies, between steps."""
-        total, started = 0, perf_counter()
-        for layer in (layer for layer in self._layers if layer is not None):
-            for source, target, nbytes in layer.runs(0, min(self._ring.experts, layer.places)):
-                self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
-                total += nbytes
-        self._bus.finish()
-        return total / (perf_counter() - started) / 1e9
-
     def begin(self, rows: int, shared: bool = False, layers: Layers = Layers.GIVEN) -> None:
         """Before a step of so many rows; 0: one that is recorded or replayed, in which nothing travels. shared: others
         wait in it for their next token."""
-        if self._taken < self._given:  # a step has failed
-            self._bus.finish()
-            self._last = None  # its times say nothing
+        if self.deliveries.failed:
+            self._last = None  # the step's times say nothing
+        if rows:
+            self._reorder()
         long = shared and self.rates.least_rows is None and self.step_seconds > MOST_SHARED_SECONDS
         self.rows, share = rows, self._share(0 if long else rows, layers is Layers.SPLIT)
         share = 1.0 if layers is Layers.WHOLE and share > 0 else share
         self._last = None if layers is Layers.WHOLE else self._last  # others use the CPU meanwhile
-        self._counts = _planned(self._layers, share, layers is Layers.SPLIT)
-        self._deliveries, self._of = [], {}
-        for layer in self._counts:
-            first, made = len(self._deliveries), self._cut(layer, layers is not Layers.GIVEN)
-            self._deliveries += made
-            self._of[layer] = range(first, first + len(made))
-        self._given = self._taken = 0
-        if self._deliveries:
-            self._tables.tell(self._layers, self._counts, self._followed.moves())
-        for _ in range(self._ring.parts):
-            self._give()
+        self.counts = _planned(self._layers, share, layers is Layers.SPLIT)
+        for index, count in self.counts.items():
+            if (places := self._order.arranged(index, count)) is not None:
+                self._tables.rank(index, places)
+                self.deliveries.reorder(index, places)
+        if self.counts:
+            self._tables.tell(self._layers, self.counts)
+        self.deliveries.begin(self.counts, whole=layers is not Layers.GIVEN)
+
+    def _reorder(self) -> None:
+        """By what the step before has counted, which the GPU has told."""
+        self._tables.look(self._layers, self._followed.moves())
+        if self._asked is None:
+            return
+        self._order.learn(self._asked.tokens(), self._tables.places)
+        self._asked, self.rates.left = None, self._order.left
+
+    def may_split(self, rows: int) -> bool:
+        """Whether `splits` may say so later."""
+        return self.rates.may_share(rows)
 
     def splits(self, rows: int) -> bool:
         """Whether bus and CPU share the experts of such a step, where its layers are graphs."""
+        self._reorder()
         return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
 
     def _share(self, rows: int, in_graphs: bool) -> float:
@@ -221,32 +219,10 @@ class ExpertStream:
             count = sum(layer is not None for layer in self._layers)
             self.rates.observe(*before, (served - least) / count)
         share = self.rates.share(rows, in_graphs) if rows else 0.0
+        if before is not None and before[0] == rows and abs(share - before[1]) < NEARLY and 0 < share < 1:
+            share = before[1]
         self._last, self._served = (rows, share) if rows else None, served
         return share
-
-    def _cut(self, layer: int, in_graphs: bool) -> list[_Delivery]:
-        """in_graphs: parts for all places, whether all travel or not."""
-        each, count = self._ring.experts, _layer(self._layers, layer).places if in_graphs else self._counts[layer]
-        return [_Delivery(layer, first, min(each, count - first)) for first in range(0, count, each)]
-
-    def _give(self) -> None:
-        """The next part's copies, which begin when the part is free."""
-        if self._given == len(self._deliveries):
-            return
-        delivery, turn = self._deliveries[self._given], self._given % self._ring.parts
-        left = max(0, self._counts[delivery.layer] - delivery.first)
-        self._given += 1
-        self._bus.copy_after(self._free[turn])
-        to = self._memory.data_ptr() + turn * self._ring.part_bytes
-        for source, target, nbytes in self._runs_of(replace(delivery, count=min(left, delivery.count))):
-            self._bus.copy(source, to + target, nbytes)
-            self.streamed_bytes += nbytes
-        self._arrived[turn] = self._bus.copies_given()
-
-    def _runs_of(self, delivery: _Delivery) -> list[Run]:
-        if delivery not in self._runs:
-            self._runs[delivery] = _layer(self._layers, delivery.layer).runs(delivery.first, delivery.count)
-        return self._runs[delivery]
 
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
         """int32 [T, k]: of pairs of the layer `index`; -1 for those that the CPU computes."""
@@ -261,35 +237,30 @@ class ExpertStream:
     def leaves_some(self, index: int) -> bool:
         """Whether the CPU has a part of the layer `index`."""
         layer = self._layers[index]
-        return layer is not None and self._counts[index] < layer.places
+        return layer is not None and self.counts[index] < layer.places
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
-        mine = self._of.get(index, range(0))
-        if self.recorder is None and (not mine or mine[0] != self._taken):
+        mine = self.deliveries.of(index)
+        if self.recorder is None and (not mine or mine[0] != self.deliveries.taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
-        return [self._part(i, layer) for i in mine]
+        return [self._part(i, i - mine[0], layer) for i in mine]
 
-    def _part(self, number: int, layer: StreamedLayer) -> Part:
-        turn, count = number % self._ring.parts, self._deliveries[number].count
-        pool = self._memory[turn * self._ring.part_bytes :]
-        packed = Packed(pool, layer.cpu.bytes_per_expert, 0)
-        if self.recorder is not None:
+    def _part(self, number: int, place: int, layer: StreamedLayer) -> Part:
+        """place: among the layer's parts."""
+        packed = Packed(self.deliveries.memory(number), layer.cpu.bytes_per_expert, 0)
+        count, recorder = self.deliveries.count(number), self.recorder
+        if recorder is None:
+            return Part(packed, count, partial(self.deliveries.arrive, number), partial(self._read, number))
+        if place == 0 or self.holds_layers:
             return Part(packed, count)
-        return Part(
-            packed, count, lambda: self._bus.compute_after(self._arrived[turn]), lambda: self._read(number)
-        )
+        return Part(packed, count, lambda: recorder.cut(partial(self._pass_on, number)))
 
     def _read(self, number: int) -> None:
-        self._free[number % self._ring.parts] = self._bus.computing_given()
-        self._taken += 1
-        self._give()
+        self.deliveries.read(number)
+        if self.deliveries.ended and self._followed.ask is not None:
+            self._asked = self._followed.ask()  # every layer has routed its rows
 
     # -- graphs of layers ---
-
-    @property
-    def holds_layers(self) -> bool:
-        """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
-        return self._ring.holds(max(layer.places for layer in self._layers if layer is not None))
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
@@ -302,14 +273,21 @@ class ExpertStream:
             self._last = None  # made-up rows choose too few experts: their times say nothing
 
     def arrive(self, index: int) -> None:
-        """Before experts of a layer are computed by a graph."""
-        for number in self._of.get(index, ()):
-            self._bus.compute_after(self._arrived[number % self._ring.parts])
+        """Before experts of a layer are computed by a graph; or by several, and this is the first."""
+        mine = self.deliveries.of(index)
+        for number in mine if self.holds_layers else mine[:1]:
+            self.deliveries.arrive(number)
 
     def leave(self, index: int) -> None:
-        """After it."""
-        for number in self._of.get(index, ()):
+        """After it, or the last."""
+        mine = self.deliveries.of(index)
+        for number in mine if self.holds_layers else mine[-1:]:
             self._read(number)
+
+    def _pass_on(self, number: int) -> None:
+        """A ring that does not hold a layer has a graph for each part. The one before has read its own."""
+        self._read(number - 1)
+        self.deliveries.arrive(number)
 
 
 def _layer(layers: Sequence[StreamedLayer | None], index: int) -> StreamedLayer:

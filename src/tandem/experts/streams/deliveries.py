@@ -1,0 +1,149 @@
+"""`Deliveries`: parts of layers on their way through a ring of places on the GPU, in the order in which layers run.
+
+A copy is given before its part of the ring is free: the bus waits for the GPU's marks by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.config.gpu_scratch import Ring
+from tandem.experts.streams.bus import Bus
+
+Run = tuple[int, int, int]
+"""Where copied from, where to in a part of the ring, and bytes."""
+
+
+class Travelling(Protocol):
+    """A layer's experts in CPU memory."""
+
+    @property
+    def places(self) -> int: ...
+
+    def runs(self, places: Iterable[int]) -> list[Run]:
+        """Copies of these places, one after the other in a part of the ring."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """Of a layer, in one part of the ring: so many, after the first ones."""
+
+    layer: int
+    first: int
+    count: int
+
+
+class Deliveries:
+    """Of one step at a time. They have numbers; part number % parts of the ring is theirs."""
+
+    def __init__(
+        self, layers: Sequence[Travelling | None], ring: Ring, bus: Bus, device: torch.device
+    ) -> None:
+        self._layers, self._ring, self._bus = layers, ring, bus
+        self._memory = torch.empty(ring.nbytes, dtype=torch.uint8, device=device)
+        self._order: dict[int, npt.NDArray[np.int32]] = {}  # of a layer's places
+        self._runs: dict[int, dict[_Delivery, list[Run]]] = {}  # of a layer, in this order; places never move
+        self._free: list[object] = [None] * ring.parts  # marks: the part was unpacked
+        self._arrived: list[object] = [None] * ring.parts
+        self._list: list[_Delivery] = []
+        self._of: dict[int, range] = {}
+        self._counts: Mapping[int, int] = {}
+        self._given = self.taken = 0
+        self.bytes = 0  # since the start
+
+    def begin(self, counts: Mapping[int, int], whole: bool) -> None:
+        """Of each layer so many places travel. whole: there are parts for all places, whether they travel or not."""
+        if self.taken < self._given:  # a step has failed
+            self._bus.finish()
+        self._counts, self._list, self._of = counts, [], {}
+        for layer, count in counts.items():
+            first, each = len(self._list), self._ring.experts
+            count = _of(self._layers, layer).places if whole else count
+            self._list += [_Delivery(layer, i, min(each, count - i)) for i in range(0, count, each)]
+            self._of[layer] = range(first, len(self._list))
+        self._given = self.taken = 0
+        for _ in range(self._ring.parts):
+            self._give()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step has not taken what was given for it."""
+        return self.taken < self._given
+
+    @property
+    def ended(self) -> bool:
+        """Whether the step has taken all."""
+        return self.taken == len(self._list)
+
+    def reorder(self, layer: int, places: npt.NDArray[np.int32]) -> None:
+        """Its places travel in this order, in the next step."""
+        self._order[layer] = places
+        self._runs.pop(layer, None)
+
+    def of(self, layer: int) -> range:
+        """Numbers of a layer's."""
+        return self._of.get(layer, range(0))
+
+    def count(self, number: int) -> int:
+        """Of places, as far as there is room."""
+        return self._list[number].count
+
+    def memory(self, number: int) -> Tensor:
+        """Where it is from `arrive` to `read`."""
+        return self._memory[number % self._ring.parts * self._ring.part_bytes :]
+
+    def arrive(self, number: int) -> None:
+        """What the GPU is given from now on begins when it is there."""
+        self._bus.compute_after(self._arrived[number % self._ring.parts])
+
+    def read(self, number: int) -> None:
+        """The GPU was given all that reads it. Gives the next one's copies."""
+        self._free[number % self._ring.parts] = self._bus.computing_given()
+        self.taken += 1
+        self._give()
+
+    def copied_gbps(self) -> float:
+        """Of the bus: a part of each layer from where it lies, between steps."""
+        total, started = 0, perf_counter()
+        for layer in (layer for layer in self._layers if layer is not None):
+            for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.places))):
+                self._bus.copy(source, self._memory.data_ptr() + target, nbytes)
+                total += nbytes
+        self._bus.finish()
+        return total / (perf_counter() - started) / 1e9
+
+    def _give(self) -> None:
+        if self._given == len(self._list):
+            return
+        delivery, turn = self._list[self._given], self._given % self._ring.parts
+        left = max(0, self._counts[delivery.layer] - delivery.first)
+        self._given += 1
+        self._bus.copy_after(self._free[turn])
+        to = self._memory.data_ptr() + turn * self._ring.part_bytes
+        for source, target, nbytes in self._runs_of(replace(delivery, count=min(left, delivery.count))):
+            self._bus.copy(source, to + target, nbytes)
+            self.bytes += nbytes
+        self._arrived[turn] = self._bus.copies_given()
+
+    def _runs_of(self, delivery: _Delivery) -> list[Run]:
+        made = self._runs.setdefault(delivery.layer, {})
+        if delivery not in made:
+            layer, first = _of(self._layers, delivery.layer), delivery.first
+            order = self._order.get(delivery.layer, np.arange(layer.places, dtype=np.int32))
+            made[delivery] = layer.runs(order[first : first + delivery.count].tolist())
+        return made[delivery]
+
+
+def _of(layers: Sequence[Travelling | None], index: int) -> Travelling:
+    layer = layers[index]
+    assert layer is not None
+    return layer

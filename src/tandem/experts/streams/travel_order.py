@@ -1,0 +1,79 @@
+"""`TravelOrder`: who travels first. Those that had most rows lately; so the CPU has those with few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.experts.streams.key_tables import Keyed
+
+NEWEST = 0.5  # of what is known, that one step tells
+WORSE = 0.02  # of a layer's rows, too many for the CPU, before its order changes: copies are listed anew then
+GRID = 100  # equal steps of the share of the experts that travels, for each of which the rows left are told
+
+Places = npt.NDArray[np.int32]
+Shares = npt.NDArray[np.float64]
+
+
+class TravelOrder:
+    """Of all layers. It learns between steps, from counts since the start."""
+
+    def __init__(self, layers: Sequence[Keyed | None]) -> None:
+        self._layers = layers
+        self._seen: npt.NDArray[np.int64] | None = None
+        self._lately: Shares | None = None  # [layers, experts]: of a layer's rows
+        self._best = [np.arange(0 if layer is None else layer.places, dtype=np.int32) for layer in layers]
+        self._arranged: dict[int, int] = {}  # for so many that travel
+        self.left: list[float] | None = None
+        """Of the rows: what the CPU has where 0, 1 / GRID, ... 1 of the experts travel, on average over the layers.
+        None: nothing is known."""
+
+    def learn(self, tokens: npt.NDArray[Any], places: Places) -> None:
+        """tokens [layers, experts]: rows of each since the start, modulo 2^32; places [layers, experts]: where each is
+        in CPU memory, or -1."""
+        counts = tokens.astype(np.int64)
+        new = counts if self._seen is None else (counts - self._seen) % (1 << 32)
+        self._seen = counts
+        if not new.any():
+            return
+        shares, known = new / np.maximum(1, new.sum(1, keepdims=True)), self._lately
+        if known is not None:
+            shares = np.where(new.any(1, keepdims=True), NEWEST * shares + (1 - NEWEST) * known, known)
+        self._lately = shares
+        self._renew(places)
+
+    def arranged(self, layer: int, count: int) -> Places | None:
+        """Its places, such that the first `count` had most rows. Within both parts they ascend, for neighbours are one
+        copy, and each copy costs the bus 3 us. None: they are as they were when this was asked before."""
+        if self._arranged.get(layer) == count:
+            return None
+        self._arranged[layer], best = count, self._best[layer]
+        return np.concatenate((np.sort(best[:count]), np.sort(best[count:])))
+
+    def _renew(self, places: Places) -> None:
+        left = []
+        for index, layer in enumerate(self._layers):
+            if layer is None:
+                continue
+            of_place = self._of_places(index, places[index], layer.places)
+            best = np.argsort(-of_place, kind="stable").astype(np.int32)
+            now, then = (np.cumsum(of_place[each]) for each in (self._best[index], best))
+            if then[-1] <= 0:
+                continue
+            if (then - now).max() > WORSE * then[-1]:
+                self._best[index], now = best, then
+                self._arranged.pop(index, None)
+            at = np.linspace(0, len(now), GRID + 1)
+            left.append(1 - np.interp(at, np.arange(len(now) + 1), np.concatenate(([0.0], now))) / now[-1])
+        self.left = np.mean(left, axis=0).tolist() if left else self.left
+
+    def _of_places(self, index: int, places: Places, count: int) -> Shares:
+        """Of the layer's rows, what each place's expert had."""
+        assert self._lately is not None
+        lately = self._lately[index]
+        of_place, here = np.zeros(count), np.flatnonzero(places[: len(lately)] >= 0)
+        of_place[places[here]] = lately[here]
+        return of_place
