@@ -88,6 +88,8 @@ class Scheduler:
 
     def prompts(self, decoding: int, pauses: bool = True) -> list[Chunk]:
         """Chunks of prompts beside so many rows that decode, whose step may be under way: nobody loses pages."""
+        if not self.waiting and all(sequence.pending_len == 1 for sequence in self.running):
+            return []  # of most steps
         tokens = self.pace.step_tokens(decoding, pauses) - decoding
         chunks, rows = list[Chunk](), MAX_PROMPT_LOGITS_ROWS
         for sequence, most in self._allotted(self._prefilling(tokens), tokens):
