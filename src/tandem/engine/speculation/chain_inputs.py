@@ -35,12 +35,6 @@ class ChainShape:
     def input_bytes(self) -> int:
         return self.wide_bytes + 4 * self.sequences * (self.pages + 1)
 
-    def holds(self, runs: Rows[Run]) -> bool:
-        """Runs that all are wanted."""
-        return len(runs) <= self.sequences and all(
-            run.wanted and len(run.tokens) <= self.rows for run in runs
-        )
-
 
 class ChainInputs:
     """In pinned memory and on the device; a recording begins with a copy. At first all rows are of page 0.
