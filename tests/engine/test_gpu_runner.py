@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.batch_arrays import BatchArrays
+from tandem.engine.batch_arrays import BatchArrays, slots_of
 from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
@@ -113,6 +113,15 @@ def test_rows_of_guesses_are_sequences_of_one_row() -> None:
     assert plain.query_starts.tolist() == [0, 5, 6] and plain.seq_lens.tolist() == [5, 31]
     together = BatchArrays(16, 64).fill(two)
     assert together.query_starts.tolist() == [0, 1, 5] and together.seq_lens.tolist() == [18, 34]
+
+
+@pytest.mark.parametrize("first", range(12, 20))
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 33])
+def test_rows_lie_where_their_pages_are(first: int, count: int) -> None:
+    """In one page, up to its end, and over it."""
+    table = np.array([7, 2, 9, 4], dtype=np.int32)
+    wanted = [int(table[each // 16]) * 16 + each % 16 for each in range(first, first + count)]
+    assert np.array_equal(np.atleast_1d(slots_of(table, first, count, 16)), wanted)
 
 
 def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
