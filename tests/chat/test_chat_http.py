@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import echo_engine
 from server_harness import LocalServer
 from server_requests import CHAT, error_of, events, run, user
 from tool_outputs import ARGUMENTS, OPENAI_TOOLS, OUTPUTS
@@ -152,6 +153,21 @@ def test_history_is_taken_back():
     run(scenario, **HERMES)
 
 
+def test_an_effort_is_a_wish():
+    """Clients for reasoning models send one to every model."""
+
+    async def scenario(server: LocalServer, ignored: str | None, effort: str = "medium"):
+        response = await server.post(CHAT, messages=user("Yes."), reasoning_effort=effort)
+        assert response.status_code == 200, response.text
+        assert response.headers.get("x-tandem-ignored") == ignored
+        asked = await server.post(CHAT, messages=user("x"), reasoning_effort=effort, thinking_budget=7)
+        assert error_of(asked, 400)["param"] == "thinking_budget"
+
+    run(lambda server: scenario(server, "reasoning_effort"), reasoning_parser="none")
+    run(lambda server: scenario(server, None, "none"), reasoning_parser="none")
+    run(lambda server: scenario(server, None), **HERMES)
+
+
 BAD_TOOLS = {
     "unknown name": ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
     "no such choice": ({"tool_choice": "always"}, "tool_choice"),
@@ -181,3 +197,19 @@ def test_a_call_cannot_be_promised_without_constraints():
         assert error["param"] == "tool_choice" and error["code"] == "not_available"
 
     run(scenario, **HERMES)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_beyond_the_context_is_cut_to_it(field):
+    """opencode asks for 32,000 tokens whatever the model is, and other agents for as many as the context has."""
+
+    async def scenario(server: LocalServer):
+        assert (await whole(server, "one", **{field: 32000}))["finish_reason"] == "stop"
+        unlimited = await whole(server, "x" * 100, **{field: -1})  # LM Studio's, and what Cline's descendants send
+        assert unlimited["message"]["content"] == "x" * 100
+        cut = await whole(server, "x" * (echo_engine.CONTEXT - 100), **{field: 32000})
+        assert cut["finish_reason"] == "length" and 0 < len(cut["message"]["content"]) < 100
+        too_long = await server.post(CHAT, messages=user("x" * 5000), **{field: 32000})
+        assert error_of(too_long, 400)["param"] == "messages"
+
+    run(scenario)

@@ -9,6 +9,7 @@ from typing import Any
 import ollama
 import pytest
 
+import tandem
 from echo_tokenizer import EchoTokenizer
 from server_harness import LocalServer
 from server_requests import run, user
@@ -116,9 +117,21 @@ def test_what_clients_ask_first():
         shown = await client.show("echo")
         assert set(shown.capabilities) == {"completion", "tools", "thinking"}
         assert shown.modelinfo["echo.context_length"] == 4096
-        assert "version" in (await server.client.get("/api/version")).json()
+        assert shown.modelinfo["general.basename"] == "echo"  # the name that VS Code shows
 
     run(scenario, **HERMES)
+
+
+@pytest.mark.parametrize(("client", "least"), [("VS Code", (0, 6, 4)), ("codex --oss", (0, 13, 4))])
+def test_the_version_is_that_of_ollamas_interface(client, least):
+    """Clients that want /v1/responses, or tools, refuse a server whose version is lower."""
+
+    async def scenario(server: LocalServer):
+        version = (await server.client.get("/api/version")).json()["version"]
+        assert tuple(map(int, version.split("."))) >= least, client
+        assert (await server.client.get("/version")).json()["version"] == tandem.__version__
+
+    run(scenario)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

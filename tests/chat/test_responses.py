@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+import echo_engine
 from echo_tokenizer import seen_by_the_template
 from server_harness import LocalServer
 from server_requests import error_of, run
@@ -117,6 +118,34 @@ def test_it_goes_on_from_a_response(monkeypatch):
     run(scenario, **HERMES)
 
 
+def test_items_are_referred_to_by_their_ids(monkeypatch):
+    """Vercel's AI SDK sends the ids of what was answered, unless `store` is false."""
+    seen = seen_by_the_template(monkeypatch)
+
+    async def scenario(server: LocalServer):
+        create = client_of(server).responses.create
+        asked = {"role": "user", "content": THOUGHT + OUTPUTS["hermes"]}
+        first = await create(model="any", input=[asked], tools=FUNCTIONS)
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "Rain."}
+            for item in first.output if item.type == "function_call"
+        ]  # fmt: skip
+        more = [*results, {"role": "user", "content": "Fine."}]
+        await create(model="any", input=[asked, *[item.model_dump() for item in first.output], *more])
+        whole = list(seen)
+        named = [{"type": "item_reference", "id": item.id} for item in first.output]
+        second = await create(model="any", input=[asked, *named, *more])
+        assert second.output_text == "Fine." and seen == whole
+        third = await create(model="any", input="Why?", previous_response_id=second.id)
+        assert third.output_text == "Why?" and seen[: len(whole)] == whole  # references are kept resolved
+        await client_of(server).responses.delete(first.id)
+        with pytest.raises(openai.BadRequestError, match="there is no item") as unknown:
+            await create(model="any", input=[asked, *named])
+        assert (unknown.value.param, unknown.value.code) == ("input[1].id", "item_not_found")
+
+    run(scenario, **HERMES)
+
+
 def test_stored_responses():
     async def scenario(server: LocalServer):
         responses = client_of(server).responses
@@ -155,14 +184,19 @@ def test_the_store_is_bounded():
     def stored(text: str) -> Stored:
         return Stored((Message("user", text),), b"{}")
 
+    def with_item(name: str) -> Stored:
+        return Stored((Message("user", "x"),), b'{"output": [{"id": "msg-%s"}]}' % name.encode(), (f"msg-{name}",))
+
     store = ResponseStore(most=3)
     for name in "abc":
-        store.put(name, stored("x"))
-    store.get("a", "")
-    store.put("d", stored("x"))
+        store.put(name, with_item(name))
+    assert store.item("msg-a", "") == {"id": "msg-a"}
+    store.put("d", with_item("d"))
     assert store.get("a", "") and store.get("d", "")  # b was used longest ago
     with pytest.raises(ApiError):
         store.get("b", "previous_response_id")
+    with pytest.raises(ApiError):
+        store.item("msg-b", "")
     small = ResponseStore(most_bytes=10_000)
     for name in "abc":
         small.put(name, stored("x" * 1000))
@@ -183,7 +217,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
     "their tools": ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
     "an unknown tool": ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-    "an item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    "an item": ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+    "an item that is not there": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+    "no item": ({"input": [{"type": "item_reference"}]}, "input[0].id"),
     "an output of nothing": ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens"),
     "background": ({"background": True}, "background"),
@@ -216,5 +252,16 @@ def test_a_failing_stream_ends_with_an_event(monkeypatch):
         assert names[-1] == "event: response.failed" and "event: error" not in names
         response = json.loads(lines[-3].removeprefix("data: "))["response"]
         assert response["status"] == "failed" and response["error"]["message"] == "the engine died"
+
+    run(scenario)
+
+
+def test_a_limit_beyond_the_context_is_cut_to_it():
+    async def scenario(server: LocalServer):
+        create = client_of(server).responses.create
+        assert (await create(model="any", input="one", max_output_tokens=64000)).status == "completed"
+        cut = await create(model="any", input="x" * (echo_engine.CONTEXT - 100), max_output_tokens=64000)
+        assert cut.status == "incomplete" and cut.max_output_tokens == 64000
+        assert cut.incomplete_details.reason == "max_output_tokens"
 
     run(scenario)

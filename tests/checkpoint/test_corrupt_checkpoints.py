@@ -17,6 +17,10 @@ from safetensors.torch import save_file
 
 import corrupt_checkpoints
 from gguf_files import write_gguf
+from tandem.checkpoint.checkpoint import Checkpoint
+from tandem.checkpoint.gguf_model import open_gguf
+from tandem.engine.text.tokenizer import Tokenizer
+from tandem.errors import CheckpointError
 from tiny import file_tensors
 
 SEEDS = 170
@@ -57,3 +61,36 @@ def test_damaged_safetensors_are_named(two_shards: Path, tmp_path: Path) -> None
 def test_damaged_gguf_files_are_named(tiny_models, tmp_path: Path) -> None:
     model = write_gguf(tiny_models["qwen3_moe"], tmp_path / "whole.gguf")
     run(model, tmp_path, range(SEEDS, SEEDS + GGUF_SEEDS))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("model.safetensors", lambda path: Checkpoint(path.parent)),
+        ("model.gguf", open_gguf),
+        ("tokenizer.json", lambda path: Tokenizer.load(path.parent)),
+        ("tiktoken.model", lambda path: Tokenizer.load(path.parent)),
+    ],
+)
+def test_a_pointer_of_git_lfs_says_how_to_get_the_file(tmp_path: Path, name: str, read) -> None:
+    """`git clone` without git-lfs leaves them, and a second clone would do so again."""
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(CheckpointError, match=f"{name} is a pointer of git-lfs.*git lfs pull"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("pytorch_model.bin", r"pytorch_model\.bin is not read.*\*\.safetensors"),
+        ("model-00001-of-00002.safetensors.incomplete", "is not finished.*fetch the rest"),
+        ("readme.md", "is it a model directory"),
+    ],
+)
+def test_a_directory_without_weights_says_what_is_there(tmp_path: Path, there: str, said: str) -> None:
+    (tmp_path / there).touch()
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint(tmp_path)

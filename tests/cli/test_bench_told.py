@@ -43,7 +43,7 @@ FIGURES = {
 }  # fmt: skip
 SAID = {
     "bench", "config", "layers", "format", "dense", "algorithm", "acceptance", "overlap", "steps", "governor", "batch",
-    "gpu_share", "context", "draft_ms", "machine", "commit", "command", "date",
+    "gpu_share", "context", "tokens", "draft_ms", "machine", "commit", "command", "date",
 }  # fmt: skip
 
 
@@ -111,8 +111,9 @@ def test_a_row_says_all_that_was_asked(small, tmp_path: Path, monkeypatch) -> No
     )
     line = "--config small --layers 3 --overlap 0.25 --acceptance 0 --acceptance 1 --fixed 3 --batch 2 --steps 33"
     found = rows(tmp_path, line)
-    asked = [(row["acceptance"], row["governor"], row["steps"], row["batch"], row["overlap"]) for row in found]
-    assert asked == [(a, governed, 3, 2, 0.25) for governed in (True, False) for a in (0.0, 1.0)]
+    keys = "acceptance", "governor", "steps", "batch", "overlap", "tokens"
+    asked = [tuple(row[key] for key in keys) for row in found]
+    assert asked == [(a, governed, 3, 2, 0.25, 33) for governed in (True, False) for a in (0.0, 1.0)]
     assert all(set(row) == SAID | FIGURES for row in found)
     assert all(row["bench"] == "speculation" and row["ratio"] > 0 < row["share"] < 1.0 for row in found)
     fixed = {row["acceptance"]: row for row in found if not row["governor"]}

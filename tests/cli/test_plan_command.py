@@ -118,6 +118,13 @@ def test_a_path_that_is_not_there_is_said_before_anything_is_measured(monkeypatc
     assert isinstance(kt("plan", "/no/such/model").exception, CheckpointError)
 
 
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "gpt-oss:20b"])
+def test_a_name_without_its_organisation_says_what_knows_its_sizes(model: str) -> None:
+    error = kt("plan", model).exception
+    assert isinstance(error, CheckpointError) and "is no name of the hub" in str(error)
+    assert f"kt plan --config {model.lower().replace(':', '-')}" in str(error)
+
+
 def test_verify_measures_some_layers(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "PROMPT_SECONDS", 0.5)
     shown = kt("plan", model_dir, "--verify", "--context", "64", "--prompt", "64")

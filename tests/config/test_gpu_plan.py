@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +28,9 @@ from tandem.config.cuda_graphs import (
 )
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.forecast.ledger import VRAM
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, STREAM_TOKENS, dense_bytes, unpacking_bytes
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes, unpacking_bytes
 from tandem.config.gpu_scratch import RING_BYTES, StepSize, mixer_scratch_bytes
-from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES
+from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
 from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
 
@@ -197,7 +198,11 @@ QWEN3_KV = QWEN3.state_layout("bfloat16").token_bytes
 
 
 def qwen3(gpu_gib: int, positions: int = 262144, **flags: object) -> Plan:
-    roomy = replace(with_gpu(free=gpu_gib * GIB), available_memory=250 * GIB)
+    return qwen3_of(gpu_gib * GIB, positions, **flags)
+
+
+def qwen3_of(gpu_bytes: int, positions: int = 40960, **flags: object) -> Plan:
+    roomy = replace(with_gpu(free=gpu_bytes), available_memory=250 * GIB)
     return plan(roomy, replace(QWEN3, max_positions=positions), **flags)
 
 
@@ -265,7 +270,7 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     gpu = with_gpu(free=gpu_gib * GIB).gpus[0]
     workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + unpacking_bytes(gpu) + p.gpu.ring_bytes
     tables = rope_bytes(QWEN3, QWEN3.max_positions)
-    step = StepSize(STREAM_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
+    step = StepSize(LONG_PREFILL_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
     workspace += mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, step)
     room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16") - tables
     experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
@@ -461,7 +466,7 @@ def test_experts_travel_for_long_prompts() -> None:
     """Where the CPU has some: steps are long, and a ring of the GPU's memory is theirs."""
     p = qwen3(24, kt_method="INT4", kt_gpu_experts_ratio=0.5)
     assert p.gpu is not None and p.gpu.stream_from is None
-    assert 600 * 2**20 < p.gpu.ring_bytes <= RING_BYTES and p.max_step_tokens == STREAM_TOKENS
+    assert 600 * 2**20 < p.gpu.ring_bytes <= RING_BYTES and p.max_step_tokens == LONG_PREFILL_TOKENS
     assert "measured" in reason(p, "streamed experts")
     (vram,) = (each for each in p.ledgers if each.place == VRAM)
     assert [e.nbytes for e in vram.entries if e.name == "ring"] == [p.gpu.ring_bytes]
@@ -485,6 +490,37 @@ def test_experts_stay_where_they_cannot_travel(
     p = plan(roomy, ModelConfig.from_dict(QWEN3_KEYS | changes), kt_gpu_experts_ratio=0.25, **flags)
     assert p.gpu is not None and (p.gpu.ring_bytes, p.gpu.stream_from) == (0, 0)
     assert why in reason(p, "streamed experts") and p.max_step_tokens == 2048
+
+
+def test_a_prompt_alone_has_long_steps_where_all_experts_are_on_the_gpu() -> None:
+    """Their scratch is in the ledger, and prompts that others wait for have short ones."""
+    p = qwen3(80, kt_method="INT4")
+    assert p.gpu is not None and p.gpu.experts == QWEN3.routed_experts
+    assert (p.max_step_tokens, p.gpu.step_tokens, p.gpu.shared_tokens) == (8192, 8192, 2048)
+    assert reason(p, "tokens per step") == "default, for a prompt alone; 2048 of prompts that others wait for"
+    scratch, most = (entry.nbytes for entry in p.ledgers[0].entries if entry.name == "prompt scratch"), p.context_length
+    assert next(scratch) == mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, StepSize(8192, most, 1))
+    assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
+    assert p.gpu.prompt_sizes == (128, 256, 512, 1024, 2048)
+    asked = qwen3(80, kt_method="INT4", chunked_prefill_size=4096)
+    assert asked.gpu is not None and (asked.max_step_tokens, asked.gpu.shared_tokens) == (4096, 0)
+    fixed = qwen3(80, kt_method="INT4", enable_deterministic_inference=True)
+    assert fixed.gpu is not None and (fixed.max_step_tokens, fixed.gpu.shared_tokens) == (256, 0)
+
+
+def test_long_steps_take_no_expert_s_place_and_shorten_no_context() -> None:
+    """On a GPU that all experts just fit: it says why its steps are short."""
+    fits = next(gib for gib in range(16, 40) if qwen3(gib, 40960, kt_method="INT4").gpu.experts == 6144)  # type: ignore[union-attr]
+    found = [qwen3_of(fits * GIB - (i << 26), kt_method="INT4") for i in range(-16, 16)]
+    some = [p for p in found if p.gpu is not None and p.gpu.experts == 6144 and p.max_step_tokens == 2048]
+    assert some, [(p.gpu.experts, p.max_step_tokens) for p in found if p.gpu]
+    for p in some:
+        why = r"default; 8192 for a prompt alone would take .* from experts, context or prompt graphs"
+        assert re.fullmatch(why, reason(p, "tokens per step"))
+        assert p.gpu is not None and (p.gpu.step_tokens, p.gpu.shared_tokens) == (2048, 0)
+    longer = [p for p in found if p.gpu is not None and p.gpu.experts == 6144 and p.max_step_tokens == 8192]
+    assert longer and all(p.gpu is not None and p.gpu.prompt_sizes for p in longer)  # graphs go first
+    assert all(p.ledgers[0].left_bytes > -p.page_size * QWEN3_KV for p in found)  # the last page is a whole one
 
 
 def test_nothing_is_said_where_all_experts_are_on_the_gpu() -> None:

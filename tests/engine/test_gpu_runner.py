@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.batch_arrays import BatchArrays
+from tandem.engine.batch_arrays import BatchArrays, slots_of
 from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
@@ -115,6 +115,15 @@ def test_rows_of_guesses_are_sequences_of_one_row() -> None:
     assert together.query_starts.tolist() == [0, 1, 5] and together.seq_lens.tolist() == [18, 34]
 
 
+@pytest.mark.parametrize("first", range(12, 20))
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 33])
+def test_rows_lie_where_their_pages_are(first: int, count: int) -> None:
+    """In one page, up to its end, and over it."""
+    table = np.array([7, 2, 9, 4], dtype=np.int32)
+    wanted = [int(table[each // 16]) * 16 + each % 16 for each in range(first, first + count)]
+    assert np.array_equal(np.atleast_1d(slots_of(table, first, count, 16)), wanted)
+
+
 def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
     masks = [bits_of({i}, VOCAB) for i in range(2)]
     two = [chunk(17, 1), chunk(30, 3)._replace(logits=3, guesses=(5, 6))]
@@ -183,7 +192,7 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
     }
     runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None))
     monkeypatch.setattr(runner, "_done", lambda *result, masked=(): None)
-    monkeypatch.setattr(runner, "_forward", lambda batch, counted: torch.zeros(1, 4))
+    monkeypatch.setattr(runner, "_forward", lambda batch, counted, long: torch.zeros(1, 4))
     runner.logits(batch(4, 2, 7))
     assert begun == [([108, 109, 110, 111, 111, 111], True), ([], True)]
     begun.clear()
@@ -220,7 +229,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "after_step", "end", "check"]
     calls.clear()
     monkeypatch.setattr(
-        runner, "_forward", lambda batch, counted: calls.append("layers") or torch.zeros(1, 4)
+        runner, "_forward", lambda batch, counted, long: calls.append("layers") or torch.zeros(1, 4)
     )
     runner.logits(batch(7, 2, 0))
     assert calls == ["layers", "mark", "beside_step", "after_step", "end", "check"]
@@ -309,6 +318,28 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
     runner._rows = HostRows(torch.device("cpu"))
     made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)], lambda: calls.append("made"))
     assert calls == ["2 masks", "graph", "made", "experts"] and made._masked == [False, True]
+
+
+@pytest.mark.parametrize("where", ["graph", "make"])
+def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch, where: str) -> None:
+    """It would wait for ever, or answer the next step's posts, where `LLM` is stopped with Ctrl+C."""
+    calls: list[str] = []
+
+    def noted(name: str) -> None:
+        calls.append(name)
+        if name == where:
+            raise KeyboardInterrupt
+
+    runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
+    masks, graph = GraphMasks(SIZE, torch.device("cpu")), SimpleNamespace(replay=lambda: noted("graph"))
+    runner._begin_step = lambda batch, captured: None
+    runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
+    runner._handoff = cast(Any, SimpleNamespace(serve=lambda posts: calls.append(f"{posts} posts")))
+    monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
+    with pytest.raises(KeyboardInterrupt):
+        runner.logits(batch(1, 2, 7), [bits_of({1}, VOCAB)], lambda: noted("make"))
+    assert calls == [*(["graph"] if where == "graph" else ["graph", "make"]), "7 posts", "end"]
+    assert word_of(masks) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KernelError("no such tile")])

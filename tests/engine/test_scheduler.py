@@ -299,6 +299,24 @@ def test_a_failing_step_fails_only_its_requests() -> None:
     assert token_ids(run(engine, request("good", [2, 3]))["good", 0]) == greedy_reference([2, 3], 8)
 
 
+def test_what_goes_wrong_after_tokens_are_chosen_costs_no_answer(monkeypatch) -> None:
+    """Of them one ends in that step, so it cannot fail any more."""
+    engine, looked = fake_engine(FakeModel()), list[str]()
+    left = [ValueError("no counts")] * 8
+
+    def fails(tokens: int) -> None:
+        if left:
+            raise left.pop()
+
+    monkeypatch.setattr(engine._runner, "settled", fails)
+    monkeypatch.setattr(engine._runner, "after_failure", lambda: looked.append("looked"))
+    outputs = run(engine, request("ends", [2, 3], max_tokens=1), request("goes on", [2, 4]))
+    assert token_ids(outputs["ends", 0]) == greedy_reference([2, 3], 1)
+    assert token_ids(outputs["goes on", 0]) == greedy_reference([2, 4], 8)
+    assert looked == ["looked"] * 8 and not left
+    check_pages(engine)
+
+
 class BrokenTokenizer(FakeTokenizer):
     """Cannot decode the token 40, also not when it is asked again."""
 

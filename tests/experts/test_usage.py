@@ -290,3 +290,15 @@ def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch)
     assert (last.hinted, last.hint_hits, last.hint_bytes) == (5, 4, 300)
     usage.moved(lambda: [(0, 0, False), (0, 1, True)], swaps=1)
     assert meter.stats(True).swaps == 1
+
+
+@pytest.mark.parametrize("rows", [[2], [1, 2], [1, 2, 3], [0, 3], [0, 2, 3]])
+def test_rows_are_taken_back_wherever_they_are(rows: list[int]) -> None:
+    """Neighbours, and others; each was counted once."""
+    ids = torch.tensor([[[0, 1], [0, 2], [3, 4], [1, 0]], [[4, 3], [4, 3], [0, 1], [2, 4]]])
+    usage = ExpertUsage(2, 5, padded=True, chosen=(4, 2))
+    fake_step(usage, ids, 4)
+    usage.take_back(rows)
+    kept = [row for row in range(4) if row not in rows]
+    wanted = [[int((ids[layer, kept] == expert).sum()) for expert in range(5)] for layer in range(2)]
+    assert usage.read().tokens.tolist() == wanted

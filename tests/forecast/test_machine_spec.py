@@ -59,7 +59,9 @@ def test_measured_speeds_of_the_gpu_here_are_taken_for_it_alone() -> None:
     [
         ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA H200", "h200"), ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4060 Ti", "4060ti"), ("a100-40", "a10040"),
-        ("L40", "l40"),
+        ("L40", "l40"), ("NVIDIA GeForce RTX 3060", "3060"), ("3070ti", "3070ti"), ("4070 Ti", "4070ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "4070tisuper"), ("4080 super", "4080super"), ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("2080ti", None),
         ("NVIDIA A100-SXM4-80GB", "a100"), ("rtx4090", "4090"), ("Tesla V100", None), ("24GB", None),
     ],
 )  # fmt: skip
@@ -83,6 +85,9 @@ def test_sizes_and_rates() -> None:
         (MachineWish(cores=0), "--cpu 0 is no number of cores"),
         (MachineWish(gpus="gtx"), "--gpu 'gtx' is not known; give its memory, as 24GB, or one of 3090, .*4090, "),
         (MachineWish(gpus="4090@fast"), "--gpu 'fast' is no size"),
+        (MachineWish(gpus="1080"), "--gpu '1080' is not known"),  # a name, and no 1080 GiB
+        (MachineWish(gpus="2080ti"), "--gpu '2080ti' is not known"),  # nor TiB
+        (MachineWish(gpus="4090 laptop"), "--gpu '4090 laptop' is not known"),
     ],
 )
 def test_what_cannot_be_read_names_its_flag(wish: MachineWish, says: str) -> None:

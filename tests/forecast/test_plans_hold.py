@@ -127,3 +127,24 @@ def test_a_share_that_keeps_experts_off_the_gpu_is_named() -> None:
     with pytest.raises(ConfigError, match="without --kt-gpu-experts-ratio there are more, and it fits"):
         resolve(EngineConfig.from_keywords("m", kt_gpu_experts_ratio=0.1), model, host, stored)
     assert resolve(EngineConfig.from_keywords("m"), model, host, stored).gpu
+
+
+def test_a_share_of_memory_counts_for_experts_beside_a_gpu_too() -> None:
+    """gpt-oss-120b beside 16 GiB on a desktop with 64: it fits, but not into 0.8 of them."""
+    host, (model, stored) = made(([16], 64, 0.97)), SUBJECTS["gpt-oss-120b"]
+    with pytest.raises(ConfigError) as error:
+        resolve(EngineConfig.from_keywords("m"), model, host, stored)
+    beside = str(error.value).partition("Without the GPU")[0]
+    hint = re.search(r"--mem-fraction-static (0\.\d+) fits without loss", beside)
+    assert hint and float(hint[1]) <= 0.9
+    plan = resolve(EngineConfig.from_keywords("m", mem_fraction_static=float(hint[1])), model, host, stored)
+    assert plan.gpu and plan.gpu.experts < model.routed_experts
+    [ram] = [ledger for ledger in plan.ledgers if ledger.place == "RAM"]
+    assert ram.left_bytes >= 0 and ram.budget_bytes == int(float(hint[1]) * host.available_memory)
+
+
+def test_a_small_share_is_the_gpus_alone() -> None:
+    host, (model, stored) = made(([24], 64, 0.97)), SUBJECTS["qwen3-30b-a3b"]
+    plan = resolve(EngineConfig.from_keywords("m", mem_fraction_static=0.6), model, host, stored)
+    [ram] = [ledger for ledger in plan.ledgers if ledger.place == "RAM"]
+    assert ram.budget_bytes == int(0.8 * host.available_memory)

@@ -219,6 +219,22 @@ def test_an_exception_of_a_layer_fails_the_step_and_the_next_one_works(tiny_mode
     assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)
 
 
+def test_an_interrupt_between_a_graph_and_its_experts_leaves_the_next_step_alone(tiny_models, monkeypatch) -> None:
+    """Its patience is longer than the test: nobody waits for it to end."""
+    session = Session(tiny_models["qwen3_moe-gpu"], 0.5, (8,), patience=200.0)
+    session.step(list(range(ROWS)), 0, PROMPT)
+    good = session.step(list(range(ROWS)), PROMPT, 1)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.runner, "_move_experts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.step(list(range(ROWS)), PROMPT, 1)
+    monkeypatch.undo()
+    assert torch.equal(session.step(list(range(ROWS)), PROMPT, 1), good)
+
+
 # -- layers that see a window keep their window alone: the same answers, whatever the pages that went hold ---
 
 

@@ -260,6 +260,17 @@ def test_what_does_not_fit_is_not_fetched_unless_it_is_forced(hub, monkeypatch):
     assert resolve_model(NAME).is_dir()
 
 
+def test_a_text_that_cannot_be_read_is_known_before_the_weights_are_fetched(hub):
+    """Some repositories have a tokenizer of another form, and some hundreds of gigabytes of weights."""
+    del hub.repos[NAME]["tokenizer.json"]
+    config = EngineConfig.from_args([NAME])
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*was not fetched .*--force fetches"):
+        model_files.prepare(config)
+    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+    model_files.prepare(config, force=True)
+    assert resolve_model(NAME).is_dir()
+
+
 def test_the_plan_comes_before_the_weights(hub):
     seen = []
     model_files.prepare(

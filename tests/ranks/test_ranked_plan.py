@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from quantised_models import BLOCKS, everything, experts_only, save_quantised
 from tandem.config import EngineConfig, Machine, Plan
 from tandem.config.machine import TIERS, Core
 from tandem.engine.start.planning import planned
 from tandem.errors import ConfigError
+from tiny import VARIANTS, TinyModels, settings
 
 CORES = tuple(Core(cpu, cpu // 4, cpu // 4) for cpu in range(8))
 MACHINE = Machine("Test CPU", CORES, TIERS[:2], 64 << 30, 48 << 30, None)
@@ -53,6 +55,29 @@ def test_threads_that_are_asked_for_are_all_ranks_together(tiny_models) -> None:
 def test_what_ranks_cannot_do_is_refused(tiny_models, flags, says) -> None:
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2: .*{says}"):
         of(tiny_models["qwen3_moe"], tp=2, **flags)
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        (everything("fp8 blocks"), ["256 inputs of o_proj", "256 rows of dense layers", "256 rows of experts"]),
+        (experts_only("fp8 blocks"), ["256 rows of experts"]),
+        (everything("int8 per channel"), []),
+    ],
+)
+def test_groups_of_dense_matrices_stay_whole(tmp_path, choice, says) -> None:
+    """Loading would refuse them; what has one scale a row can be cut anywhere."""
+    family, changes = VARIANTS["glm4_moe"]
+    wide = settings(moe_intermediate_size=256, intermediate_size=256, num_key_value_heads=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS, "glm4_moe-wide", (family, changes | BLOCKS | wide))
+        path = save_quantised(TinyModels(tmp_path / "tiny")["glm4_moe-wide"], tmp_path, choice)[0]
+    if not says:
+        assert of(path, tp=4).decisions[0].value == "4"
+        return
+    named = " and ".join(f"{each}, which have groups of 128," for each in says)
+    with pytest.raises(ConfigError, match=f"4: {named} cannot be divided among 4 ranks; possible: 1, 2$"):
+        of(path, tp=4)
 
 
 def test_a_rank_needs_a_core(tiny_models) -> None:

@@ -15,10 +15,11 @@ import zmq
 from fake_model import VOCAB, FakeModel, fake_config, fake_engine, fake_plan
 from idle_engine import PLAN, IdleEngine
 from tandem.config import EngineConfig
+from tandem.engine.protocol import ExpertTraffic, GenerateRequest, LookAtExperts, SamplingParams
 from tandem.errors import EngineError
 from tandem.server import engine_process
-from tandem.server.engine_process import LoadedEngine, load_engine, run_engine, warm_up
-from tandem.server.messages import StartEngine, StartFailed, StopEngine
+from tandem.server.engine_process import EngineLoop, LoadedEngine, load_engine, run_engine, warm_up
+from tandem.server.messages import FromEngine, StartEngine, StartFailed, StepOutputs, StopEngine
 
 
 @pytest.fixture
@@ -68,7 +69,11 @@ class Wire:
     """A socket on which these messages have arrived."""
 
     def __init__(self, *messages) -> None:
-        self._messages = [msgspec.msgpack.encode(each) for each in messages]
+        self._messages = list[bytes]()
+        self.arrive(*messages)
+
+    def arrive(self, *messages) -> None:
+        self._messages += [msgspec.msgpack.encode(each) for each in messages]
 
     def poll(self, _: int) -> bool:
         return bool(self._messages)
@@ -120,3 +125,29 @@ def test_why_it_could_not_start_is_one_line_and_a_trace_is_of_bugs_alone(
     assert run_engine(wire) == 1
     assert re.search(said, msgspec.msgpack.decode(sent[0], type=StartFailed).message)
     assert ("Traceback" in capsys.readouterr().err) == traced
+
+
+def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
+    """A step hears of requests alone. Messages keep their order, and an engine without work does not sleep on them."""
+    engine, told = IdleEngine(), []
+    requests = [GenerateRequest(id=name, prompt_ids=[5], sampling=SamplingParams()) for name in "ab"]
+    wire, sent, step = Wire(requests[0]), [], engine.step
+
+    def stepped(comes) -> list:
+        wire.arrive(LookAtExperts())
+        told.append(comes())
+        wire.arrive(requests[1], StopEngine())
+        told.append(comes() and comes())
+        engine.step = step
+        return step(comes)
+
+    engine.step, wire.send = stepped, sent.append
+    loop = EngineLoop(engine, wire)
+    loop.turn()
+    assert told == [False, True] and loop.has_work() and not engine.has_work()
+    wire.poll = lambda _: 1 / 0
+    loop.run()
+    said = [msgspec.msgpack.decode(each, type=FromEngine) for each in sent]
+    kinds = [type(each) for each in said]
+    answers = [output.id for each in said if isinstance(each, StepOutputs) for output in each.outputs]
+    assert answers == ["a", "b"] and kinds.index(ExpertTraffic) > kinds.index(StepOutputs)

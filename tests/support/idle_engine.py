@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class IdleEngine:
             TokenOutput(id=r.id, index=0, text="", token_ids=[], finish_reason="abort") for r in ended
         ]
 
-    def step(self) -> list[TokenOutput]:
+    def step(self, comes: Callable[[], bool] = bool) -> list[TokenOutput]:
         queue, self._queue = self._queue, []
         aborted, self._aborted = self._aborted, []
         if any(r.prompt_ids == [14] for r in queue):

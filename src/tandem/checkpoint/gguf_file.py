@@ -22,6 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from tandem.checkpoint.mapped.pages import Pages
+from tandem.config.small_files import lfs_pointer
 from tandem.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -132,7 +133,8 @@ class _Header:
         self._data, self._end, self._path, self.at = data, end, path, 0
 
     def broken(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is truncated or not GGUF ({why}): copy it again")
+        pointer = lfs_pointer(self._path)
+        return pointer or CheckpointError(f"{self._path} is truncated or not GGUF ({why}): copy it again")
 
     def counts(self) -> tuple[int, int]:
         """Magic, version; (tensors, metadata pairs)."""

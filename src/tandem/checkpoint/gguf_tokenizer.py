@@ -205,7 +205,7 @@ def _sentence_piece(model: GGUFModel, tokens: list[str], kinds: list[int]) -> To
     if len(scores) != len(tokens):
         raise CheckpointError(f"{model.path}: {len(tokens)} tokens have {len(scores)} scores")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = _merges(
+    merges = all_merges(
         [(t, s) for t, s, k in zip(tokens, scores, kinds, strict=True) if k == NORMAL], vocabulary
     )
     unknown = model.optional("tokenizer.ggml.unknown_token_id", 0)
@@ -220,7 +220,7 @@ def _sentence_piece(model: GGUFModel, tokens: list[str], kinds: list[int]) -> To
     return tokenizer
 
 
-def _merges(scored: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def all_merges(scored: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, best token first, then in the order of the parts."""
     found = [
         (-score, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import lcm
 
 from tandem.checkpoint.layouts import detect
@@ -72,15 +73,21 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
     """From (module, its format, its number of weights) of every matrix; weighed by numbers of weights. What is never
     computed from codes has no part in it."""
     counts: dict[str, Counter[QuantFormat]] = defaultdict(Counter)
+    units: dict[str, dict[str, int]] = defaultdict(dict)
     sums: dict[
         tuple[str, int], tuple[QuantFormat, int]
     ] = {}  # few formats, many matrices: told apart by identity first
     for module, fmt, weights in matrices:
-        which = _kind(module), id(fmt)
+        which = kind, _ = _kind(module), id(fmt)
         sums[which] = fmt, weights + (sums[which][1] if which in sums else 0)
+        if kind != "experts" and fmt.along > 1:
+            output = module.rpartition(".")[2]
+            units[kind][output] = lcm(fmt.along, units[kind].get(output, 1))
     for (kind, _), (fmt, weights) in sums.items():
         counts[kind][fmt] += weights
-    experts, shared, dense, embedding = (_summed(counts[kind], kind == "experts") for kind in KINDS)
+    experts, shared, dense, embedding = (
+        replace(_summed(counts[kind], kind == "experts"), outputs=tuple(units[kind].items())) for kind in KINDS
+    )
     return StoredFormats(experts, shared, dense, embedding)
 
 

@@ -137,11 +137,12 @@ def _speeds_here(wish: MachineWish, machine: Machine, probe: MachineProbe | None
 
 def _subject(asked: EngineConfig, named: str | None) -> Subject:
     """The model's sizes and how it is stored. Raises what reading them raises."""
-    from tandem.bench.architectures import named_subject
+    from tandem.bench.architectures import named_like, named_subject
     from tandem.checkpoint import with_draft_config
     from tandem.engine.start.model_files import inspect
     from tandem.engine.start.planning import model_at, stored_at
-    from tandem.errors import HubError
+    from tandem.errors import CheckpointError, HubError
+    from tandem.hub.names import may_be_path
 
     if named is not None:
         return named_subject(named)
@@ -154,6 +155,10 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
         return inspect(asked.model, look)
     except HubError as error:
         raise HubError(f"{error}\n{_without_the_hub(asked.model)}") from error
+    except CheckpointError as error:
+        if may_be_path(asked.model) or named_like(asked.model) is None:
+            raise
+        raise CheckpointError(f"{error}\n{_without_the_hub(asked.model)}") from error
 
 
 def _without_the_hub(model: str) -> str:

@@ -14,17 +14,15 @@ from dataclasses import dataclass, replace
 from tandem.config.attention_backend import why_unread
 from tandem.config.choices.deterministic import depends_on_others
 from tandem.config.choices.left_to_ram import asked_experts, check_ram, expert_bytes
-from tandem.config.cuda_graphs import captured_sizes, prompt_graph_bytes, prompt_sizes, settled_sizes
+from tandem.config.choices.travelling import experts_kept_off, graph_bytes, ring_for, streams_not
+from tandem.config.cuda_graphs import captured_sizes, prompt_sizes, settled_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
-    Ring,
     StepSize,
     decode_sums_bytes,
     expert_scratch_bytes,
-    experts_at_once,
     mixer_scratch_bytes,
-    ring_of,
 )
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
@@ -36,9 +34,10 @@ from tandem.config.memory import (
     MemoryPlan,
     MemoryRequest,
     gib,
+    long_step_tokens,
     wanted_context,
 )
-from tandem.config.model_config import STORED, ModelConfig, draft_experts, rope_bytes
+from tandem.config.model_config import ModelConfig, draft_experts, rope_bytes
 from tandem.config.speculation.choice import check_drafts_on_gpu
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import UNQUANTISED, StoredFormats
@@ -52,7 +51,6 @@ EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
 DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
 MAX_PATIENCE_SECONDS = 30.0
-STREAM_TOKENS, WIDE = 8192, 4096  # of a step where experts travel: each brings all of them; half for a larger hidden
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
 
@@ -78,6 +76,9 @@ class GpuPlan:
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
     settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
     spared: int = 0  # multiprocessors that graphs of prompts leave to steps
+    step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
+    step_reason: str = ""
+    shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,9 @@ class GpuMemory:
     ring_reason: str = "every expert is on the GPU"
     prompt_sizes: tuple[int, ...] = ()
     draft_experts: bool = False
+    step_tokens: int = GPU_PREFILL_TOKENS
+    step_reason: str = ""  # where it is not the usual one
+    shared_tokens: int = 0
 
 
 def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
@@ -149,83 +153,57 @@ def needs_gpu(config: EngineConfig) -> str:
     return next((flag for flag, wish in wishes.items() if wish), "")
 
 
-def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
-    """Why no expert can be on the GPU; "" where they can."""
-    if expert_format == STORED and stored.experts.not_on_gpu:
-        return f"the GPU kernels do not read {stored.experts.not_on_gpu}"
-    if model.moe.experts.width % 2:
-        return f"the GPU kernels need experts of an even width, not {model.moe.experts.width}"
-    return ""
-
-
-def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
-    """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
-    experts, channels = request.model.moe.experts, request.model.expert_channels
-    if request.config.enable_deterministic_inference:
-        return "an expert's place decides its last bits"
-    if request.config.kt_gpu_prefill_token_threshold == 0:
-        return "--kt-gpu-prefill-token-threshold 0"
-    if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
-        return why_not
-    if request.experts_in_place:
-        return "experts are used in the mapped file, which DMA cannot read"
-    uneven = channels % 8 or experts.width % 8
-    return f"grouped products need multiples of 8, not {channels} and {experts.width}" if uneven else ""
-
-
-def stream_tokens(model: ModelConfig) -> int:
-    """Of a step where experts travel, if nothing was asked."""
-    return STREAM_TOKENS if model.hidden <= WIDE else STREAM_TOKENS // 2
-
-
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     found = _sized(request, gpu, 0)
     check_drafts_on_gpu(request.config, request.model)
     if found.experts >= request.model.routed_experts:
-        return _with_prompts(request, gpu, found)
+        return _with_long_steps(request, gpu, found)
     if why_not := streams_not(request, gpu):
         return replace(found, ring_reason=why_not)
     ring = ring_for(request, gpu).nbytes
-    tokens = stream_tokens(request.model)
+    tokens = long_step_tokens(request.model)
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     try:
-        found = replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="")
+        found = replace(_sized(request, gpu, ring + more), ring_bytes=ring, ring_reason="", step_tokens=tokens)
     except ConfigError as error:
         return replace(found, ring_reason=f"{gib(ring)} of GPU memory for experts that travel: {error}")
     return _with_prompts(request, gpu, found, ring + more, tokens)
 
 
-def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
-    """Where experts travel to."""
-    model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
-    at_once = experts_at_once(model.expert_channels, model.moe.experts.width, scratch)
-    return ring_of(expert_bytes(request), at_once)
+def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuMemory:
+    """For prompts that are alone, if experts, context and graphs of prompts keep their room."""
+    config, tokens = request.config, long_step_tokens(request.model)
+    short = _with_prompts(request, gpu, found)
+    if config.chunked_prefill_size is not None or config.enable_deterministic_inference:
+        return short
+    more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
+    memory = _memory_without(request, gpu, found, more)
+    if memory is not None:
+        why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
+        found = replace(found, memory=memory, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
+        found = _with_prompts(request, gpu, found, more)
+        if found.prompt_sizes or not short.prompt_sizes:
+            return found
+    why = f"default; {tokens} for a prompt alone would take {gib(more)} from experts, context or prompt graphs"
+    return replace(short, step_reason=why)
 
 
-def _graph_bytes(
-    request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, spared: int
-) -> int:
-    """Of graphs of prompts. streamed: experts travel."""
-    parts = 0
-    if streamed:
-        ring, places = ring_for(request, gpu), request.model.moe.router.num_experts
-        parts = 1 if ring.holds(places) else -(-places // ring.experts)
-    return prompt_graph_bytes(request.model, sizes, parts, spared)
-
-
-def _with_prompts(
-    request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0
-) -> GpuMemory:
-    """And graphs of prompts, if they take no expert's place and shorten no context. ring, streamed: bytes, and rows of
-    a step, where experts travel."""
-    sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
-    try:
-        smaller = _sized(request, gpu, ring + _graph_bytes(request, gpu, sizes, streamed > 0, spared))
-    except ConfigError:
-        return found
+def _memory_without(request: MemoryRequest, gpu: Gpu, found: GpuMemory, nbytes: int) -> MemoryPlan | None:
+    """The memory with so many bytes less; None: experts lose their places then, or the context is shorter."""
+    if not _fits(request, gpu, nbytes):
+        return None
+    smaller = _sized(request, gpu, nbytes)
     worse = smaller.experts < found.experts or smaller.memory.context_length < found.memory.context_length
-    return found if worse else replace(found, memory=smaller.memory, prompt_sizes=sizes)
+    return None if worse else smaller.memory
+
+
+def _with_prompts(request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int = 0, streamed: int = 0) -> GpuMemory:
+    """And graphs of prompts, if they fit. ring: bytes taken already; streamed: rows of steps that bring experts."""
+    sizes, spared = prompt_sizes(request.config, request.model, streamed), request.config.spared_multiprocessors
+    graphs = graph_bytes(request, gpu, sizes, streamed > 0, spared)
+    memory = _memory_without(request, gpu, found, ring + graphs)
+    return found if memory is None else replace(found, memory=memory, prompt_sizes=sizes)
 
 
 def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
@@ -277,10 +255,11 @@ def _draft_bytes(request: MemoryRequest, room: int) -> int:
 
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
-    experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request)
-    logits = workspace_bytes(request) - GPU_WORKSPACE_BYTES - request.slot_bytes - request.rope_bytes - scratch
+    experts, each, scratch = plan.experts, expert_bytes(request), _scratch_bytes(request, plan.step_tokens)
+    fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + _scratch_bytes(request)
+    logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored)
-    prompts = _graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
+    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
     others = GPU_WORKSPACE_BYTES - sums + unpacking_bytes(gpu)
     entries = [

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.config.machine import Machine
-from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, GRAMMAR_WORDS, gib
+from tandem.config.memory import GRAMMAR_BYTES, GRAMMAR_WORDS, gib, ram_fraction
 from tandem.config.model_config import ModelConfig
 
 SCRATCH_BYTES_PER_WORKER = (1152 + 1056 + 2048) << 10  # of csrc/ops/workspace.cc
@@ -123,8 +124,8 @@ _HOST_WORDS = {
 }  # fmt: skip
 
 
-def host_ledger(host: HostMemory, machine: Machine) -> Ledger:
+def host_ledger(host: HostMemory, config: EngineConfig, machine: Machine) -> Ledger:
     """Of CPU memory beside a GPU."""
     entries = [Entry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
     entries.append(Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
-    return ledger(RAM, entries, int(machine.available_memory * DEFAULT_FRACTION), machine.available_memory)
+    return ledger(RAM, entries, int(machine.available_memory * ram_fraction(config)), machine.available_memory)

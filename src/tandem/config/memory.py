@@ -25,6 +25,7 @@ WORKSPACE_BYTES = GIB // 4  # activations and scratch of one step, the tokenizer
 # Of one step: enough rows per expert for full speed, short enough for others' decode.
 DEFAULT_PREFILL_TOKENS = 512
 GPU_PREFILL_TOKENS = 2048  # the same on a GPU
+LONG_PREFILL_TOKENS, WIDE = 8192, 4096  # ... alone, or where each step brings experts; half for a larger hidden size
 DETERMINISTIC_PREFILL_TOKENS = 256
 # Of the experts' results, and of tokens at once, at most: csrc/experts/run/down.cc, task_sizes.h.
 RESULT_BYTES, RESULT_TOKENS = 3 * GIB // 8, 4096
@@ -35,6 +36,7 @@ GRAMMAR_WORDS = "of structured output, at most"
 ROPE_WORDS = "for every position"
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
 LARGEST_FRACTION = 0.95  # that is advised: the rest is the system's
+HOST_STEP_BYTES = 3 * GIB // 2  # what steps beside a GPU take of CPU memory, with grammars, at most
 LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
 
 
@@ -168,6 +170,11 @@ class MemoryRequest:
         return self.budget_bytes - self.weight_bytes - self.workspace_bytes
 
 
+def ram_fraction(config: EngineConfig) -> float:
+    """Of free CPU memory, beside a GPU: a smaller share that was asked for is the GPU's alone."""
+    return min(LARGEST_FRACTION, max(DEFAULT_FRACTION, config.mem_fraction_static or 0.0))
+
+
 def keeps_all_tokens(config: EngineConfig) -> bool:
     """Whether layers that see a window keep all tokens: some readers of pages know one table only."""
     return config.attention_backend not in ("auto", "triton") or config.speculative_algorithm in DRAFT_ALGORITHMS
@@ -178,6 +185,11 @@ def prefill_tokens(on_gpu: bool, deterministic: bool = False) -> int:
     if on_gpu and deterministic:  # rows are computed as if they decoded, and keep as much meanwhile
         return DETERMINISTIC_PREFILL_TOKENS
     return GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS
+
+
+def long_step_tokens(model: ModelConfig) -> int:
+    """Of a GPU's step that nobody waits for, or in which experts travel."""
+    return LONG_PREFILL_TOKENS if model.hidden <= WIDE else LONG_PREFILL_TOKENS // 2
 
 
 def size_memory(request: MemoryRequest) -> MemoryPlan:

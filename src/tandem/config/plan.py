@@ -22,19 +22,20 @@ from tandem.config.expert_format import (
     stored_or_asked,
 )
 from tandem.config.forecast.ledger import Ledger
-from tandem.config.gpu_plan import (
-    GPU_FIELDS,
-    GpuPlan,
-    gpu_ledger,
-    needs_gpu,
-    stream_tokens,
-    usable_gpu,
-)
+from tandem.config.gpu_plan import GPU_FIELDS, GpuPlan, gpu_ledger, needs_gpu, usable_gpu
 from tandem.config.gpus import Gpu
 from tandem.config.host_memory import HostMemory, host_ledger, host_memory
 from tandem.config.in_place import against_in_place
 from tandem.config.machine import Machine
-from tandem.config.memory import MemoryPlan, MemoryRequest, gib, memory_ledger, prefill_tokens, size_memory
+from tandem.config.memory import (
+    MemoryPlan,
+    MemoryRequest,
+    gib,
+    long_step_tokens,
+    memory_ledger,
+    prefill_tokens,
+    size_memory,
+)
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import notices
 from tandem.config.ranks.ranked import decisions, ranked
@@ -200,15 +201,14 @@ def _resolved(
     request = MemoryRequest(config, model, machine, dtype, expert_format, running, stored, in_place, most)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
     page, num_pages, window_pages = _pages(request, memory, log)
-    usual = stream_tokens(model) if gpu_plan and gpu_plan.ring_bytes else _prefill_tokens(config, gpu)
-    step_tokens = _step_tokens(config, memory.context_length, running, usual, log)
+    step_tokens = _step_tokens(config, memory.context_length, running, gpu_plan, log)
     kv_bytes = request.kv_bytes(num_pages * page)
     ledgers: tuple[Ledger, ...] = (memory_ledger(request, memory, kv_bytes),)
     if gpu is not None and gpu_plan is not None:
         pages = -(-memory.context_length // page)
         host = _beside_gpu(request, gpu_plan, len(threads.cpus), step_tokens, pages, 2 if window_pages else 1)
         log.append(Decision("CPU memory", *host.texts()))
-        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, machine))
+        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, config, machine))
     return Plan(
         dtype=dtype,
         expert_format=expert_format,
@@ -235,10 +235,6 @@ def _resolved(
         speculation=speculation(config, model),
         ledgers=ledgers,
     )
-
-
-def _prefill_tokens(config: EngineConfig, gpu: Gpu | None) -> int:
-    return prefill_tokens(gpu is not None, config.enable_deterministic_inference)
 
 
 def _beside_gpu(
@@ -361,12 +357,17 @@ def _pages(request: MemoryRequest, memory: MemoryPlan, log: list[Decision]) -> t
 def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, on_gpu: bool) -> int:
     """Of a step, whatever memory allows."""
     chunk = config.chunked_prefill_size
-    usual = stream_tokens(model) if on_gpu else prefill_tokens(on_gpu)
+    usual = long_step_tokens(model) if on_gpu else prefill_tokens(on_gpu)
     return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)
 
 
-def _step_tokens(config: EngineConfig, context: int, running: int, usual: int, log: list[Decision]) -> int:
-    chunk, reason = usual, "default; longer prompts are cut into chunks, so that others go on"
+def _step_tokens(
+    config: EngineConfig, context: int, running: int, gpu: GpuPlan | None, log: list[Decision]
+) -> int:
+    chunk = prefill_tokens(gpu is not None, config.enable_deterministic_inference)
+    reason = "default; longer prompts are cut into chunks, so that others go on"
+    if gpu is not None and not config.enable_deterministic_inference:
+        chunk, reason = gpu.step_tokens, gpu.step_reason or reason
     if config.chunked_prefill_size is not None:
         chunk, reason = config.chunked_prefill_size, "--chunked-prefill-size"
     if chunk < 0:

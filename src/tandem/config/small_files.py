@@ -1,4 +1,5 @@
-"""Small files: `read_text` reads what lies beside a model's weights; `write_whole` writes all or nothing."""
+"""Small files: `read_text` reads what lies beside a model's weights; `write_whole` writes all or nothing; `lfs_pointer`
+knows those that stand for large ones."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tandem.errors import CheckpointError
 CONFIG_BYTES = 16 << 20  # config.json and its like have thousands
 INDEX_BYTES = 64 << 20  # a name for each weight: the largest have twenty
 TEMPLATE_BYTES = 4 << 20
+_LFS = b"version https://git-lfs."
 
 
 def read_text(path: Path, most_bytes: int = CONFIG_BYTES) -> str:
@@ -31,6 +33,19 @@ def read_text(path: Path, most_bytes: int = CONFIG_BYTES) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+
+
+def lfs_pointer(path: Path) -> CheckpointError | None:
+    """What to do about a pointer, which `git clone` leaves where git-lfs is missing. None: it is none."""
+    if not path.is_file() or not os.access(path, os.R_OK):  # a pipe would keep the reader waiting
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) != _LFS:
+            return None
+    return CheckpointError(
+        f"{path} is a pointer of git-lfs, not the file: run `git lfs install && git lfs pull` in {path.parent}, "
+        "or fetch the model with kt model pull"
+    )
 
 
 def write_whole(path: Path, data: bytes) -> None:

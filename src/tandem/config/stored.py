@@ -15,12 +15,17 @@ class StoredFormat:
     methods: tuple[str, ...] = ("BF16",)  # values of --kt-method that mean it
     group: int = 0  # along K; 0: none, or several
     along: int = 1  # weights along K that stay together where the matrix is cut
+    outputs: tuple[tuple[str, int], ...] = ()  # the same by the last part of a module's name, where it is more than 1
     decoded: str = ""  # what of it has no packed form and becomes numbers: "q5_k"
     gpu_bytes_per_weight: float = (
         2.0  # of dense matrices in GPU memory, where what the kernels do not read is bfloat16
     )
     zero_points: bool = False  # of some of it, as packed
     not_on_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"
+
+    def unit(self, output: str) -> int:
+        """Weights along K that stay together in modules whose names end so."""
+        return dict(self.outputs).get(output, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,14 +54,10 @@ class _Places:
         self.tables = self._memory[: sequences * width].view(sequences, width)
         self._tables = self.tables.numpy()
 
-    def place(self, row: int, sequence: Sequence, positions: npt.NDArray[np.int64] | int) -> None:
-        """Rows from `row` on are at these positions."""
-        table, size = self._table(sequence), self._page_size
-        if isinstance(positions, int):
-            self._cache_slots.array[row] = int(table[positions // size]) * size + positions % size
-            return
-        slots = table[positions // size].astype(np.int64) * size + positions % size
-        self._cache_slots.array[row : row + len(positions)] = slots
+    def place(self, row: int, sequence: Sequence, first: int, count: int) -> None:
+        """So many rows from `row` on are at positions from `first` on."""
+        slots = slots_of(self._table(sequence), first, count, self._page_size)
+        self._cache_slots.array[row : row + count] = slots
 
     def describe(self, which: slice, sequence: Sequence) -> None:
         self._tables[which, : sequence.num_pages] = self._table(sequence)[: sequence.num_pages]
@@ -162,10 +158,24 @@ class BatchArrays:
     def _place(self, row: int, chunk: Chunk) -> None:
         first, rows = chunk.sequence.computed_len, slice(row, row + chunk.length)
         self._input_ids.array[rows] = chunk.tokens
-        positions = first if chunk.length == 1 else np.arange(first, first + chunk.length)
-        self._positions.array[rows] = positions
+        self._positions.array[rows] = counted(first, chunk.length)
         for places in self._places:
-            places.place(row, chunk.sequence, positions)
+            places.place(row, chunk.sequence, first, chunk.length)
+
+
+def slots_of(table: npt.NDArray[np.int32], first: int, count: int, size: int) -> npt.NDArray[np.int64] | int:
+    """Of so many positions from `first` on, in pages of `size`. Most rows of few lie in one page: NumPy would take
+    several times as long to look up each."""
+    page = first // size
+    if (first + count - 1) // size == page:
+        return counted(int(table[page]) * size + first % size, count)
+    positions = np.arange(first, first + count)
+    return table[positions // size].astype(np.int64) * size + positions % size
+
+
+def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
+    """From `first` on."""
+    return first if count == 1 else np.arange(first, first + count)
 
 
 def _settled(chunk: Chunk) -> bool:

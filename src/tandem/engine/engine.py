@@ -23,7 +23,7 @@ from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.pace import PrefillPace
-from tandem.engine.paused_pass import PausingModel
+from tandem.engine.paused_pass import Comes, LongChunk, PausingModel, nobody_comes
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logits import Logits
@@ -78,7 +78,7 @@ def _pace(parts: EngineParts) -> PrefillPace:
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
     beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
-    return PrefillPace(most, seconds is not None, whole, pieces, beside)
+    return PrefillPace(most, seconds is not None, whole, pieces, beside, 0 if gpu is None else gpu.shared_tokens)
 
 
 def _kind(parts: EngineParts) -> Callable[..., ModelRunner]:
@@ -208,10 +208,10 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._answers or self._notices)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self, comes: Comes = nobody_comes) -> list[TokenOutput]:
         """Runs the model once for as many sequences as fit; returns what became of them. An error in here fails the
         requests of this step, with finish_reason "error", and leaves the others alone. Raises EngineError when no later
-        step could work either; then the process has to end."""
+        step could work either; then the process has to end. comes: asked now and then; a long step ends sooner then."""
         outputs, self._notices = self._notices, []
         outputs += self._take_grammars()
         started = perf_counter()
@@ -223,16 +223,26 @@ class Engine:
         beside = self._aside.beside(chunks, partial(self._tried, step=False), pauses)
         if not beside.waits:
             beside()
-        ran = self._run(chunks, beside, drawing) if chunks else []
+        long = self._long_chunk(chunks, comes) if pauses else None
+        ran = self._run(chunks, beside, drawing, long) if chunks else []
         outputs += [*beside.outputs, *ran]
         if self.grammars and not (chunks or outputs or beside.under_way):
             self.grammars.wait()
         return outputs
 
-    def _run(self, chunks: list[Chunk], beside: Beside, drawing: float) -> list[TokenOutput]:
+    def _long_chunk(self, chunks: list[Chunk], comes: Comes) -> LongChunk | None:
+        """Where it may become shorter: what its layers keep of a sequence can be computed again."""
+        gpu = self.plan.gpu
+        shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
+        return LongChunk(chunks, shared, comes) if shared and len(chunks) == 1 and chunks[0].length > shared else None
+
+    def _run(
+        self, chunks: list[Chunk], beside: Beside, drawing: float, long: LongChunk | None
+    ) -> list[TokenOutput]:
         """A step of these chunks. What it took tells the pace and the guesses' governor."""
         started, prompts = perf_counter(), any(chunk.prefills for chunk in chunks)
-        ran = self._tried(chunks, lambda: self._runner.run(chunks, beside))
+        more = () if long is None else (long,)
+        ran = self._tried(chunks, lambda: self._runner.run(chunks, beside, *more))
         seconds = perf_counter() - started - beside.overtook
         _tell(self._speculation, ran.turns, seconds + drawing)
         if prompts:
@@ -309,7 +319,7 @@ class Engine:
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
         _count(turns, self._meter, self._recorder if step else None)
         if step:
-            self._runner.settled(sum(turn.rows for turn in turns))
+            _settle_rows(self._runner, turns)
         return Ran([output for turn in turns if (output := turn.output) is not None], turns)
 
     def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
@@ -362,6 +372,15 @@ def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorde
         count_step(meter, recorder, turns)
     except Exception:
         _log.exception("a step was not counted")
+
+
+def _settle_rows(runner: ModelRunner | GpuRunner, turns: list[Turn]) -> None:
+    """Likewise, unless the GPU has stopped: then it raises EngineError."""
+    try:
+        runner.settled(sum(turn.rows for turn in turns))
+    except Exception:
+        _log.exception("experts may stay where they are: a step's rows were not counted")
+        runner.after_failure()
 
 
 def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:

@@ -8,16 +8,18 @@ what kernels need meanwhile comes from each stream's own memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from tandem.engine.feeder import Feeder
 from tandem.engine.graphs.spared import products_leave, spared_stream
-from tandem.engine.paused_pass import slice_of
+from tandem.engine.paused_pass import PIECES_AHEAD, LongChunk, PausingModel, slice_of
 from tandem.engine.prompt_graphs import Recorder, Work
 from tandem.engine.sampling.logits import DeviceLogits, HostRows
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -109,6 +111,48 @@ def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     return torch.cuda.Stream(device, priority=HIGH_PRIORITY), torch.cuda.Stream(device, priority=0)
 
 
+class Given:
+    """Pieces that a device was given and has not computed yet. On a CPU there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events, self._waits = deque[torch.cuda.Event](), device.type == "cuda"
+
+    def mark(self) -> None:
+        """One more, on the current stream."""
+        if self._waits:
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            self._events.append(event)
+
+    def under_way(self) -> int:
+        while self._events and self._events[0].query():
+            self._events.popleft()
+        return len(self._events)
+
+    def wait_for_room(self, most: int) -> None:
+        """Until there are fewer."""
+        while self.under_way() >= most:
+            self._events[0].synchronize()
+
+
+def in_layers(
+    model: PausingModel,
+    batch: ForwardBatch,
+    states: Rows[tuple[Tensor, ...]],
+    long: LongChunk,
+    shorter: Callable[[], ForwardBatch],
+) -> Tensor:
+    """As `StepModel.forward`. shorter: the batch of the chunk's first rows, when `long` says that only they go on."""
+    p, given = model.begin(batch), Given(batch.input_ids.device)
+    for index in range(model.depth):
+        given.wait_for_room(PIECES_AHEAD)
+        if long.shortened(model.depth - index, model.depth):
+            p = p.first(shorter())
+        model.layer(p, index, states)
+        given.mark()
+    return model.logits(p, states)
+
+
 class GpuPass:
     """A piece is given to the GPU; it returns sooner, unless experts in CPU memory have a part in it."""
 
@@ -126,7 +170,7 @@ class GpuPass:
     ) -> None:
         """start: held. feeder: gives its pieces; None: whoever asks to go on does. spares: as `Streams.aside`."""
         self._work, self._start, self._streams, self._usage, self._rows = work, start, streams, usage, rows
-        self._next, self._given = 0, deque[torch.cuda.Event]()
+        self._next, self._given = 0, Given(torch.device("cuda"))
         self._feeder, self._spares = feeder, spares
         if feeder is not None:
             feeder.start(self)
@@ -137,19 +181,14 @@ class GpuPass:
     def piece(self) -> None:
         with torch.inference_mode(), self._streams.aside(False, self._spares):
             self._work.give(self._next)
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-        self._given.append(event)
+            self._given.mark()
         self._next += 1
 
     def under_way(self) -> int:
-        while self._given and self._given[0].query():
-            self._given.popleft()
-        return len(self._given)
+        return self._given.under_way()
 
     def wait_for_room(self) -> None:
-        while self.under_way() >= self._work.ahead:
-            self._given[0].synchronize()
+        self._given.wait_for_room(self._work.ahead)
 
     def go_on(self, seconds: float, whole: bool) -> bool:
         if self._feeder is None:

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
 from tandem.engine.feeder import Feeder
-from tandem.engine.gpu_pass import GpuPass, PassStart, Streams
+from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prompt_capture import CapturedPrompts
-from tandem.engine.paused_pass import PausingModel
+from tandem.engine.paused_pass import LongChunk, PausingModel
 from tandem.engine.prompt_graphs import LayerWork, PromptGraph, PromptGraphs, Work
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
@@ -71,6 +71,13 @@ def nothing_begins(batch: ForwardBatch, captured: bool) -> None:
     """Where no backend plans its steps."""
 
 
+def _begun(batch: ForwardBatch, begin: BeginStep, device: torch.device) -> ForwardBatch:
+    """A batch that is computed kernel by kernel, where the device reads it."""
+    there = moved(batch, device)  # first: a copy would wait behind those of experts
+    begin(batch, False)
+    return there
+
+
 def _nothing() -> None:
     """Where masks are made before the step, and where no pass goes on meanwhile."""
 
@@ -83,6 +90,15 @@ class _Graph:
     best: Tensor  # of logits, in host memory: the graph's last node copies it
     masks: GraphMasks  # that the best of each row is chosen by
     posts: int  # hand-offs to the CPU's experts
+
+
+def _let_end(graph: _Graph, handoff: Handoff, end: StepEnd) -> None:
+    """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
+    graph.masks.make(_nothing)
+    with suppress(EngineError):  # it had not begun
+        handoff.serve(graph.posts)
+    end.mark()
+    end.wait()
 
 
 class GpuRunner:
@@ -130,12 +146,17 @@ class GpuRunner:
             self._capture_all()
             self._capture_prompts()
 
-    def run(self, chunks: Rows[Chunk], meanwhile: Callable[[], None] = _nothing) -> DeviceLogits:
-        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: as `logits`."""
+    def run(
+        self, chunks: Rows[Chunk], meanwhile: Callable[[], None] = _nothing, long: LongChunk | None = None
+    ) -> DeviceLogits:
+        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: as `logits`. long: of the
+        one chunk, if it may become shorter."""
         batch = self._arrays.fill(chunks)
         self._guessing = any(chunk.guesses for chunk in chunks)
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in chunks])
+            if long is not None:
+                return self._alone(batch, make, long)
             return self.logits(batch, _masks(chunks), make, meanwhile)
 
     def settled(self, tokens: int) -> None:
@@ -170,22 +191,27 @@ class GpuRunner:
         graph.inputs.fill(batch)
         graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
-        graph.graph.replay()
-        self._end.mark()
-        graph.masks.make(make)
-        self._move_experts()
+        try:
+            graph.graph.replay()
+            self._end.mark()
+            graph.masks.make(make)
+            self._move_experts()
+        except (KeyboardInterrupt, SystemExit):
+            _let_end(graph, self._handoff, self._end)
+            raise
         with nullcontext() if self._feeder is None else self._feeder.opened():
             self._handoff.serve(graph.posts)
             with torch.inference_mode(False):  # what begins and ends in it is no part of the step
                 meanwhile()
             return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
 
-    def _alone(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits:
+    def _alone(
+        self, batch: ForwardBatch, make: Callable[[], None], long: LongChunk | None = None
+    ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
         with self._streams.aside():
-            there = moved(batch, self._device)  # first: a copy would wait behind those of experts
-            self._begin_step(batch, False)
-            logits = self._forward(there, len(batch.input_ids))
+            there = _begun(batch, self._begin_step, self._device)
+            logits = self._forward(there, len(batch.input_ids), long)
             best = self._best.fetch(logits)
             self._end.mark()
             make()
@@ -203,7 +229,7 @@ class GpuRunner:
             paused.go_on(0.0, whole=True)
             make()
             return paused.logits()
-        except Exception:
+        except BaseException:
             paused.drop()  # or later steps would find it under way
             raise
 
@@ -233,7 +259,7 @@ class GpuRunner:
             alone = start.hold(batch, split)
             try:
                 work = self._work(batch, self._model, graph or (beside if alone else None))
-            except Exception:
+            except BaseException:
                 start.release()
                 raise
         feeder = self._feeder if alone and isinstance(work, LayerWork) else None
@@ -270,11 +296,18 @@ class GpuRunner:
         if self._live is not None:
             self._live.beside_step()
 
-    def _forward(self, batch: ForwardBatch, counted: int | Tensor) -> Tensor:
+    def _forward(
+        self, batch: ForwardBatch, counted: int | Tensor, long: LongChunk | None = None
+    ) -> Tensor:
         """counted: how many of the first rows `ExpertUsage` counts."""
         if self._usage is not None:
             self._usage.begin(counted)
-        return self._model.forward(batch, self._states)
+        if long is None or not isinstance(self._model, PausingModel):
+            return self._model.forward(batch, self._states)
+        return in_layers(
+            self._model, batch, self._states, long,
+            lambda: _begun(self._arrays.fill(long.chunks), self._begin_step, self._device),
+        )  # fmt: skip
 
     def _graph_of(self, batch: ForwardBatch) -> _Graph | None:
         rows = batch.seq_lens.shape[0]

@@ -88,7 +88,10 @@ class Scheduler:
 
     def prompts(self, decoding: int, pauses: bool = True) -> list[Chunk]:
         """Chunks of prompts beside so many rows that decode, whose step may be under way: nobody loses pages."""
-        tokens = self.pace.step_tokens(decoding, pauses) - decoding
+        asking = sum(sequence.pending_len > 1 for sequence in self.running) + len(self.waiting)
+        if not asking:
+            return []  # of most steps
+        tokens = self.pace.step_tokens(decoding, pauses, asking < 2) - decoding
         chunks, rows = list[Chunk](), MAX_PROMPT_LOGITS_ROWS
         for sequence, most in self._allotted(self._prefilling(tokens), tokens):
             chunk = self._chunk(sequence, most, rows)

@@ -59,6 +59,8 @@ class DraftLayer:
                 break
             p.pending = block.leave(block.operator(block.enter(p), p, states[first:last]))
             first = last
+        if not len(batch.logits_rows):  # no kernel wants to run for no rows
+            return embedded[:0], p.residual.flatten(1)[:0]
         p = p.of(batch.logits_rows)
         x = self.ending.enter(p, self.last_norm, self.eps)
         return x, hidden_rows(p, x)
@@ -79,6 +81,8 @@ class DraftLayer:
 
     def guesses(self, x: Tensor, head: Linear) -> Tensor:
         """The likeliest tokens behind rows of what the layer returned, int64 [R]. head: the model's."""
+        if not len(x):
+            return x.new_empty(0, dtype=torch.int64)
         if self.ids is None:
             return head(x, torch.float32).argmax(-1)
         return self.ids[self._own_head(x, torch.float32).argmax(-1)]

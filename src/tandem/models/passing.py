@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tandem.kernels.hyper import Mix
@@ -53,6 +54,12 @@ class Pass:
         mix = None if self.mix is None else self.mix.of(rows)
         beside = None if self.beside is None else self.beside.of(rows)
         return Pass(self.batch, self.residual[rows], pending, mix, beside)
+
+    def first(self, batch: ForwardBatch) -> Pass:
+        """The same pass for its first rows, which are this batch's. Where no layer reads another's choice."""
+        shorter = self.of(torch.arange(len(batch.input_ids), device=self.residual.device))
+        shorter.batch, shorter.tallies = batch, self.tallies
+        return shorter
 
     @property
     def rows(self) -> StepRows:

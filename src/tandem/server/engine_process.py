@@ -66,7 +66,7 @@ class SteppedEngine(Protocol):
 
     def add(self, request: GenerateRequest) -> object: ...
     def abort(self, request_id: str) -> object: ...
-    def step(self) -> Sequence[TokenOutput]: ...
+    def step(self, comes: Callable[[], bool] = ...) -> Sequence[TokenOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def flush_cache(self) -> object: ...
@@ -152,11 +152,12 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._stopping = False
+        self._early = deque[ToEngine]()  # came while a step ran
         self._stats_at = 0.0
         self._recordings: deque[Future[ExpertsRecorded]] = deque()  # answered in this order
 
     def has_work(self) -> bool:
-        return self._engine.has_work()
+        return bool(self._early) or self._engine.has_work()
 
     def run(self) -> None:
         while not self._stopping:
@@ -175,13 +176,25 @@ class EngineLoop:
     def _receive(self) -> bool:
         """Handle every message that has arrived; True if there was one."""
         changed = False
-        while True:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return changed
+        while self._take() or self._early:
             changed = True
-            self._handle(cast(ToEngine, self._decoder.decode(data)))
+            self._handle(self._early.popleft())
+        return changed
+
+    def _take(self) -> bool:
+        """The next message, if there is one."""
+        try:
+            data = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._early.append(cast(ToEngine, self._decoder.decode(data)))
+        return True
+
+    def _comes(self) -> bool:
+        """Whether a request came while a step runs. Nothing is handled before its end."""
+        while self._take():
+            pass
+        return any(isinstance(message, GenerateRequest) for message in self._early)
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -215,7 +228,7 @@ class EngineLoop:
             self._send(RequestRefused(id=request.id, message=describe(error), fault="engine"))
 
     def _step(self) -> None:
-        outputs = self._engine.step()
+        outputs = self._engine.step(self._comes)
         if outputs:
             self._send(StepOutputs(outputs=list(outputs)))
 

@@ -54,7 +54,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (), "input_ids": (), "prompt_token_ids": (), "prompt_embeds": (),
     "truncate_prompt_tokens": (-1,), "input_embeds": (), "image_data": (), "video_data": (), "audio_data": (),
     "modalities": (["text"],), "audio": (), "lora_path": (), "lora_request": (), "session_params": (),
-    "return_hidden_states": (), "prompt_logprobs": (), "top_logprobs": (), "logprob_token_ids": (),
+    "return_hidden_states": (), "prompt_logprobs": (), "top_logprobs": (0,), "logprob_token_ids": (),
     "return_token_ids": (), "return_tokens_as_token_ids": (), "return_routed_experts": (),
     # of objects in a body
     "messages[].audio": (), "messages[].function_call": (), "messages[].prompt_token_ids": (),

@@ -11,11 +11,18 @@ from tandem.server.chat.answer_grammar import grammar_field
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.chat.openai.writer import ChatWriter
+from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
 from tandem.server.openai_sampling import check_stream_options, dry_breakers, request_id, sampling_of
-from tandem.server.state import ServerState
+from tandem.server.state import ServerState, cut_to_room
+
+NO_LIMIT = -1  # of max_tokens, as in LM Studio and llama.cpp
+
+
+# Clients for reasoning models send it to every model, and other servers pass it to templates that may not ask for it.
+_WISHES: Wishes = {"reasoning_effort": ("reasoning_effort", "reasoning_effort")}
 
 
 async def chat(state: ServerState, http: Request) -> Response:
@@ -27,10 +34,10 @@ async def chat(state: ServerState, http: Request) -> Response:
     state.admit()
     conversation = conversation_of(body)
     with named(_names(body)):
-        prepared = await state.chat.prepare(conversation, _sampling(state, body))
-        request = GenerateRequest(
-            id=request_id(body, "chatcmpl"), prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
-        )
+        prepared = await prepare_wishes(state.chat, conversation, _sampling(state, body), _WISHES, ignored)
+        ids = prepared.prompt_ids
+        sampling = cut_to_room(state, prepared.sampling, len(ids))
+        request = GenerateRequest(id=request_id(body, "chatcmpl"), prompt_ids=ids, sampling=sampling)
         writer = ChatWriter(state, body, prepared, request.id)
         response = await Generation(state, http, [request]).answer(writer, body.stream)
     return name_ignored(response, ignored)
@@ -43,6 +50,7 @@ def _names(body: ChatRequest) -> dict[str, str]:
 
 def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit = None if limit == NO_LIMIT else limit
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     breakers = dry_breakers(body, state.tokenizer)
     return sampling_of(body, state.sampling_defaults, max_tokens=limit, logprobs=logprobs, dry_breakers=breakers)

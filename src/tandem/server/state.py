@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
-from tandem.engine.protocol import GenerateRequest
+from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
@@ -187,3 +189,12 @@ def _there(found: T | None, client: EngineClient) -> T:
     if found is None:
         raise unavailable(client.why_down)
     return found
+
+
+def cut_to_room(state: ServerState, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+    """Agents ask for 32,000 tokens and more, whatever the model is: an answer then ends where the context does. A
+    prompt that leaves no room is refused by the engine's own checks."""
+    room = max(1, state.answer_room(prompt_tokens))
+    if sampling.max_tokens is None or sampling.max_tokens <= room:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=room)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,8 +93,52 @@ def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
     assert later.cache_slots.tolist() == [9 * 4, 9 * 4 + 2, 9 * 4 + 2, 9 * 4 + 2]
 
 
+def test_images_follow_each_other() -> None:
+    """Whatever the one before held: rows over the ends of pages, and widths that stay or change."""
+    chance, inputs = random.Random(4), ChainInputs(ChainShape(3, 6, 3, 5, 4), CPU)
+    for _ in range(200):
+        runs, widths = [], chance.choice([[3, 3], [1, 3], [2]])
+        for _ in widths:
+            count, pages = chance.randint(1, 6), chance.randint(3, 5)
+            first = chance.randint(0, 4 * pages - count)
+            table = torch.tensor(chance.sample(range(1, 90), pages)).numpy()
+            held = SimpleNamespace(num_pages=pages, page_table=table, slot=chance.randint(1, 9))
+            runs.append(Run(held, first, chance.choices(range(99), k=count), True))
+        inputs.fill(runs, widths)
+        inputs.send()
+        for at, run in enumerate([*runs, *[runs[-1]] * 2][:3]):
+            places = [min(max(0, row - 6 + len(run.tokens)), len(run.tokens) - 1) for row in range(6)]
+            positions, table = [run.first + place for place in places], run.sequence.page_table
+            rows, own = slice(6 * at, 6 * at + 6), run.sequence
+            assert inputs.ids[rows].tolist() == [run.tokens[place] for place in places]
+            assert inputs.positions[rows].tolist() == positions
+            assert inputs.places[rows].tolist() == [int(table[each // 4]) * 4 + each % 4 for each in positions]
+            assert inputs.tables[at, : own.num_pages].tolist() == table.tolist() and inputs.slots[at] == own.slot
+        wanted = [*widths, *[0] * (3 - len(widths))]
+        longest = wanted.index(max(wanted))
+        assert inputs.order.tolist() == [[i if wanted[i] > d else longest for i in range(3)] for d in range(3)]
+
+
 def test_graphs_of_guesses_are_as_many_as_steps_can_verify() -> None:
     assert draft_sizes((), 3) == ()
     assert draft_sizes((1, 2, 3, 4), 3) == (1,)
     assert draft_sizes((1, 2, 4, 8, 32), 3) == (1, 2, 4, 8)
     assert draft_sizes((1, 128), 3)[-1] == 32
+
+
+def test_a_prompt_s_last_rows_are_a_recording_s(glm, tmp_path: Path) -> None:
+    """One pass makes those before them, and guesses nothing. So an answer's first guesses take one pass more than
+    others, however many they are."""
+    engine = engine_of(glm.path, tmp_path)
+    recording(engine, (1,))
+    chains, passes = engine._speculation._drafter._chain, []
+    alone = chains._alone.chains
+
+    def noted(runs, widths):
+        passes.append(([len(run.tokens) for run in runs], list(widths)))
+        return alone(runs, widths)
+
+    chains._alone.chains = noted
+    seen = list(chunks_of(engine, request("c", PROMPTS["c"], max_tokens=12, ignore_eos=True)))
+    assert passes == [([len(PROMPTS["c"]) - 8], [])]
+    assert len(seen) > 2 and all(list(guesses) == glm.chain(tokens, len(guesses)) for tokens, guesses in seen)

@@ -195,8 +195,9 @@ def test_what_a_graph_reads_stays_where_it_is(monkeypatch) -> None:
     assert order._heads((1, 1), CPU) is not others[0]
 
 
-def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch) -> None:
-    """What comes after it prepares its own."""
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch, error) -> None:
+    """What comes after it prepares its own; `LLM` is stopped with Ctrl+C, and asked again."""
     told, runner = Told(), GpuRunner.__new__(GpuRunner)
     runner._plan, runner._prompts, runner._splits = GraphPlan((), PAGES), graphs(16), PromptGraphs(None)
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [Piece([told.step("piece")])], found(SEQUENCES))
@@ -206,8 +207,8 @@ def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch) -> N
     monkeypatch.setattr(runner, "paused", lambda *_: made)
 
     def broken() -> None:
-        raise ValueError("a grammar failed")
+        raise error("a grammar failed")
 
-    with pytest.raises(ValueError, match="a grammar failed"):
+    with pytest.raises(error, match="a grammar failed"):
         runner._prompt(chunk, broken)
     assert told.calls == ["piece", "release"]

@@ -18,6 +18,9 @@ class FakePass:
     batch: Any
     tallies: Any = None
 
+    def first(self, batch) -> FakePass:
+        return FakePass(batch)
+
 
 class PausingFake(FakeModel):
     """Reads and writes its pages in its last layer: whoever drops it before has changed nothing."""

@@ -219,7 +219,7 @@ def _row(
         "dense": request.dense, "algorithm": _ALGORITHMS[guesses.algorithm],
         "acceptance": guesses.acceptance, "overlap": request.overlap,
         "steps": guesses.most, "governor": guesses.governed, "batch": batch, "gpu_share": share,
-        "context": request.context, "draft_ms": round(guesses.seconds * 1e3, 4),
+        "context": request.context, "tokens": request.tokens, "draft_ms": round(guesses.seconds * 1e3, 4),
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.checkpoint.mapped.pages import Pages
+from tandem.config.small_files import lfs_pointer
 from tandem.errors import CheckpointError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -95,7 +96,8 @@ def _entries(path: Path) -> tuple[dict[str, Entry], bytes]:
             text = file.read(length)
         header: dict[str, Any] = msgspec.json.decode(text)
     except (SafetensorError, OSError, ValueError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path} is truncated or not safetensors ({error}): copy it again") from error
+        broken = CheckpointError(f"{path} is truncated or not safetensors ({error}): copy it again")
+        raise lfs_pointer(path) or broken from error
     start = 8 + length
     header.pop("__metadata__", None)
     entries = {

@@ -19,6 +19,8 @@ from tandem.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 BF16_BYTES = 2
+_UNFINISHED = (".incomplete", ".part", ".aria2", ".crdownload")  # of programs that fetch files
+_PICKLES = (".bin", ".pth", ".pt")
 
 
 class Shards:
@@ -82,7 +84,7 @@ class Shards:
             return iter([self.path / shard for shard in shards])
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{self.path} holds no *.safetensors files: is it a model directory?")
+            raise CheckpointError(f"{self.path} holds no *.safetensors files: {_instead(self.path)}")
         return iter(files)
 
     @cached_property
@@ -105,3 +107,12 @@ class Shards:
         for name, file in self._index_map.items():
             if name not in self._of or self._of[name].path != self.path / file:
                 raise CheckpointError(f"{self.path / file} lacks tensor {name}, which {INDEX} says it has")
+
+
+def _instead(directory: Path) -> str:
+    """What a directory without weights has, and what to do about it."""
+    if unfinished := [path.name for path in directory.iterdir() if path.suffix in _UNFINISHED]:
+        return f"the download of {unfinished[0]} is not finished; fetch the rest"
+    if pickles := [path.name for path in directory.iterdir() if path.suffix in _PICKLES]:
+        return f"{pickles[0]} is not read, since it may hold a program; fetch the model's *.safetensors files"
+    return "is it a model directory?"

@@ -7,25 +7,36 @@ from dataclasses import replace
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.host_memory import HostShare, host_memory
-from tandem.config.memory import DEFAULT_FRACTION, MemoryRequest, gib
+from tandem.config.memory import (
+    DEFAULT_FRACTION,
+    HOST_STEP_BYTES,
+    LARGEST_FRACTION,
+    MemoryRequest,
+    gib,
+    ram_fraction,
+)
 from tandem.config.model_config import FORMAT_BYTES, ModelConfig, draft_experts
 from tandem.errors import GpuTooSmall
 
+LARGER_FRACTIONS = (0.85, 0.9, LARGEST_FRACTION)
 ROUNDED = ("int8", "int4")  # what --kt-method makes of experts that are stored larger
 
 
 def check_ram(
     request: MemoryRequest, on_gpu: int, drafts_there: bool, would_fit: Callable[[MemoryRequest], bool]
 ) -> None:
-    """Of experts: what steps need beside them is not known yet, and is within what the fraction leaves. would_fit: the
-    same request with other experts. Raises GpuTooSmall."""
-    budget = request.machine.available_memory * DEFAULT_FRACTION
+    """Of experts: what steps need beside them is not known yet. The default fraction leaves enough for it. would_fit:
+    the same request with other flags. Raises GpuTooSmall."""
+    fraction = ram_fraction(request.config)
+    steps = HOST_STEP_BYTES if fraction > DEFAULT_FRACTION else 0
+    budget = request.machine.available_memory * fraction - steps
     needed = _needed(request, on_gpu, drafts_there)
     if needed > budget:
         ways = "; ".join(_ways_out(request, on_gpu, would_fit))
+        beside = f", less {gib(steps)} for steps" if steps else ""
         raise GpuTooSmall(
             f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
-            f"({DEFAULT_FRACTION:g} of what is free); {ways}"
+            f"({fraction:g} of what is free{beside}); {ways}"
         )
 
 
@@ -48,6 +59,11 @@ def _ways_out(request: MemoryRequest, on_gpu: int, would_fit: Callable[[MemoryRe
         yield f"{places}: without {flag} there are more, and it fits"
     else:
         yield f"{places}, as {flag} says"
+    for fraction in LARGER_FRACTIONS:
+        larger = replace(request.config, mem_fraction_static=fraction)
+        if fraction > ram_fraction(request.config) and would_fit(replace(request, config=larger)):
+            yield f"--mem-fraction-static {fraction:g} fits without loss"
+            break
     for fmt in ROUNDED:
         smaller = FORMAT_BYTES[fmt] * request.model.expert_params < expert_bytes(request)
         if smaller and would_fit(replace(request, expert_format=fmt)):

@@ -62,6 +62,7 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (), m.draft_experts,
         settled_sizes(config, model, running, request.guesses) if sizes else (), spared,
+        m.step_tokens, m.step_reason, m.shared_tokens,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tandem.config.choices.travelling import experts_kept_off
 from tandem.config.expert_format import unrounded_format
-from tandem.config.gpu_plan import experts_kept_off
 from tandem.config.memory import MemoryRequest
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import StoredFormats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from tandem.config.forecast.speeds import (
@@ -26,6 +27,7 @@ from tandem.errors import ConfigError
 
 SYSTEM_BYTES, SYSTEM_SHARE = 2 * GIB, 0.03  # of RAM, what other programs keep: the larger of the two
 GPU_FREE_SHARE = 0.97  # the driver keeps the rest
+MOST_GPU_GIB = 1024  # no GPU has more
 CAPABILITY = (8, 0)  # of a GPU whose name is not known
 ANY_VERSION = "999.0"  # of packages: they can be installed on the machine that is asked about
 
@@ -140,14 +142,22 @@ def _gpu(word: str, number: int, pcie: str) -> Gpu:
     known = gpu_model(what)
     if known is not None:
         return _made(what, known, number, pcie, rate)
-    try:
-        size = read_size(what, "--gpu") / GIB
-    except ConfigError:
-        names = ", ".join(GPU_MODELS)
-        raise ConfigError(f"--gpu {what!r} is not known; give its memory, as 24GB, or one of {names}") from None
+    size = _gpu_gib(what)
     return _made(
         f"a GPU of {size:g} GiB", GpuModel(size, GPU_GBPS, GPU_FLOPS, CAPABILITY), number, pcie, rate
     )
+
+
+def _gpu_gib(what: str) -> float:
+    """Of its memory. The name of a GPU that is not in the table may look like a size: "1080", "2080ti"."""
+    try:
+        size = read_size(what, "--gpu") / GIB
+    except ConfigError:
+        size = math.inf
+    if size > MOST_GPU_GIB:
+        names = ", ".join(GPU_MODELS)
+        raise ConfigError(f"--gpu {what!r} is not known; give its memory, as 24GB, or one of {names}")
+    return size
 
 
 def _made(name: str, model: GpuModel, number: int, pcie: str, rate: str) -> Gpu:

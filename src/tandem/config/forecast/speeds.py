@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from tandem.errors import ConfigError
 
@@ -44,17 +43,26 @@ class GpuModel:
 
 
 GPU_MODELS: Mapping[str, GpuModel] = {
-    "3090": GpuModel(24, 936, 7.1e13, (8, 6)), "a10040": GpuModel(40, 1555, 3.12e14, (8, 0)),
-    "a100": GpuModel(80, 2039, 3.12e14, (8, 0)), "a6000": GpuModel(48, 768, 7.7e13, (8, 6)),
+    "3090": GpuModel(24, 936, 7.1e13, (8, 6)), "3090ti": GpuModel(24, 1008, 8e13, (8, 6)),
+    "3060": GpuModel(12, 360, 2.5e13, (8, 6)), "3060ti": GpuModel(8, 448, 3.2e13, (8, 6)),
+    "3070": GpuModel(8, 448, 4.1e13, (8, 6)), "3070ti": GpuModel(8, 608, 4.3e13, (8, 6)),
+    "3080": GpuModel(10, 760, 5.9e13, (8, 6)), "3080ti": GpuModel(12, 912, 6.8e13, (8, 6)),
+    "4060": GpuModel(8, 272, 3e13, (8, 9)), "4060ti": GpuModel(16, 288, 4.4e13, (8, 9)),
+    "4070": GpuModel(12, 504, 5.8e13, (8, 9)), "4070super": GpuModel(12, 504, 7.1e13, (8, 9)),
+    "4070ti": GpuModel(12, 504, 8e13, (8, 9)), "4070tisuper": GpuModel(16, 672, 8.8e13, (8, 9)),
+    "4080": GpuModel(16, 717, 9.7e13, (8, 9)), "4080super": GpuModel(16, 736, 1.04e14, (8, 9)),
+    "4090": GpuModel(24, 1008, 1.65e14, (8, 9)),
+    "5060": GpuModel(8, 448, 3.8e13, (12, 0)), "5060ti": GpuModel(16, 448, 4.7e13, (12, 0)),
+    "5070": GpuModel(12, 672, 6.2e13, (12, 0)), "5070ti": GpuModel(16, 896, 8.8e13, (12, 0)),
+    "5080": GpuModel(16, 960, 1.13e14, (12, 0)), "5090": GpuModel(32, 1792, 2.1e14, (12, 0)),
+    "a10": GpuModel(24, 600, 1.25e14, (8, 6)), "a10g": GpuModel(24, 600, 7e13, (8, 6)),
+    "a10040": GpuModel(40, 1555, 3.12e14, (8, 0)), "a100": GpuModel(80, 2039, 3.12e14, (8, 0)),
+    "a5000": GpuModel(24, 768, 5.6e13, (8, 6)), "a6000": GpuModel(48, 768, 7.7e13, (8, 6)),
     "l4": GpuModel(24, 300, 1.21e14, (8, 9)), "l20": GpuModel(48, 864, 1.2e14, (8, 9)),
-    "l40": GpuModel(48, 864, 1.81e14, (8, 9)), "4060ti": GpuModel(16, 288, 4.4e13, (8, 9)),
-    "l40s": GpuModel(48, 864, 3.62e14, (8, 9)),
-    "4070": GpuModel(12, 504, 5.8e13, (8, 9)), "4080": GpuModel(16, 717, 9.7e13, (8, 9)),
-    "4090": GpuModel(24, 1008, 1.65e14, (8, 9)), "5060ti": GpuModel(16, 448, 4.7e13, (12, 0)),
-    "5070": GpuModel(12, 672, 6.2e13, (12, 0)), "5080": GpuModel(16, 960, 1.13e14, (12, 0)),
-    "5090": GpuModel(32, 1792, 2.1e14, (12, 0)), "6000ada": GpuModel(48, 960, 1.82e14, (8, 9)),
-    "pro6000": GpuModel(96, 1792, 2.5e14, (12, 0)), "h100": GpuModel(80, 3350, 9.89e14, (9, 0)),
-    "h200": GpuModel(141, 4800, 9.89e14, (9, 0)), "b200": GpuModel(180, 8000, 2.25e15, (10, 0)),
+    "l40": GpuModel(48, 864, 1.81e14, (8, 9)), "l40s": GpuModel(48, 864, 3.62e14, (8, 9)),
+    "6000ada": GpuModel(48, 960, 1.82e14, (8, 9)), "pro6000": GpuModel(96, 1792, 2.5e14, (12, 0)),
+    "h100": GpuModel(80, 3350, 9.89e14, (9, 0)), "h200": GpuModel(141, 4800, 9.89e14, (9, 0)),
+    "b200": GpuModel(180, 8000, 2.25e15, (10, 0)),
 }  # fmt: skip
 
 
@@ -81,9 +89,12 @@ class Speeds:
 
 
 def gpu_model(name: str) -> GpuModel | None:
-    """The table's entry for "NVIDIA GeForce RTX 4060 Ti", "H100 80GB HBM3", "4090": the longest that fits."""
+    """The table's entry for "NVIDIA GeForce RTX 4060 Ti", "H100 80GB HBM3", "4090": the longest that fits. A laptop's
+    GPU is another one of the same name."""
     words = [word.removeprefix("rtx") for word in re.findall(r"[a-z0-9]+", name.lower())]
-    known = {*words, *(a + b for a, b in pairwise(words))}
+    if "laptop" in words:
+        return None
+    known = {"".join(words[i : i + count]) for i in range(len(words)) for count in (1, 2, 3)}
     found = [key for key in GPU_MODELS if key in known]
     return GPU_MODELS[max(found, key=len)] if found else None
 

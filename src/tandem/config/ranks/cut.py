@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 from tandem.config.layers import Body, DeltaRule, Dense, Gqa, Layer, Moe
@@ -18,6 +19,7 @@ from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.model_config import ModelConfig
 from tandem.config.ranks.shard import ALONE, Shard
 from tandem.config.speculation.drafts import Drafts
+from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
 
 MOST_RANKS = 64
@@ -41,12 +43,15 @@ class Limit:
         return self.what if self.unit == 1 else f"{self.what}, which have groups of {self.unit},"
 
 
-def cut(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> ModelConfig:
-    """What rank `shard` has of the model. expert_unit: weights of an expert's width that belong together as stored.
+def cut(
+    model: ModelConfig, shard: Shard, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED
+) -> ModelConfig:
+    """What rank `shard` has of the model. expert_unit: weights of an expert's width that belong together as stored;
+    stored: what says the same of all other matrices.
 
     Raises ConfigError with what cannot be divided, and the numbers of ranks that can be.
     """
-    check_ranks(model, shard.ranks, expert_unit)
+    check_ranks(model, shard.ranks, expert_unit, stored)
     if shard.ranks == 1:
         return model
     layers = tuple(_layer(layer, shard) for layer in model.layers)
@@ -54,20 +59,23 @@ def cut(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> ModelConfig:
     return replace(model, layers=layers, drafts=drafts, drafter=drafter, shard=shard)
 
 
-def check_ranks(model: ModelConfig, ranks: int, expert_unit: int = 1) -> None:
+def check_ranks(
+    model: ModelConfig, ranks: int, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED
+) -> None:
     """Raises what `cut` raises."""
     if ranks == 1:
         return
     if model.foreign is not None:
         raise _refused(ranks, "a model that runs through Transformers' modules cannot be divided; leave --tp out")
-    if against := [limit for limit in _limits(model, expert_unit) if not limit.allows(ranks)]:
-        named, possible = " and ".join(map(str, against)), ", ".join(map(str, possible_ranks(model, expert_unit)))
+    if against := [limit for limit in _limits(model, expert_unit, stored) if not limit.allows(ranks)]:
+        named = " and ".join(map(str, against))
+        possible = ", ".join(map(str, possible_ranks(model, expert_unit, stored)))
         raise _refused(ranks, f"{named} cannot be divided among {ranks} ranks; possible: {possible}")
 
 
-def possible_ranks(model: ModelConfig, expert_unit: int = 1) -> list[int]:
+def possible_ranks(model: ModelConfig, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED) -> list[int]:
     """How many ranks the model can be divided among."""
-    limits = [] if model.foreign is not None else _limits(model, expert_unit)
+    limits = [] if model.foreign is not None else _limits(model, expert_unit, stored)
     most = MOST_RANKS if limits else 1
     return [1, *(ranks for ranks in range(2, most + 1) if all(limit.allows(ranks) for limit in limits))]
 
@@ -140,14 +148,14 @@ _CUTS: dict[type, Callable[[Any, int], Body]] = {
 }
 
 
-def _limits(model: ModelConfig, expert_unit: int) -> list[Limit]:
+def _limits(model: ModelConfig, expert_unit: int, stored: StoredFormats) -> list[Limit]:
     drafter = () if model.drafter is None else (model.drafter.layer,)
-    bodies = [block.body for layer in (*model.layers, *drafter) for block in layer.blocks]
-    found = (limit for body in bodies if divided(body) for limit in _limits_of(body, expert_unit))
+    bodies = [block.body for layer in (*model.layers, *drafter) for block in layer.blocks if divided(block.body)]
+    found = [limit for body in bodies for limit in (*_limits_of(body, expert_unit, stored), *_groups(body, stored))]
     return list(dict.fromkeys(found))
 
 
-def _limits_of(body: Body, expert_unit: int) -> Iterator[Limit]:
+def _limits_of(body: Body, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
     match body:
         case Gqa():
             yield Limit(f"{body.heads} query heads", body.heads)
@@ -163,19 +171,41 @@ def _limits_of(body: Body, expert_unit: int) -> Iterator[Limit]:
         case ShortConv():
             yield Limit(f"{body.channels} channels of convolutions", body.channels)
         case Dense():
-            yield _width("dense layers", body)
+            yield _width("dense layers", body, stored.dense)
         case Moe():
-            yield from _limits_of_moe(body, expert_unit)
+            yield from _limits_of_moe(body, expert_unit, stored)
 
 
-def _limits_of_moe(moe: Moe, unit: int) -> Iterator[Limit]:
+def _groups(body: Body, stored: StoredFormats) -> Iterator[Limit]:
+    """Of a mixer's output, whose columns are divided, where some of them belong together as stored."""
+    if type(body) not in _OUTPUTS:
+        return
+    name, inputs = _OUTPUTS[type(body)]
+    if (unit := stored.dense.unit(name)) > 1:
+        yield Limit(f"{inputs(body)} inputs of {name}", inputs(body), unit)
+
+
+_OUTPUTS: dict[type, tuple[str, Callable[[Any], int]]] = {
+    Gqa: ("o_proj", lambda body: body.heads * body.value_dim),
+    Latent: ("o_proj", lambda body: body.heads * body.value_dim),
+    ChannelDelta: ("o_proj", lambda body: body.inner),
+    SharedKv: ("o_b_proj", lambda body: body.out_groups * body.out_rank),
+    DeltaRule: ("out_proj", lambda body: body.values),
+    StateSpace: ("out_proj", lambda body: body.inner),
+    ShortConv: ("out_proj", lambda body: body.channels),
+}
+"""The module that mixes what a body's heads have found, and its inputs."""
+
+
+def _limits_of_moe(moe: Moe, unit: int, stored: StoredFormats) -> Iterator[Limit]:
     least = unit if moe.experts.activation.gated else max(unit, UNGATED_HALVES)
     yield Limit(f"{moe.experts.width} rows of experts", moe.experts.width, least)
     if moe.shared is not None:
-        yield _width("shared experts", moe.shared)
+        yield _width("shared experts", moe.shared, stored.shared)
     if moe.beside is not None:
-        yield _width("dense layers", moe.beside.dense)
+        yield _width("dense layers", moe.beside.dense, stored.dense)
 
 
-def _width(what: str, dense: Dense) -> Limit:
-    return Limit(f"{dense.width} rows of {what}", dense.width, 1 if dense.activation.gated else UNGATED_HALVES)
+def _width(what: str, dense: Dense, stored: StoredFormat) -> Limit:
+    rows = 1 if dense.activation.gated else UNGATED_HALVES
+    return Limit(f"{dense.width} rows of {what}", dense.width, lcm(rows, stored.unit("down_proj")))

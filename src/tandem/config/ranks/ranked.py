@@ -27,7 +27,7 @@ def ranked(
         return config, model, machine
     if why := _why_not(config, machine, ranks):
         raise ConfigError(f"--tensor-parallel-size {ranks}: {why}", fields=FIELD)
-    own = model if model.shard.ranks == ranks else cut(model, Shard(rank, ranks), _expert_unit(config, stored))
+    own = model if model.shard.ranks == ranks else cut(model, Shard(rank, ranks), _expert_unit(config, stored), stored)
     config, machine = own_side(config, machine, rank)
     return config, own, machine
 

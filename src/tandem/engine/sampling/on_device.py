@@ -55,11 +55,8 @@ def choose(
 ) -> list[Sampled | None]:
     """found [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r], whose logits nothing changes. None: the
     candidates do not decide, the whole row must be looked at."""
-    chosen: list[Sampled | None] = [
-        Sampled(int(token_id), None) if math.isfinite(value) else Sampled(-1, None)
-        for token_id, value in found
-    ]
-    rows = [r for r, s in enumerate(sequences) if _needs_more(s.sampling) and math.isfinite(found[r, 1])]
+    chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in found.tolist()]
+    rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(found[r, 1])]
     if rows:
         made = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
         for r, row in zip(rows, made, strict=True):
@@ -67,7 +64,13 @@ def choose(
     return chosen
 
 
-def _needs_more(params: SamplingParams) -> bool:
+def best_token(token_id: float, logit: float) -> Sampled:
+    """Of a row's best, as `logits.best_of` says it."""
+    return Sampled(int(token_id), None) if math.isfinite(logit) else Sampled(-1, None)
+
+
+def needs_more(params: SamplingParams) -> bool:
+    """Than a row's best."""
     return params.logprobs is not None or not is_greedy(params)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import to_gpu
+from tandem.engine.batch_arrays import counted, slots_of, to_gpu
 from tandem.engine.speculation.drawn_rows import Run
 from tandem.models.batch import ForwardBatch
 
@@ -34,12 +35,6 @@ class ChainShape:
     def input_bytes(self) -> int:
         return self.wide_bytes + 4 * self.sequences * (self.pages + 1)
 
-    def holds(self, runs: Rows[Run]) -> bool:
-        """Runs that all are wanted."""
-        return len(runs) <= self.sequences and all(
-            run.wanted and len(run.tokens) <= self.rows for run in runs
-        )
-
 
 class ChainInputs:
     """In pinned memory and on the device; a recording begins with a copy. At first all rows are of page 0.
@@ -53,9 +48,10 @@ class ChainInputs:
         self.shape, count = shape, shape.sequences * shape.rows
         self._host = torch.zeros(shape.input_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = self._host.to(device, copy=True)
-        self._ids, self._positions, self._places, self._order, self._tables, self._slots = (
-            part.numpy() for part in self._views(self._host)
-        )
+        ids, positions, places, self._order, tables, slots = (part.numpy() for part in self._views(self._host))
+        each = [array.reshape(shape.sequences, shape.rows) for array in (ids, positions, places)]
+        self._each: tuple[Any, ...] = (*each, tables, slots)
+        self._widths: list[int] = []  # whose order is in the image
         self.ids, self.positions, self.places, self.order, self.tables, self.slots = self._views(self._there)
         self.starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         self.each = torch.arange(shape.sequences, device=device)
@@ -77,23 +73,27 @@ class ChainInputs:
         )
 
     def fill(self, runs: Rows[Run], widths: Rows[int]) -> None:
-        """The image, after all that read the one before."""
-        s = self.shape
-        tables = self._tables
-        rows = [array.reshape(s.sequences, s.rows) for array in (self._ids, self._positions, self._places)]
+        """The image, after all that read the one before. The GPU waits for this."""
         for at, run in enumerate(runs):
-            back = np.minimum(np.arange(s.rows)[::-1], len(run.tokens) - 1)  # rows behind this one
-            positions, pages = run.last - back, run.sequence.num_pages
-            tables[at, :pages] = run.sequence.page_table[:pages]
-            self._slots[at] = run.sequence.slot
-            rows[0][at] = np.array(run.tokens, dtype=np.int64)[::-1][back]
-            rows[1][at] = positions
-            rows[2][at] = (
-                tables[at, positions // s.page_size].astype(np.int64) * s.page_size + positions % s.page_size
-            )
-        for array in (*rows, tables, self._slots):
-            array[len(runs) :] = array[len(runs) - 1]
-        self._fill_order(widths)
+            self._fill_rows(at, run)
+        if len(runs) < self.shape.sequences:
+            for array in self._each:
+                array[len(runs) :] = array[len(runs) - 1]
+        if self._widths != widths:
+            self._fill_order(widths)
+            self._widths = list(widths)
+
+    def _fill_rows(self, at: int, run: Run) -> None:
+        """The first rows are copies of the run's first one."""
+        ids, positions, places, tables, slots = self._each
+        count, pages = len(run.tokens), run.sequence.num_pages
+        missing = self.shape.rows - count
+        tables[at, :pages] = run.sequence.page_table[:pages]
+        slots[at] = run.sequence.slot
+        there = slots_of(tables[at], run.first, count, self.shape.page_size)
+        ids[at, missing:], positions[at, missing:], places[at, missing:] = run.tokens, counted(run.first, count), there
+        for array in (ids, positions, places):
+            array[at, :missing] = array[at, missing]
 
     def _fill_order(self, widths: Rows[int]) -> None:
         """order[d, s]: whose row sequence s computes in pass d."""

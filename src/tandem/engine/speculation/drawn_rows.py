@@ -25,6 +25,17 @@ class Run(NamedTuple):
         return self.first + len(self.tokens) - 1
 
 
+def parted(runs: Rows[Run], most: int) -> tuple[list[Run], list[Run]]:
+    """What has to be made first: rows that guess nothing. And the last rows of those that do, at most so many."""
+    before, last = [run for run in runs if not run.wanted], list[Run]()
+    for run in (run for run in runs if run.wanted):
+        early = max(0, len(run.tokens) - most)
+        if early:
+            before.append(Run(run.sequence, run.first, run.tokens[:early], False))
+        last.append(Run(run.sequence, run.first + early, run.tokens[early:], True))
+    return before, last
+
+
 def batch_of(runs: Rows[Run], page_size: int) -> ForwardBatch:
     """In host memory."""
     starts = np.cumsum([0, *(len(run.tokens) for run in runs)])

@@ -19,7 +19,7 @@ from tandem.engine.gpu_runner import BeginStep, nothing_collected
 from tandem.engine.sampling.logits import StepEnd
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
 from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, Pass, PassByPass
-from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.speculation.drawn_rows import Run, parted
 from tandem.experts.handoff import Handoff
 from tandem.models.batch import ForwardBatch
 
@@ -124,7 +124,8 @@ class _Recorded:
 
 
 class GpuChains:
-    """`Chains`. What no recording holds runs pass by pass."""
+    """`Chains`. Rows of a prompt are more than a recording has: one pass makes all but the last of them, and guesses
+    nothing. Where more sequences are wanted than a recording has, all runs pass by pass."""
 
     def __init__(self, drafts: GpuDrafts, shapes: Rows[ChainShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""
@@ -150,16 +151,24 @@ class GpuChains:
             _log.info("captured CUDA graphs of guesses for %s sequences", ", ".join(str(s.sequences) for s in shapes))
 
     def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+        wanted = sum(run.wanted for run in runs)
         with torch.inference_mode():
             for recorded in self._recorded:
-                if runs and recorded[0].inputs.shape.holds(runs):
-                    self.unusual = False
-                    return self._replayed(recorded, runs, widths)
+                if 0 < wanted <= recorded[0].inputs.shape.sequences:
+                    return self._replayed(recorded, self._last_rows(runs, recorded[0].inputs.shape.rows), widths)
             self.unusual = bool(self._recorded)
             found = self._alone.chains(runs, widths)
         self.sure = self._alone.sure
         self._handoff.check()
         return found
+
+    def _last_rows(self, runs: list[Run], most: int) -> list[Run]:
+        """Of those that are wanted, once all rows before them are made."""
+        before, last = parted(runs, most)
+        self.unusual = bool(before)
+        if before:
+            self._alone.chains(before, [])
+        return last
 
     def _replayed(
         self, recorded: tuple[Chain | Block, _Recorded, _Recorded], runs: list[Run], widths: Rows[int]

@@ -75,6 +75,7 @@ class Speculation:
         self._times = StepTimes()
         self._governor: Widths = Governor(self._times) if governed else FixedWidth()
         self._drawing = drafter if isinstance(drafter, Drawing) else None
+        self._saying = drafter if isinstance(drafter, Saying) else None  # asked once: that takes longer than most calls
         self._shadows, self._clock, self._unusual = Shadows(), clock, 0
         self._rests, self._rested_until = RETRY_SECONDS, float("-inf")  # after a drawing that failed
         self._asked = self._quiet = _NOBODY
@@ -152,7 +153,7 @@ class Speculation:
         return [drawn.get(sequence) for sequence in sequences]
 
     def _sure(self, sequence: Sequence) -> tuple[float, ...]:
-        return self._drafter.sure(sequence) if isinstance(self._drafter, Saying) else ()
+        return () if self._saying is None else self._saying.sure(sequence)
 
     def _draw(self, drawing: Drawing, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""

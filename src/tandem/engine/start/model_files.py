@@ -25,6 +25,7 @@ from tandem.checkpoint import demo_dir, resolve_model
 from tandem.config import EngineConfig
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.planning import Planned, planned
+from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.hub.download import Download
 from tandem.hub.files import CONFIG, RemoteFile, small_files
@@ -125,15 +126,21 @@ def _check_plan(
     plan: Planner,
     how: tuple[Shown | None, bool, int],
 ) -> None:
-    """Raises ConfigError with the plan's reasons where the model would not run here."""
+    """Raises ConfigError with the plan's reasons where the model would not run here, CheckpointError where its text
+    cannot be read."""
     shown, force, coming = how
+    more = f"{model.name} was not fetched ({coming / 1e9:.1f} GB); --force fetches it nevertheless"
     try:
         found = _looked(hub, model, weights, plan)
     except ConfigError as error:
         if force:
             return
-        more = f"{model.name} was not fetched ({coming / 1e9:.1f} GB); --force fetches it nevertheless"
         raise type(error)(*error.reasons, more) from error
+    if not (force or wants_gguf(model)):  # a GGUF file has its tokenizer inside
+        try:
+            _looked(hub, model, weights, Tokenizer.load)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {more}") from error
     if shown is not None:
         shown(found, coming)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from tandem.config.small_files import TEMPLATE_BYTES, read_text
+from tandem.config.small_files import TEMPLATE_BYTES, lfs_pointer, read_text
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.text.token_floor import TokenFloor, token_floor
@@ -54,18 +54,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, and the end tokens of
+        """Reads tokenizer.json (or tiktoken.model), tokenizer_config.json, chat_template.jinja, and the end tokens of
         generation_config.json or config.json; or a GGUF file, which has all that inside."""
         if directory.is_file():
             return cls._of(*_read_gguf(directory))
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{directory} has no tokenizer.json: copy it from where the model came from, or write it there with "
-                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
-        inner = _read_tokenizer(path)
         settings = _read_json(directory / "tokenizer_config.json")
+        inner = _read_vocabulary(directory, settings)
         settings["chat_template"] = _chat_template(directory, settings)
         eos_ids = _eos_ids(directory, inner, _token_text(settings.get("eos_token")))
         return cls._of(inner, eos_ids, settings)
@@ -216,6 +210,21 @@ def _read_gguf(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...], dict[
     return gguf_tokenizer(model), tuple(end_ids(model)), gguf_texts(model)
 
 
+def _read_vocabulary(directory: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    """settings: tokenizer_config.json. Raises CheckpointError."""
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return _read_tokenizer(path)
+    if (directory / "tiktoken.model").is_file():
+        from tandem.checkpoint.tiktoken_tokenizer import tiktoken_tokenizer  # needs torch, as above
+
+        return tiktoken_tokenizer(directory, settings, _BYTE_OF_CHAR)
+    raise CheckpointError(
+        f"{directory} has no tokenizer.json: copy it from where the model came from, or write it there with "
+        "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
+
+
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """Through a text: the library's own reading would take whatever lies there."""
     text = read_text(path, TOKENIZER_BYTES)
@@ -224,9 +233,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     except BaseException as error:  # a rule that it cannot compile is a panic, which is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise CheckpointError(
-            f"{path} is no tokenizer that can be read ({error}); fetch the file again"
-        ) from error
+        broken = CheckpointError(f"{path} is no tokenizer that can be read ({error}); fetch the file again")
+        raise lfs_pointer(path) or broken from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class ExpertUsage:
         self._chosen: Tensor | None = None
         if chosen is not None:
             self._chosen = torch.full((layers, *chosen), -1, dtype=torch.int32, device=device)
+        self._less = torch.full((1, 1), -1, dtype=kind, device=device)
         self._last = torch.zeros(2, layers, experts, dtype=kind)
         self._totals = torch.zeros(2, layers, experts, dtype=torch.int64)
         self._on_gpu = torch.zeros(layers, experts, dtype=torch.bool) if on_gpu is None else on_gpu
@@ -272,6 +273,7 @@ class ExpertUsage:
     def take_back(self, rows: Sequence[int]) -> None:
         """These rows of the last step were no tokens. Their experts were read all the same. Only if ids are kept."""
         assert self._chosen is not None
-        ids = self._chosen[:, list(rows)].flatten(1).long()
-        tokens = self._arrays[_TOKENS]
-        tokens.scatter_add_(1, ids, torch.full_like(ids, -1, dtype=tokens.dtype))
+        first, end = rows[0], rows[-1] + 1  # of one sequence they are neighbours: no list of them goes to the GPU
+        some = slice(first, end) if end - first == len(rows) else list(rows)
+        ids = self._chosen[:, some].long().flatten(1)
+        self._arrays[_TOKENS].scatter_add_(1, ids, self._less.expand_as(ids))

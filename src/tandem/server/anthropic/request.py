@@ -7,7 +7,7 @@ from itertools import groupby
 
 from tandem.errors import RequestError
 from tandem.server.anthropic.schema import Block, CountRequest, MessageBody, ToolBody
-from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, ToolChoice
+from tandem.server.chat.conversation import IMAGES, UNSEEN, Conversation, Message, Tool, ToolCall, ToolChoice
 from tandem.server.errors import ApiError
 
 _BETWEEN = "\n\n"  # blocks and turns that become one text
@@ -119,7 +119,8 @@ def _result(where: str, block: Block) -> Message:
     if block.tool_use_id is None:
         raise RequestError(f"{where}.tool_use_id is missing; say whose result this is", f"{where}.tool_use_id")
     if isinstance(block.content, list):
-        text = _text([(f"{where}.content[{i}]", part) for i, part in enumerate(block.content)])
+        parts = [Block("text", UNSEEN) if part.type in IMAGES else part for part in block.content]
+        text = _text([(f"{where}.content[{i}]", part) for i, part in enumerate(parts)])
     else:
         text = block.content or ""
     if block.is_error and not text.lower().startswith("error"):

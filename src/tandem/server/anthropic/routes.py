@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
@@ -19,7 +18,7 @@ from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
-from tandem.server.state import ServerState
+from tandem.server.state import ServerState, cut_to_room
 
 T = TypeVar("T", bound=CountRequest)
 
@@ -66,11 +65,8 @@ async def _messages(state: ServerState, http: Request) -> Response:
         prepared = await prepare_wishes(
             state.chat, conversation_of(body), _sampling(state, body), _WISHES, ignored
         )
-        sampling = prepared.sampling
-        room = max(1, state.answer_room(len(prepared.prompt_ids)))
-        clipped = body.max_tokens > room
-        if clipped:
-            sampling = msgspec.structs.replace(sampling, max_tokens=room)
+        sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
+        clipped = sampling is not prepared.sampling
         request = GenerateRequest(id=message_id, prompt_ids=prepared.prompt_ids, sampling=sampling)
         shown = body.thinking is None or body.thinking.display != "omitted"
         writer = MessageWriter(

@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
+# Of parts of a tool's result: an agent that read a picture sends it again with every later request, so a refusal would
+# end its work for good. What a user shows is refused.
+IMAGES = ("image", "image_url", "input_image")
+UNSEEN = "[an image, which this model cannot see]"
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -13,6 +13,7 @@ _ALIASES = {
     "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens", "sampling_seed": "seed", "repeat_penalty": "repetition_penalty",
 }  # fmt: skip
+_UNLIMITED = {"ChatRequest": ("max_tokens", "max_completion_tokens")}  # -1: no limit
 _ELSEWHERE = {"CompletionRequest": ("max_tokens",), "ChatRequest": ("logprobs",)}  # 0 with echo; a truth value
 
 
@@ -24,6 +25,8 @@ def document_ranges(schemas: dict[str, Any], bodies: Iterable[str]) -> None:
             if bounds is not None and name not in _ELSEWHERE.get(body, ()):
                 for number in _numbers(field):
                     number.update(_keywords(*bounds, number))
+                    if name in _UNLIMITED.get(body, ()):
+                        number.update({"minimum": -1, "not": {"const": 0}})
 
 
 def _numbers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

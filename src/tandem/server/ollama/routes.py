@@ -6,10 +6,8 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
-import tandem
 from tandem.engine.limits import validate
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.server.body import answers, body_schema, json_response, read_fields
@@ -34,8 +32,11 @@ from tandem.server.ollama.schema import (
 )
 from tandem.server.ollama.writer import LINES, OllamaWriter, now
 from tandem.server.openai_sampling import new_id, sampling_of
-from tandem.server.state import ServerState
+from tandem.server.state import ServerState, cut_to_room
 
+# The Ollama whose interface this is. Clients refuse a server with a lower version than they want: VS Code 0.6.4, Codex
+# 0.13.4. Tandem's own is at /version.
+INTERFACE = "0.14.3"
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
     "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
@@ -58,7 +59,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.get("/api/version")
     async def version() -> Response:
-        return json_response({"version": tandem.__version__})
+        return json_response({"version": INTERFACE})
 
     @router.get("/api/tags", openapi_extra=answers(Tags))
     @router.get("/api/ps", operation_id="ps", openapi_extra=answers(Tags))
@@ -106,11 +107,7 @@ async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Re
 async def _answer(
     state: ServerState, http: Request, body: CommonBody, prepared: PreparedChat, *, chat: bool
 ) -> Response:
-    room = max(1, state.answer_room(len(prepared.prompt_ids)))
-    limit = prepared.sampling.max_tokens
-    sampling = msgspec.structs.replace(
-        prepared.sampling, max_tokens=room if limit is None else min(room, limit)
-    )
+    sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
     request = GenerateRequest(id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling)
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
     return await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
@@ -164,6 +161,7 @@ def _show(state: ServerState) -> Show:
     engine, tag = state.engine, _tag(state)
     info = {
         "general.architecture": engine.model_type,
+        "general.basename": state.model_name,
         f"{engine.model_type}.context_length": engine.plan.context_length,
         f"{engine.model_type}.vocab_size": engine.vocab_size,
     }

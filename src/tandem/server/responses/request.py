@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tandem.errors import RequestError
-from tandem.server.chat.conversation import Conversation, Message, Role, Tool, ToolCall, ToolChoice
+from tandem.server.chat.conversation import (
+    IMAGES,
+    UNSEEN,
+    Conversation,
+    Message,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from tandem.server.errors import ApiError
 from tandem.server.responses.schema import Item, NamedTool, Part, ResponsesRequest
 from tandem.server.responses.tools import joined_name
@@ -98,7 +107,7 @@ def _message(item: Item, where: str) -> Message:
         if item.call_id is None:
             text = f"{where}.call_id is missing; say whose output this is"
             raise RequestError(text, f"{where}.call_id")
-        return Message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id)
+        return Message("tool", _text(_seen(item.output), f"{where}.output"), tool_call_id=item.call_id)
     if item.type != "message":
         text = f"{where}.type: {item.type[:40]!r} is not served"
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
@@ -106,6 +115,13 @@ def _message(item: Item, where: str) -> Message:
         missing = "role" if item.role is None else "content"
         raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
     return Message(_ROLES[item.role], _text(item.content, f"{where}.content"))
+
+
+def _seen(output: str | Sequence[Part] | None) -> str | Sequence[Part] | None:
+    """What a model can see of it."""
+    if output is None or isinstance(output, str):
+        return output
+    return [Part("text", UNSEEN) if part.type in IMAGES else part for part in output]
 
 
 def _text(parts: str | Sequence[Part] | None, where: str) -> str:

@@ -20,11 +20,11 @@ from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
 from tandem.server.responses.items import Items
 from tandem.server.responses.request import conversation_of, input_messages
-from tandem.server.responses.schema import Deleted, Reasoning, Response, ResponsesRequest, TextBody
+from tandem.server.responses.schema import Deleted, Item, Reasoning, Response, ResponsesRequest, TextBody
 from tandem.server.responses.store import ResponseStore, Stored
 from tandem.server.responses.tools import left_out, offer_of
 from tandem.server.responses.writer import ResponseWriter, begun, refused
-from tandem.server.state import ServerState
+from tandem.server.state import ServerState, cut_to_room
 
 _NAMES = {
     "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens",
@@ -62,11 +62,13 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
     state.admit()
     response_id = new_id("resp")
     earlier = _earlier(store, body)
+    body = _resolved(store, body)
 
     def keep(response: Response, items: Items) -> None:
         if body.store is not False:
             messages = (*earlier, *input_messages(body), items.said())
-            store.put(response_id, Stored(messages, msgspec.json.encode(response)))
+            made = tuple(item["id"] for item in items.done)
+            store.put(response_id, Stored(messages, msgspec.json.encode(response), made))
 
     offer = offer_of(body)
     with named(_NAMES):
@@ -77,9 +79,9 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
         with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
             conversation = conversation_of(body, earlier, [each.tool for each in offer.values()])
             prepared = await prepare_wishes(state.chat, conversation, sampling, _WISHES, ignored)
-            request = GenerateRequest(
-                id=response_id, prompt_ids=prepared.prompt_ids, sampling=prepared.sampling
-            )
+            ids = prepared.prompt_ids
+            limited = cut_to_room(state, prepared.sampling, len(ids))
+            request = GenerateRequest(id=response_id, prompt_ids=ids, sampling=limited)
             writer = ResponseWriter(start, prepared.new_parser(), offer, keep)
             answer: HttpResponse = await Generation(state, http, [request]).answer(writer, body.stream)
     except RequestError as error:
@@ -101,6 +103,17 @@ def _earlier(store: ResponseStore, body: ResponsesRequest) -> tuple[Message, ...
     if body.previous_response_id is None:
         return ()
     return store.get(body.previous_response_id, "previous_response_id").messages
+
+
+def _resolved(store: ResponseStore, body: ResponsesRequest) -> ResponsesRequest:
+    """With the items that its input refers to by their ids. Raises ApiError 400."""
+    if isinstance(body.input, str):
+        return body
+    items = [
+        msgspec.convert(store.item(item.id, f"input[{i}].id"), Item) if item.type == "item_reference" else item
+        for i, item in enumerate(body.input)
+    ]
+    return msgspec.structs.replace(body, input=items)
 
 
 def _format(text: TextBody | None) -> ResponseFormat | None:

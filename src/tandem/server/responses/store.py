@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from tandem.server.chat.conversation import Message
 from tandem.server.errors import ApiError
@@ -14,10 +17,12 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """messages: all that was said up to the end of the response, without `instructions`. body: as it was sent."""
+    """messages: all that was said up to the end of the response, without `instructions`. body: as it was sent. items:
+    the ids of its output's."""
 
     messages: tuple[Message, ...]
     body: bytes
+    items: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -31,6 +36,7 @@ class ResponseStore:
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._response_of: dict[str, str] = {}  # of an item's id
         self._bytes = 0
 
     def put(self, response_id: str, stored: Stored) -> None:
@@ -38,9 +44,10 @@ class ResponseStore:
         if stored.size > self._most_bytes:
             return
         self._stored[response_id] = stored
+        self._response_of |= dict.fromkeys(stored.items, response_id)
         self._bytes += stored.size
         while len(self._stored) > self._most or self._bytes > self._most_bytes:
-            self._bytes -= self._stored.popitem(last=False)[1].size
+            self._forget(next(iter(self._stored)))
 
     def get(self, response_id: str, param: str) -> Stored:
         """Raises ApiError: 400 for one that another request names, else 404."""
@@ -56,8 +63,22 @@ class ResponseStore:
 
     def drop(self, response_id: str, param: str) -> None:
         """Raises ApiError 404."""
-        self._bytes -= self.get(response_id, param).size
-        del self._stored[response_id]
+        self.get(response_id, param)
+        self._forget(response_id)
+
+    def item(self, item_id: str | None, param: str) -> dict[str, Any]:
+        """Of a response's output. Raises ApiError 400."""
+        if item_id not in self._response_of:
+            text = f"there is no item {(item_id or '')[:100]!r}; its response was not stored, or was dropped"
+            raise ApiError(400, text, param=param, code="item_not_found")
+        output = msgspec.json.decode(self.get(self._response_of[item_id], param).body)["output"]
+        return next(item for item in output if item["id"] == item_id)
+
+    def _forget(self, response_id: str) -> None:
+        stored = self._stored.pop(response_id)
+        self._bytes -= stored.size
+        for item in stored.items:
+            self._response_of.pop(item, None)
 
 
 def _size(message: Message) -> int:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.errors import RequestError
-from tandem.server.chat.conversation import Conversation, Message, Role, Tool, ToolCall, ToolChoice
+from tandem.server.chat.conversation import (
+    IMAGES,
+    UNSEEN,
+    Conversation,
+    Message,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, NamedTool, ToolCallBody
 from tandem.server.errors import ApiError
 
@@ -125,7 +134,7 @@ def _content(message: ChatMessage, role: Role, where: str) -> str:
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):
-        if part.type not in ("text", "refusal"):
+        if part.type not in ("text", "refusal") and not (role == "tool" and part.type in IMAGES):
             text = f"{where}.content[{i}]: only text parts are served, not {part.type[:40]!r}"
             raise ApiError(400, text, param=f"{where}.content[{i}].type", code="not_available")
-    return "".join(part.text or part.refusal or "" for part in content)
+    return "".join(UNSEEN if part.type in IMAGES else part.text or part.refusal or "" for part in content)

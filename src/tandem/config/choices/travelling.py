@@ -1,0 +1,51 @@
+"""Experts that travel to the GPU for steps of many rows: whether they can, where to, and what their graphs take."""
+
+from __future__ import annotations
+
+from tandem.config.choices.left_to_ram import expert_bytes
+from tandem.config.cuda_graphs import prompt_graph_bytes
+from tandem.config.gpu_scratch import Ring, expert_scratch_bytes, experts_at_once, ring_of
+from tandem.config.gpus import Gpu
+from tandem.config.memory import MemoryRequest
+from tandem.config.model_config import STORED, ModelConfig
+from tandem.config.stored import StoredFormats
+
+
+def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
+    """Why no expert can be on the GPU; "" where they can."""
+    if expert_format == STORED and stored.experts.not_on_gpu:
+        return f"the GPU kernels do not read {stored.experts.not_on_gpu}"
+    if model.moe.experts.width % 2:
+        return f"the GPU kernels need experts of an even width, not {model.moe.experts.width}"
+    return ""
+
+
+def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
+    """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
+    experts, channels = request.model.moe.experts, request.model.expert_channels
+    if request.config.enable_deterministic_inference:
+        return "an expert's place decides its last bits"
+    if request.config.kt_gpu_prefill_token_threshold == 0:
+        return "--kt-gpu-prefill-token-threshold 0"
+    if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
+        return why_not
+    if request.experts_in_place:
+        return "experts are used in the mapped file, which DMA cannot read"
+    uneven = channels % 8 or experts.width % 8
+    return f"grouped products need multiples of 8, not {channels} and {experts.width}" if uneven else ""
+
+
+def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
+    """Where experts travel to."""
+    model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
+    at_once = experts_at_once(model.expert_channels, model.moe.experts.width, scratch)
+    return ring_of(expert_bytes(request), at_once)
+
+
+def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, spared: int) -> int:
+    """Of graphs of prompts. streamed: experts travel."""
+    parts = 0
+    if streamed:
+        ring, places = ring_for(request, gpu), request.model.moe.router.num_experts
+        parts = 1 if ring.holds(places) else -(-places // ring.experts)
+    return prompt_graph_bytes(request.model, sizes, parts, spared)

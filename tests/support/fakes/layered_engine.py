@@ -1,0 +1,44 @@
+"""An engine whose long chunks run as on a GPU, layer by layer, without one."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from fake_model import fake_engine
+from pausing_model import PausingFake
+from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.engine import Engine
+from tandem.engine.gpu_pass import in_layers
+from tandem.engine.paused_pass import LongChunk
+from tandem.engine.runner import ModelRunner
+from tandem.engine.sampling.logits import HostLogits
+
+SHARED, MOST = 8, 64
+GPU = GpuPlan("none", 0, "uniform", None, (1,), 1.0, prompt_sizes=(SHARED,), step_tokens=MOST, shared_tokens=SHARED)
+
+
+class LayeredRunner(ModelRunner):
+    """Long chunks as a GPU computes them."""
+
+    ran: list[tuple[int, int]]
+
+    def run(self, chunks: Any, meanwhile: Any = None, long: LongChunk | None = None) -> HostLogits:
+        if long is None:
+            found = super().run(chunks)
+        else:
+            batch, model = self._arrays.fill(chunks), cast(Any, self._model)
+            shorter = lambda: self._arrays.fill(long.chunks)  # noqa: E731
+            found = HostLogits(in_layers(model, batch, self._states, long, shorter).numpy())
+        self.ran.append((len(chunks), sum(chunk.length for chunk in chunks)))
+        return found
+
+
+def engine_of(gpu: GpuPlan | None = GPU) -> Engine:
+    engine = fake_engine(PausingFake(), max_step_tokens=MOST, gpu=gpu)
+    runner = engine._runner
+    runner.__class__, runner.ran = LayeredRunner, []  # type: ignore[assignment, union-attr]
+    return engine
+
+
+def ran(engine: Engine) -> list[tuple[int, int]]:
+    return cast(LayeredRunner, engine._runner).ran
