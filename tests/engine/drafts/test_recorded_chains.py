@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import cycle_times
 from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
 from recorded_chains import CPU, recording
@@ -124,6 +126,11 @@ def test_graphs_of_guesses_are_as_many_as_steps_can_verify() -> None:
     assert draft_sizes((1, 2, 3, 4), 3) == (1,)
     assert draft_sizes((1, 2, 4, 8, 32), 3) == (1, 2, 4, 8)
     assert draft_sizes((1, 128), 3)[-1] == 32
+
+
+def test_what_the_host_does_meanwhile_can_be_timed(capsys) -> None:
+    cycle_times.main(tokens=80)
+    assert len(re.findall(r": \d+ us, the least \d+$", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
 def test_a_prompt_s_last_rows_are_a_recording_s(glm, tmp_path: Path) -> None:
