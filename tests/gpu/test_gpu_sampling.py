@@ -211,20 +211,3 @@ def test_an_image_in_pinned_memory_is_read_whole(nbytes) -> None:
     there = torch.zeros(nbytes + 64, dtype=torch.uint8, device=DEVICE)
     pinned.read(image, there[:nbytes])
     assert torch.equal(there[:nbytes].cpu(), image) and not there[nbytes:].any()
-
-
-@pytest.mark.gpu
-@needs_triton
-@pytest.mark.parametrize(
-    ("rows", "width", "dtype"), [(1, 2, torch.bfloat16), (3, 64, torch.bfloat16), (33, 8, torch.int32)]
-)
-def test_rows_are_written_to_pinned_memory(rows: int, width: int, dtype: torch.dtype) -> None:
-    """All of them, and no others."""
-    from tandem.kernels.gpu.memory import pinned
-
-    given = torch.randint(100, (rows, width), generator=torch.Generator().manual_seed(rows)).to(dtype)
-    there = torch.full((rows + 2, width), -1, dtype=dtype, pin_memory=DEVICE.type == "cuda")
-    pinned.write(given.to(DEVICE), there[:rows])
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(there[:rows], given) and there[rows:].eq(-1).all()

@@ -17,7 +17,7 @@ while it waits for that layer's post (csrc/experts/run/foresight.h). No result d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -206,16 +206,6 @@ def plain(pinned: Tensor) -> Tensor:
     return torch.from_numpy(pinned.numpy())
 
 
-def _writer(device: torch.device) -> Callable[[Tensor, Tensor], object]:
-    """Copies from the device to pinned memory, in the order of its stream. Beside copies of experts those of CUDA are
-    slow."""
-    if device.type != "cuda":
-        return lambda there, here: here.copy_(there)
-    from tandem.kernels.gpu.memory import pinned  # Triton is there only where a GPU is used
-
-    return pinned.write
-
-
 class Copies:
     """Pinned buffers for steps outside graphs. Graphs of prompts record `send` and what reads `result`; the host calls
     `sent` and `compute` between them."""
@@ -230,13 +220,13 @@ class Copies:
         self._result = torch.empty(t, h, pin_memory=pinned)
         self._there = torch.empty(t, h, device=device)
         self._event = torch.cuda.Event() if pinned else None
-        self._write = _writer(device)
         self._layer: PackedExperts
 
     def send(self, x: Tensor, routing: Routing, slots: Tensor) -> None:
-        ids = torch.where(slots >= 0, -1, routing.ids)
-        for there, here in ((x, self._x), (ids, self._ids), (routing.weights, self._weights)):
-            self._write(there.to(here.dtype), here[: len(x)])
+        rows = slice(len(x))
+        self._x[rows].copy_(x, non_blocking=True)
+        self._ids[rows].copy_(torch.where(slots >= 0, -1, routing.ids), non_blocking=True)
+        self._weights[rows].copy_(routing.weights, non_blocking=True)
 
     def sent(self, layer: PackedExperts) -> None:
         """This layer's rows were given to the stream."""

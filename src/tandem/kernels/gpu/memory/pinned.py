@@ -1,4 +1,4 @@
-"""Numbers from pinned memory of the host to the GPU and back, by kernels of our own.
+"""Numbers from pinned memory of the host to the GPU, by a kernel of our own.
 
 A copy of CUDA's waits for the engine that copies, where experts of a prompt may be on their way, and within a graph for
 other streams' blocks. A kernel has its stream's priority.
@@ -25,19 +25,4 @@ def read(source: Tensor, target: Tensor) -> None:
     words = source.numel() // 4
     _read[(triton.cdiv(words, BLOCK),)](
         source.view(torch.int32), target.view(torch.int32), words, BLOCK=BLOCK, num_warps=4
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["words"])
-def _write(source, target, words, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + i, tl.load(source + i, i < words), i < words)
-
-
-def write(source: Tensor, target: Tensor) -> None:
-    """Copies rows of 4 n bytes on the GPU to as many in pinned memory. The host may read them once the stream's work
-    until now has ended. Beside copies of experts an engine's copy had 10 GB/s (an H100)."""
-    words = source.numel() * source.element_size() // 4
-    _write[(triton.cdiv(words, BLOCK),)](
-        source.contiguous().view(torch.int32), target.view(torch.int32), words, BLOCK=BLOCK, num_warps=4
     )  # fmt: skip
