@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "qwen3_next", "qwen3_5_moe_text", "deepseek_v4",
             "dspark"]
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
-ROWS = 18  # of the only graph of steps, so that products of all steps have the same shapes
 
 
 @pytest.fixture(scope="session")
@@ -50,8 +49,9 @@ def parts_of(path: Path, share: float, **flags) -> EngineParts:
 
 
 def of_one_graph(parts: EngineParts, *, guessing: bool = True) -> Engine:
+    """The largest one, so that products of all steps have the same shapes."""
     assert parts.plan.gpu is not None
-    plan = replace(parts.plan, gpu=replace(parts.plan.gpu, graph_sizes=(ROWS,)))
+    plan = replace(parts.plan, gpu=replace(parts.plan.gpu, graph_sizes=parts.plan.gpu.graph_sizes[-1:]))
     return Engine.from_parts(replace(parts, plan=plan if guessing else replace(plan, speculation=None)))
 
 
