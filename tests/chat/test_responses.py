@@ -138,6 +138,9 @@ def test_items_are_referred_to_by_their_ids(monkeypatch):
         assert second.output_text == "Fine." and seen == whole
         third = await create(model="any", input="Why?", previous_response_id=second.id)
         assert third.output_text == "Why?" and seen[: len(whole)] == whole  # references are kept resolved
+        with pytest.raises(openai.BadRequestError, match="named twice") as twice:  # it would multiply a long one
+            await create(model="any", input=[asked, *named, named[0]])
+        assert twice.value.param == f"input[{1 + len(named)}].id"
         await client_of(server).responses.delete(first.id)
         with pytest.raises(openai.BadRequestError, match="there is no item") as unknown:
             await create(model="any", input=[asked, *named])
@@ -185,7 +188,8 @@ def test_the_store_is_bounded():
         return Stored((Message("user", text),), b"{}")
 
     def with_item(name: str) -> Stored:
-        return Stored((Message("user", "x"),), b'{"output": [{"id": "msg-%s"}]}' % name.encode(), (f"msg-{name}",))
+        """Its body is not read again for an item: that would take long, for hundreds of items."""
+        return Stored((Message("user", "x"),), b"no JSON", {f"msg-{name}": b'{"id": "msg-%s"}' % name.encode()})
 
     store = ResponseStore(most=3)
     for name in "abc":
@@ -207,6 +211,9 @@ def test_the_store_is_bounded():
     with pytest.raises(ApiError):
         small.get("huge", "")
     assert small.get("b", "") and small.get("c", "")  # they did not make room for what is not kept
+    small.put("huge", Stored((Message("user", "x"),), b"{}", {"msg-huge": b"x" * 10_000}))
+    with pytest.raises(ApiError):
+        small.item("msg-huge", "")
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

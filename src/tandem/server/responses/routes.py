@@ -13,7 +13,7 @@ from tandem.server.body import answers, body_schema, json_response, read_fields
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.conversation import Message
 from tandem.server.chat.wishes import Wishes, prepare_wishes
-from tandem.server.errors import as_api_error, named
+from tandem.server.errors import ApiError, as_api_error, named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import EVENTS, Generation
 from tandem.server.openai_sampling import new_id, sampling_of
@@ -67,7 +67,7 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
     def keep(response: Response, items: Items) -> None:
         if body.store is not False:
             messages = (*earlier, *input_messages(body), items.said())
-            made = tuple(item["id"] for item in items.done)
+            made = {item["id"]: msgspec.json.encode(item) for item in items.done}
             store.put(response_id, Stored(messages, msgspec.json.encode(response), made))
 
     offer = offer_of(body)
@@ -106,13 +106,18 @@ def _earlier(store: ResponseStore, body: ResponsesRequest) -> tuple[Message, ...
 
 
 def _resolved(store: ResponseStore, body: ResponsesRequest) -> ResponsesRequest:
-    """With the items that its input refers to by their ids. Raises ApiError 400."""
+    """With the items that its input refers to by their ids, each once: the input may become as large as the store, and
+    no larger. Raises ApiError 400."""
     if isinstance(body.input, str):
         return body
-    items = [
-        msgspec.convert(store.item(item.id, f"input[{i}].id"), Item) if item.type == "item_reference" else item
-        for i, item in enumerate(body.input)
-    ]
+    items, seen = list[Item](), set[str | None]()
+    for i, item in enumerate(body.input):
+        if item.type == "item_reference":
+            if item.id in seen:
+                raise ApiError(400, f"input[{i}].id: {(item.id or '')[:100]!r} is named twice", param=f"input[{i}].id")
+            seen.add(item.id)
+            item = msgspec.convert(store.item(item.id, f"input[{i}].id"), Item)
+        items.append(item)
     return msgspec.structs.replace(body, input=items)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,16 +19,17 @@ MAX_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True)
 class Stored:
     """messages: all that was said up to the end of the response, without `instructions`. body: as it was sent. items:
-    the ids of its output's."""
+    its output's by their ids, as JSON: a body may be much longer than one of them, and requests name hundreds."""
 
     messages: tuple[Message, ...]
     body: bytes
-    items: tuple[str, ...] = ()
+    items: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Bytes, nearly. A later response has the same texts: they are counted for each."""
-        return len(self.body) + sum(_size(message) for message in self.messages)
+        items = sum(map(len, self.items.values()))
+        return len(self.body) + items + sum(_size(message) for message in self.messages)
 
 
 class ResponseStore:
@@ -71,8 +73,8 @@ class ResponseStore:
         if item_id not in self._response_of:
             text = f"there is no item {(item_id or '')[:100]!r}; its response was not stored, or was dropped"
             raise ApiError(400, text, param=param, code="item_not_found")
-        output = msgspec.json.decode(self.get(self._response_of[item_id], param).body)["output"]
-        return next(item for item in output if item["id"] == item_id)
+        found: dict[str, Any] = msgspec.json.decode(self.get(self._response_of[item_id], param).items[item_id])
+        return found
 
     def _forget(self, response_id: str) -> None:
         stored = self._stored.pop(response_id)
