@@ -131,6 +131,20 @@ def test_a_broken_file_is_named(tmp_path, content, said) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_a_token_that_would_take_hours_is_refused(tmp_path) -> None:
+    """Its parts are sought at each of its bytes: files are a stranger's."""
+    line = base64.b64encode(b"a" * 1025).decode() + f" {len(RANKS)}\n"
+    with (save(tmp_path) / "tiktoken.model").open("a") as file:
+        file.write(line)
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model has a token of 1025 characters"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_added_token_of_a_huge_id_is_refused(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="names token 9999999999"):
+        Tokenizer.load(save(tmp_path, added_tokens_decoder={"9" * 5000: {"content": "x"}}))
+
+
 def test_another_class_may_cut_words_otherwise(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="QwenTokenizer"):
         Tokenizer.load(save(tmp_path, tokenizer_class="QwenTokenizer"))

@@ -7,6 +7,7 @@ the models' own tokenizer.json.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -16,6 +17,7 @@ from tandem.errors import CheckpointError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of token_type
 SPACE = "▁"
+LONGEST_TOKEN = 1024  # characters, of those whose parts are sought: that takes their square. Real ones have 128
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -206,7 +208,7 @@ def _sentence_piece(model: GGUFModel, tokens: list[str], kinds: list[int]) -> To
         raise CheckpointError(f"{model.path}: {len(tokens)} tokens have {len(scores)} scores")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = all_merges(
-        [(t, s) for t, s, k in zip(tokens, scores, kinds, strict=True) if k == NORMAL], vocabulary
+        model.path, [(t, s) for t, s, k in zip(tokens, scores, kinds, strict=True) if k == NORMAL], vocabulary
     )
     unknown = model.optional("tokenizer.ggml.unknown_token_id", 0)
     tokenizer = Tokenizer(
@@ -220,8 +222,13 @@ def _sentence_piece(model: GGUFModel, tokens: list[str], kinds: list[int]) -> To
     return tokenizer
 
 
-def all_merges(scored: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best token first, then in the order of the parts."""
+def all_merges(
+    path: Path, scored: list[tuple[str, float]], vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, best token first, then in the order of the parts. Raises CheckpointError
+    for a token so long that it would take hours; path: whose tokens they are."""
+    if (longest := max((len(token) for token, _ in scored), default=0)) > LONGEST_TOKEN:
+        raise CheckpointError(f"{path} has a token of {longest} characters; at most {LONGEST_TOKEN} are read")
     found = [
         (-score, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
         for token, score in scored

@@ -19,7 +19,8 @@ from tandem.errors import CheckpointError
 
 FILE = "tiktoken.model"
 KIND = "TikTokenTokenizer"
-FILE_BYTES = 64 << 20  # Kimi's has three million
+FILE_BYTES = 16 << 20  # Kimi's has three million
+ID_DIGITS = 10  # more than any id has; Python refuses to read thousands
 RESERVED = 256  # ids behind the ranks; those without a name are `<|reserved_token_ID|>`
 
 
@@ -31,7 +32,7 @@ def tiktoken_tokenizer(directory: Path, settings: dict[str, Any], byte_of_char: 
     char_of_byte = {byte: char for char, byte in byte_of_char.items()}
     tokens = ["".join(map(char_of_byte.__getitem__, token)) for token in _tokens(path)]
     vocabulary = {token: rank for rank, token in enumerate(tokens)}
-    merges = all_merges([(token, -float(rank)) for rank, token in enumerate(tokens)], vocabulary)
+    merges = all_merges(path, [(token, -float(rank)) for rank, token in enumerate(tokens)], vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE["kimi-k2"]]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -62,7 +63,9 @@ def _named(settings: dict[str, Any]) -> dict[int, AddedToken]:
     """Added tokens by their ids."""
     found = settings.get("added_tokens_decoder")
     return {
-        int(place): AddedToken(str(token.get("content", "")), normalized=False, special=token.get("special") is True)
+        int(place[:ID_DIGITS]): AddedToken(
+            str(token.get("content", "")), normalized=False, special=token.get("special") is True
+        )
         for place, token in (found.items() if isinstance(found, dict) else ())
         if place.isdecimal() and isinstance(token, dict)
     }
