@@ -122,6 +122,7 @@ def test_tokenizer_json_comes_first(tmp_path) -> None:
         ("YQ== 0\nYg== zero\n", "line 2"),
         ("YQ== 0\n!!! 1\n", "line 2"),
         ("YQ== 0\nYg== 5\n", "line 2"),
+        ("YQ== 0\nYQ== 1\n", r"tiktoken\.model has a token twice"),
         ("", "is empty"),
     ],
 )  # fmt: skip

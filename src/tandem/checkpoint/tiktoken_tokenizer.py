@@ -32,6 +32,8 @@ def tiktoken_tokenizer(directory: Path, settings: dict[str, Any], byte_of_char: 
     char_of_byte = {byte: char for char, byte in byte_of_char.items()}
     tokens = ["".join(map(char_of_byte.__getitem__, token)) for token in _tokens(path)]
     vocabulary = {token: rank for rank, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        raise CheckpointError(f"{path} has a token twice; fetch the file again")
     merges = all_merges(path, [(token, -float(rank)) for rank, token in enumerate(tokens)], vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE["kimi-k2"]]

@@ -94,8 +94,8 @@ def slice_of(pieces: Pieces, seconds: float, whole: bool, ahead: int = PIECES_AH
 
 
 class LongChunk:
-    """A chunk of a prompt that is alone. When somebody comes, the layers that are left have fewer rows. So a newcomer
-    waits no longer than for a chunk of `shared` rows. What was computed of the other rows is computed again."""
+    """A chunk of a prompt that is alone. When somebody comes, the layers that are left have fewer rows: as much work as
+    a chunk of `shared` rows, at most. What was computed of the other rows is computed again."""
 
     def __init__(self, chunks: list[Chunk], shared: int, comes: Comes) -> None:
         """chunks: this one alone, in whose place a shorter one may be put."""
