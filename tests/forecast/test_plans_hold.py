@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from plans import GIB, MODEL, machine
 from tandem.bench.architectures import named_subject
 from tandem.config import EngineConfig, ModelConfig, Plan, StoredFormats, resolve
+from tandem.config.choices import left_to_ram
 from tandem.config.gpus import Gpu
 from tandem.config.machine import Machine
 from tandem.errors import ConfigError
@@ -148,3 +149,18 @@ def test_a_small_share_is_the_gpus_alone() -> None:
     plan = resolve(EngineConfig.from_keywords("m", mem_fraction_static=0.6), model, host, stored)
     [ram] = [ledger for ledger in plan.ledgers if ledger.place == "RAM"]
     assert ram.budget_bytes == int(0.8 * host.available_memory)
+
+
+def test_what_would_help_is_asked_for_the_request_alone(monkeypatch) -> None:
+    """Not again for each of the requests that are tried for it."""
+    asked, ways_out = list[int](), left_to_ram._ways_out
+
+    def counted(*args) -> Iterator[str]:
+        asked.append(1)
+        return ways_out(*args)
+
+    monkeypatch.setattr(left_to_ram, "_ways_out", counted)
+    host, (model, stored) = made(([16], 32, 0.97)), SUBJECTS["gpt-oss-120b"]
+    with pytest.raises(ConfigError, match="as many as fit there"):
+        resolve(EngineConfig.from_keywords("m"), model, host, stored)
+    assert len(asked) == 1

@@ -206,7 +206,8 @@ def _with_prompts(request: MemoryRequest, gpu: Gpu, found: GpuMemory, ring: int 
     return found if memory is None else replace(found, memory=memory, prompt_sizes=sizes)
 
 
-def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
+def _sized(request: MemoryRequest, gpu: Gpu, ring: int, explains: bool = True) -> GpuMemory:
+    """explains: an error says which flags would help. Each of them is tried."""
     config, model = request.config, request.model
     budget = int(gpu.free_bytes * (config.mem_fraction_static or GPU_FRACTION))
     dense = dense_bytes(model, request.dtype, request.stored)
@@ -229,7 +230,7 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
     tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
     if tokens < context:
         context, context_reason = tokens, _shortened(request, context, tokens) + way_out
-    check_ram(request, asked, bool(drafts), lambda other: _fits(other, gpu, ring))
+    check_ram(request, asked, bool(drafts), (lambda other: _fits(other, gpu, ring)) if explains else None)
     weights = dense + asked * expert_bytes(request) + drafts
     memory = MemoryPlan(weights, budget, context, tokens, context_reason, kv_reason)
     return GpuMemory(asked, expert_reason, memory, draft_experts=bool(drafts))
@@ -237,7 +238,7 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int) -> GpuMemory:
 
 def _fits(request: MemoryRequest, gpu: Gpu, ring: int) -> bool:
     try:
-        _sized(request, gpu, ring)
+        _sized(request, gpu, ring, explains=False)
     except ConfigError:
         return False
     return True

@@ -23,16 +23,16 @@ ROUNDED = ("int8", "int4")  # what --kt-method makes of experts that are stored 
 
 
 def check_ram(
-    request: MemoryRequest, on_gpu: int, drafts_there: bool, would_fit: Callable[[MemoryRequest], bool]
+    request: MemoryRequest, on_gpu: int, drafts_there: bool, would_fit: Callable[[MemoryRequest], bool] | None
 ) -> None:
     """Of experts: what steps need beside them is not known yet. The default fraction leaves enough for it. would_fit:
-    the same request with other flags. Raises GpuTooSmall."""
+    the same request with other flags; None: nobody reads which would help. Raises GpuTooSmall."""
     fraction = ram_fraction(request.config)
     steps = HOST_STEP_BYTES if fraction > DEFAULT_FRACTION else 0
     budget = request.machine.available_memory * fraction - steps
     needed = _needed(request, on_gpu, drafts_there)
     if needed > budget:
-        ways = "; ".join(_ways_out(request, on_gpu, would_fit))
+        ways = "; ".join(_ways_out(request, on_gpu, would_fit)) if would_fit else "unexplained"
         beside = f", less {gib(steps)} for steps" if steps else ""
         raise GpuTooSmall(
             f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
