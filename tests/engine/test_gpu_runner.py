@@ -363,7 +363,7 @@ def test_the_log_says_once_why_prompts_are_no_graphs(caplog, why: str) -> None:
     runner = runner_on("cpu")
     runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
     runner._start = cast(Any, SimpleNamespace(
-        replayable=lambda: why != "take turns", hold=lambda batch, split: False, release=lambda: None,
+        replayable=lambda split: why != "take turns", hold=lambda batch, split: False, release=lambda: None,
     ))  # fmt: skip
     runner._streams = cast(Any, SimpleNamespace(steps=object(), finish=lambda: None))
     pausing = SimpleNamespace(depth=1, begin=print, layer=print, logits=print)

@@ -15,7 +15,7 @@ from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.memories import prompt_seconds, small
 from tandem.config.forecast.speeds import Speeds
-from tandem.config.forecast.stream_rates import StreamRates
+from tandem.config.forecast.stream_rates import GRAPH_BASE, StreamRates
 from tandem.config.gpu_scratch import CODES_PAIRS
 from tandem.config.layers import DeltaRule, Layer
 from tandem.config.mechanisms.latent import Latent
@@ -290,7 +290,7 @@ def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
     rates = StreamRates(bus / moe, on_cpu / moe, 0.0, plan.gpu.stream_from)
     share = rates.share(rows, in_graphs=True) if _may_be_shared(case, rows) else 0.0
     if 0.0 < share < 1.0:
-        return share, moe * rates.seconds(rows, share, in_graphs=True)
+        return share, moe * (GRAPH_BASE + rates.seconds(rows, share, in_graphs=True))
     share = rates.share(rows) if plan.gpu.ring_bytes else 0.0
     return share, moe * rates.seconds(rows, share)
 
