@@ -506,6 +506,8 @@ def test_a_prompt_alone_has_long_steps_where_all_experts_are_on_the_gpu() -> Non
     assert asked.gpu is not None and (asked.max_step_tokens, asked.gpu.shared_tokens) == (4096, 0)
     fixed = qwen3(80, kt_method="INT4", enable_deterministic_inference=True)
     assert fixed.gpu is not None and (fixed.max_step_tokens, fixed.gpu.shared_tokens) == (256, 0)
+    uncut = qwen3(80, kt_method="INT4", disable_cuda_graph=True)  # who comes would wait for a whole chunk
+    assert uncut.gpu is not None and (uncut.max_step_tokens, uncut.gpu.shared_tokens) == (2048, 0)
 
 
 def test_long_steps_take_no_expert_s_place_and_shorten_no_context() -> None:

@@ -172,10 +172,10 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
 
 
 def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuMemory:
-    """For prompts that are alone, if experts, context and graphs of prompts keep their room."""
-    config, tokens = request.config, long_step_tokens(request.model)
-    short = _with_prompts(request, gpu, found)
-    if config.chunked_prefill_size is not None or config.enable_deterministic_inference:
+    """For prompts that are alone, if experts, context and graphs of prompts keep their room. Not where prompts can be
+    no graphs: steps are not cut there, and who comes would wait for a whole one."""
+    tokens, short = long_step_tokens(request.model), _with_prompts(request, gpu, found)
+    if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, request.model):
         return short
     more = _scratch_bytes(request, tokens) - _scratch_bytes(request)
     memory = _memory_without(request, gpu, found, more)
@@ -183,7 +183,7 @@ def _with_long_steps(request: MemoryRequest, gpu: Gpu, found: GpuMemory) -> GpuM
         why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
         found = replace(found, memory=memory, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
         found = _with_prompts(request, gpu, found, more)
-        if found.prompt_sizes or not short.prompt_sizes:
+        if found.prompt_sizes:
             return found
     why = f"default; {tokens} for a prompt alone would take {gib(more)} from experts, context or prompt graphs"
     return replace(short, step_reason=why)
