@@ -62,7 +62,7 @@ class Deliveries:
 
     def begin(self, counts: Mapping[int, int], whole: bool) -> None:
         """Of each layer so many places travel. whole: there are parts for all places, whether they travel or not."""
-        if self.taken < self._given:  # a step has failed
+        if self.failed:
             self._bus.finish()
         self._counts, self._list, self._of = counts, [], {}
         for layer, count in counts.items():
