@@ -39,6 +39,12 @@ def test_another_machine() -> None:
     assert wished_speeds(wish, second, HERE).gpu_gbps == 1000.0
 
 
+@pytest.mark.parametrize("text", ["2x4090", "2 x 4090", "4090, 4090", "1X4090,4090"])
+def test_several_of_a_gpu(text: str) -> None:
+    found = wished_machine(MachineWish(gpus=text), machine())
+    assert [(gpu.name, gpu.number) for gpu in found.gpus] == [("4090", 0), ("4090", 1)]
+
+
 def test_no_gpu() -> None:
     here = replace(machine(), gpus=(Gpu("H100", 80 * GIB, 80 * GIB, ""),))
     found = wished_machine(MachineWish(gpus="none"), here)
@@ -87,6 +93,8 @@ def test_sizes_and_rates() -> None:
         (MachineWish(gpus="4090@fast"), "--gpu 'fast' is no size"),
         (MachineWish(gpus="1080"), "--gpu '1080' is not known"),  # a name, and no 1080 GiB
         (MachineWish(gpus="2080ti"), "--gpu '2080ti' is not known"),  # nor TiB
+        (MachineWish(gpus="0x4090"), "--gpu '0x4090': a machine has 1 to 64 GPUs"),
+        (MachineWish(gpus="99999999x4090"), "a machine has 1 to 64 GPUs"),
         (MachineWish(gpus="4090 laptop"), "--gpu '4090 laptop' is not known"),
     ],
 )

@@ -21,7 +21,7 @@ ConfigName = Annotated[
     str | None, typer.Option("--config", help=f"A named architecture instead of MODEL: {NAMES}")
 ]
 Gpu = Annotated[
-    str | None, typer.Option(help='"4090", "24GB", "24GB@1000GB/s", two with a comma, or "none".')
+    str | None, typer.Option(help='"4090", "24GB", "24GB@1000GB/s", two: "2x4090", or "none".')
 ]
 Ram = Annotated[str | None, typer.Option(help="Of the machine: 256GB.")]
 Bandwidth = Annotated[str | None, typer.Option(help="Reading RAM with all cores: 80GB/s.")]

@@ -28,13 +28,14 @@ from tandem.errors import ConfigError
 SYSTEM_BYTES, SYSTEM_SHARE = 2 * GIB, 0.03  # of RAM, what other programs keep: the larger of the two
 GPU_FREE_SHARE = 0.97  # the driver keeps the rest
 MOST_GPU_GIB = 1024  # no GPU has more
+MOST_GPUS = 64
 CAPABILITY = (8, 0)  # of a GPU whose name is not known
 ANY_VERSION = "999.0"  # of packages: they can be installed on the machine that is asked about
 
 
 @dataclass(frozen=True, slots=True)
 class MachineWish:
-    """What was said, as typed; None: as this machine is. gpus: names or sizes with commas between, or "none"."""
+    """What was said, as typed; None: as this machine is. gpus: names or sizes with commas between, "2x4090", or "none"."""
 
     gpus: str | None = None
     ram: str | None = None
@@ -131,7 +132,20 @@ def _with_cpu(wish: MachineWish, here: Machine) -> Machine:
 def _gpus(text: str, pcie: str) -> tuple[Gpu, ...]:
     if text.strip().lower() in ("none", "no", "0"):
         return ()
-    return tuple(_gpu(word.strip(), number, pcie) for number, word in enumerate(text.split(",")))
+    words = [word for part in text.split(",") for word in _each(part.strip())]
+    return tuple(_gpu(word, number, pcie) for number, word in enumerate(words))
+
+
+def _each(part: str) -> list[str]:
+    """ "2x4090", "2 x 4090": two of them."""
+    count, times, what = part.lower().partition("x")
+    several = bool(times) and count.strip().isdecimal() and bool(what.strip())
+    if not several:
+        return [part]
+    number = int(count)
+    if not 1 <= number <= MOST_GPUS:
+        raise ConfigError(f"--gpu {part!r}: a machine has 1 to {MOST_GPUS} GPUs")
+    return [part[len(count) + 1 :].strip()] * number
 
 
 def _gpu(word: str, number: int, pcie: str) -> Gpu:
