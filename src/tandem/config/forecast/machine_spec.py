@@ -35,7 +35,7 @@ ANY_VERSION = "999.0"  # of packages: they can be installed on the machine that 
 
 @dataclass(frozen=True, slots=True)
 class MachineWish:
-    """What was said, as typed; None: as this machine is. gpus: names or sizes with commas between, "2x4090", or "none"."""
+    """What was said, as typed; None: as this machine is. gpus: names or sizeswith commas between; "2x4090"; "none"."""
 
     gpus: str | None = None
     ram: str | None = None
