@@ -268,7 +268,8 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     p = qwen3(gpu_gib)
     assert p.gpu is not None
     gpu = with_gpu(free=gpu_gib * GIB).gpus[0]
-    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + unpacking_bytes(gpu) + p.gpu.ring_bytes
+    workspace = GPU_WORKSPACE_BYTES + sum(p.gpu.graph_sizes) * 151936 * 4 + p.gpu.ring_bytes
+    workspace += unpacking_bytes(gpu, QWEN3)
     tables = rope_bytes(QWEN3, QWEN3.max_positions)
     step = StepSize(LONG_PREFILL_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
     workspace += mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, step)

@@ -174,7 +174,7 @@ def test_parts_and_pieces(ops: GpuOps, many: None, monkeypatch: pytest.MonkeyPat
     layer, case = Layer(ops, "int4"), routed(37, 256, anyone)
     layer.add_biases(256, 256)
     whole = layer.check(*case)
-    monkeypatch.setattr(products, "ROW_BYTES", 8 * 2 * TOP_K * 3 * 256)
+    monkeypatch.setattr(products, "_row_bytes", lambda device: 8 * 2 * TOP_K * 3 * 256)
     assert layer.there.prompts is not None
     layer.there.prompts.at_once = 2
     got = layer.check(*case)

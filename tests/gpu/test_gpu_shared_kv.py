@@ -31,7 +31,9 @@ from tandem.models.batch import ForwardBatch
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.shared_kv import enter
+    from tandem.kernels.gpu.shared_kv.attend import EntriesSeen
     from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
+    from tandem.kernels.gpu.shared_kv.prompt import attend_rows
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 ALL_CHOSEN = "deepseek_v4-every"
@@ -181,6 +183,50 @@ def test_rows_of_guesses_are_sequences_over_the_same_rings(wrong: int) -> None:
         at += 4 - wrong
     assert at >= 37
     assert (torch.cat(got, 1) - expected[:, :at]).abs().max() < TOLERANCE * float(expected.abs().max())
+
+
+@needs_cuda
+@pytest.mark.parametrize("heads_", [64, 20])
+@pytest.mark.parametrize("chosen", [None, 24])
+def test_rows_of_prompts_attend_as_in_float64(heads_: int, chosen: int | None) -> None:
+    """Two sequences, of which one has a past, with heads of DeepSeek-V4's width. Weights of keys and results are
+    rounded to bfloat16."""
+    g, dim, window, size, stride, page = torch.Generator().manual_seed(3), 512, 128, 131, 4, 16
+    shape = replace(SHAPE, heads=heads_, dim=dim, window=window, pool=Pool(stride))
+    first, length = torch.tensor([0, 150]), (90, 61)
+    places = torch.cat([f + torch.arange(n) for f, n in zip(first, length, strict=True)])
+    whose = torch.arange(2).repeat_interleave(torch.tensor(length))
+    new, ring = (torch.randn(n, dim, generator=g).bfloat16() for n in (len(places), 3 * size))
+    q, entries = (torch.randn(n, dim, generator=g).bfloat16() for n in (len(places) * heads_, 12 * page))
+    tables, counts = torch.tensor([[3, 1, 9, 0], [2, 7, 4, 11]]), ((places + 1) // stride).tolist()
+    most, every = chosen or tables.shape[1] * page, torch.arange(tables.shape[1] * page)
+    entries_of = tables[:, every // page] * page + every % page
+    seen = [entries_of[w, :n] for w, n in zip(whose, counts, strict=True)]
+    seen = [s if chosen is None else s[torch.randperm(len(s), generator=g)[:most]].sort().values for s in seen]
+    listed = torch.stack([torch.nn.functional.pad(s[:most], (0, most - len(s[:most]))) for s in seen]).int()
+    sinks = torch.randn(heads_, generator=g)
+    rows = StepRows(
+        places, places, whose, torch.tensor([1, 2]), torch.arange(2), torch.tensor([0, 90]), first,
+        first + torch.tensor(length) - 1, tables, alone=False,
+    )  # fmt: skip
+    there = replace(rows, **{n: v.to(DEVICE) for n, v in vars_of(rows).items()})
+    weights = SharedKvWeights(*(torch.zeros(1, 4),) * 2, sinks.to(DEVICE), torch.empty(0))
+    pages = entries.view(12, page, dim).to(DEVICE)
+    pool = EntriesSeen(pages, None if chosen is None else listed.to(DEVICE), most, stride)
+    rings, queries = ring.view(3, size, dim).to(DEVICE), q.view(len(places), -1).to(DEVICE)
+    got = attend_rows(queries, new.to(DEVICE), there, shape, weights, rings, pool)
+    for t, (position, w) in enumerate(zip(places.tolist(), whose.tolist(), strict=True)):
+        at = torch.arange(max(0, position + 1 - window), position + 1)
+        old = at[at < first[w]] % size + (w + 1) * size
+        keys = torch.cat((ring[old], new[at[at >= first[w]] - first[w] + rows.begins[w]], entries[seen[t]])).double()
+        scores = q.view(len(places), heads_, dim)[t].double() @ keys.T * shape.scale
+        shares = torch.cat((scores, sinks.double()[:, None]), 1).softmax(1)[:, :-1]
+        expected = shares @ keys
+        assert (got[t].cpu().double() - expected).norm() <= 2.0**-8 * expected.norm()
+
+
+def vars_of(rows: StepRows) -> dict[str, torch.Tensor]:
+    return {f.name: x for f in fields(rows) if isinstance(x := getattr(rows, f.name), torch.Tensor)}
 
 
 @needs_cuda

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.gpu_scratch import MLP_BYTES, ROW_BYTES, pair_bytes
+from tandem.config.gpu_scratch import MLP_BYTES, MOST_ROW_BYTES, pair_bytes
 from tandem.config.layers import DeltaRule, Dense, Gqa, Moe
 from tandem.config.model_config import ModelConfig
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS
@@ -134,7 +134,7 @@ def _chunk_bytes(model: ModelConfig, rows: int) -> int:
         experts = top_k * pair_bytes(model.expert_channels, model.moe.experts.width)
     heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
     between = max(map(_between_bytes, _dense_parts(model)), default=0)
-    fed = max(min(rows * experts, ROW_BYTES), min(rows * between, MLP_BYTES))
+    fed = max(min(rows * experts, MOST_ROW_BYTES), min(rows * between, MLP_BYTES))
     return fed + rows * (16 * hidden + 2 * heads)
 
 

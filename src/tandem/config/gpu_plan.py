@@ -19,10 +19,13 @@ from tandem.config.cuda_graphs import captured_sizes, prompt_sizes, settled_size
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
+    LEAST_ROW_BYTES,
     StepSize,
     decode_sums_bytes,
+    expert_row_bytes,
     expert_scratch_bytes,
     mixer_scratch_bytes,
+    pair_bytes,
 )
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
@@ -211,7 +214,7 @@ def _sized(request: MemoryRequest, gpu: Gpu, ring: int, explains: bool = True) -
     config, model = request.config, request.model
     budget = int(gpu.free_bytes * (config.mem_fraction_static or GPU_FRACTION))
     dense = dense_bytes(model, request.dtype, request.stored)
-    workspace = workspace_bytes(request) + unpacking_bytes(gpu) + ring
+    workspace = workspace_bytes(request) + unpacking_bytes(gpu, model, config.chunked_prefill_size) + ring
     room = budget - dense - workspace
     context, context_reason = wanted_context(request)
     asked, expert_reason = _experts_asked(request)
@@ -262,7 +265,8 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     dense = dense_bytes(request.model, request.dtype, request.stored)
     prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
-    others = GPU_WORKSPACE_BYTES - sums + unpacking_bytes(gpu)
+    unpacking = unpacking_bytes(gpu, request.model, request.config.chunked_prefill_size)
+    others = GPU_WORKSPACE_BYTES - sums + unpacking
     entries = [
         Entry("dense weights", dense, "embedding included"),
         Entry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
@@ -294,9 +298,13 @@ def workspace_bytes(request: MemoryRequest) -> int:
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 
 
-def unpacking_bytes(gpu: Gpu) -> int:
-    """For experts of long prompts, beyond what any GPU's workspace has for them."""
-    return max(0, expert_scratch_bytes(gpu.memory_bytes) - EXPERT_WORKSPACE_BYTES)
+def unpacking_bytes(gpu: Gpu, model: ModelConfig, chunk: int | None = None) -> int:
+    """For experts of long prompts and their rows, beyond what any GPU's workspace has for them."""
+    experts = max(0, expert_scratch_bytes(gpu.memory_bytes) - EXPERT_WORKSPACE_BYTES)
+    tokens = chunk if chunk is not None and chunk > 0 else long_step_tokens(model)
+    pairs = tokens * (model.moe.router.top_k + model.moe.fusible_shared)
+    rows = pairs * pair_bytes(model.expert_channels, model.moe.experts.width)
+    return experts + max(0, min(rows, expert_row_bytes(gpu.memory_bytes)) - LEAST_ROW_BYTES)
 
 
 def _scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> int:

@@ -119,7 +119,8 @@ def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
 # Of experts with many rows (`kernels/gpu/prompts/`).
 LEAST_EXPERT_BYTES, MOST_EXPERT_BYTES = 128 << 20, 1280 << 20  # unpacked at a time: a layer of Qwen3-30B-A3B at most
 EXPERT_SHARE = 64  # ... of the GPU's memory
-ROW_BYTES = 512 << 20  # rows before, between and after the products, of which two kinds are there at a time
+LEAST_ROW_BYTES, MOST_ROW_BYTES = 512 << 20, 1536 << 20  # two kinds of rows: before, between or after the products
+ROW_SHARE = 48  # ... of the GPU's memory. Each piece of rows reads all experts again
 CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which its codes are not unpacked
 
 MOST_SHARED_SECONDS = 0.4
@@ -141,6 +142,11 @@ def pair_bytes(hidden: int, width: int) -> int:
 def expert_scratch_bytes(gpu_bytes: int) -> int:
     """On a GPU of so much memory."""
     return max(LEAST_EXPERT_BYTES, min(MOST_EXPERT_BYTES, gpu_bytes // EXPERT_SHARE))
+
+
+def expert_row_bytes(gpu_bytes: int) -> int:
+    """On a GPU of so much memory."""
+    return max(LEAST_ROW_BYTES, min(MOST_ROW_BYTES, gpu_bytes // ROW_SHARE))
 
 
 def experts_at_once(hidden: int, width: int, scratch: int) -> int:

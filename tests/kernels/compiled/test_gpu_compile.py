@@ -232,7 +232,7 @@ def test_experts_of_many_rows(
     """Once for all numbers of rows, parts and pieces; only the first part's results are written, not added."""
     servers = compiler.target.arch // 10 in products.PYTORCHS
     monkeypatch.setattr(which, "MANY_PAIRS", 0)
-    monkeypatch.setattr(products, "ROW_BYTES", 1 << 21)
+    monkeypatch.setattr(products, "_row_bytes", lambda device: 1 << 21)
     monkeypatch.setattr(products, "has_pytorchs", lambda device: servers)
     monkeypatch.setattr(products, "grouped_product", lambda a, b, offs: a.new_empty(len(a), b.shape[2]))
     layer = ops.gpu_experts(torch.arange(21), 256, 256, fmt if fmt in ("int8", "int4") else "bf16")

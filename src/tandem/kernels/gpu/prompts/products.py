@@ -18,7 +18,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import ROW_BYTES, expert_scratch_bytes, experts_at_once, pair_bytes
+from tandem.config.cuda_graphs import PROMPT_SIZES
+from tandem.config.gpu_scratch import expert_row_bytes, expert_scratch_bytes, experts_at_once, pair_bytes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product, grouped, rows
@@ -29,9 +30,8 @@ from tandem.kernels.which import from_codes
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64
-OURS = (
-    1 << 15
-)  # rows of all experts, up to which ours is taken: 16,384 took it 0.87 of PyTorch's time on an H100
+MANY_ROWS, MANY_PAIRS = 160, 1 << 15  # of an expert, on average, and of all: PyTorch's product is the faster one
+SHORT = PROMPT_SIZES[-1]  # tokens. Steps may run beside such a chunk, and PyTorch's product holds the GPU for long
 PYTORCHS = (9, 10)  # major compute capabilities on which PyTorch's grouped product asks nothing back
 grouped_product: Any = getattr(torch, "_grouped_mm", None)  # private: where a PyTorch has none, ours goes on
 
@@ -61,10 +61,12 @@ def has_pytorchs(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _scratch_bytes(device: torch.device) -> int:
-    return expert_scratch_bytes(
-        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    )
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def _row_bytes(device: torch.device) -> int:
+    return expert_row_bytes(_memory(device))
 
 
 _kept: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
@@ -99,7 +101,7 @@ class PromptExperts:
         self._experts = experts
         self.codes = all(code_product.reads(panels, device) for panels in (gate_up, down))
         self.hidden, self.width = gate_up.depth, between.width
-        self.at_once = experts_at_once(self.hidden, self.width, _scratch_bytes(device))
+        self.at_once = experts_at_once(self.hidden, self.width, expert_scratch_bytes(_memory(device)))
         self._made: Tensor | None = None
 
     @staticmethod
@@ -138,7 +140,7 @@ class PromptExperts:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """Of so many tokens that what lies between the products is bounded."""
         per_token = keys.shape[1] * pair_bytes(self.hidden, self.width)
-        each = max(1, ROW_BYTES // per_token // ALIGNED_TOKENS) * ALIGNED_TOKENS
+        each = max(1, _row_bytes(x.device) // per_token // ALIGNED_TOKENS) * ALIGNED_TOKENS
         chosen = routing.ids.contiguous(), routing.weights.contiguous()
         whole = (x, keys.contiguous(), *chosen, sums)
         return zip(*(tensor.split(each) for tensor in whole), strict=True)
@@ -171,15 +173,17 @@ class PromptExperts:
             del gathered  # its memory is the result's (`pair_bytes`)
             return code_product.multiplied(between, which, self._gate_up.bytes, self._down, ends, mean)
         (gate_up, down), mean = which, len(gathered) / len(order.ends)
-        both = _product(gathered, gate_up, ends, mean)
+        product = _product_of(x, len(gathered), mean)
+        both = product(gathered, gate_up, ends)
         del gathered  # its memory is the next rows' (`pair_bytes`)
         between = rows.activate(both, ends, whose, self.between)
         del both
-        return _product(between, down, ends, mean)
+        return product(between, down, ends)
 
 
-def _product(x: Tensor, matrices: Tensor, ends: Tensor, mean_rows: float) -> Tensor:
-    """As `grouped.grouped_product`, which has the same bits as PyTorch's and is the faster one for few rows."""
-    if has_pytorchs(x.device) and (len(x) > OURS or x.device.type == "cpu"):
-        return cast(Tensor, grouped_product(x, matrices.transpose(1, 2), offs=ends))
-    return grouped.grouped_product(x, matrices, ends, mean_rows)
+def _product_of(x: Tensor, pairs: int, mean_rows: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Of the rows of tokens x: `grouped.grouped_product`, or PyTorch's, which gives the same bits."""
+    long = pairs > MANY_PAIRS or (len(x) > SHORT and mean_rows >= MANY_ROWS)
+    if has_pytorchs(x.device) and (long or x.device.type == "cpu"):
+        return lambda rows, matrices, ends: cast(Tensor, grouped_product(rows, matrices.transpose(1, 2), offs=ends))
+    return lambda rows, matrices, ends: grouped.grouped_product(rows, matrices, ends, mean_rows)
