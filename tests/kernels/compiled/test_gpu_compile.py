@@ -21,6 +21,7 @@ from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
 from tandem.config.mechanisms.hyper import Hyper
 from tandem.config.mechanisms.latent import Index
 from tandem.config.mechanisms.norm import Norm
+from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.rope import Rope as RopeShape
 from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
@@ -42,6 +43,9 @@ from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
 from tandem.kernels.recurrent.folds import Taps
 from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
 from tandem.kernels.recurrent.tokens import Tokens
+from tandem.kernels.shared_kv.heads import Projected
+from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.kernels.token_index import IndexWeights
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
@@ -61,6 +65,8 @@ if HAS_TRITON and not INTERPRETED:
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
+    from tandem.kernels.gpu.shared_kv import attend as shared_attend
+    from tandem.kernels.gpu.shared_kv import prompt as shared_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +99,8 @@ class Compiler:
         kind = GluonASTSource if function.is_gluon() else ASTSource
         source = kind(function, signature, constants, attributes)
         made = triton.compile(source, target=self.target, options=parsed.__dict__)
-        assert len(made.asm["cubin"]) > 0 and made.metadata.shared <= self.shared_bytes
+        assert len(made.asm["cubin"]) > 0
+        assert made.metadata.shared <= self.shared_bytes, function.fn.__name__
 
 
 @pytest.fixture(params=[80, 90], ids=["sm80", "sm90"])
@@ -311,7 +318,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
         from tandem.kernels.gpu.latent.decode_hopper import decode_hopper
 
         monkeypatch.setattr(decode, "_hopper_kernel", lambda device: decode_hopper)
-    for module in (decode, prompt_kernels, prompt):
+    for module in (decode, prompt_kernels, prompt, shared_attend, shared_prompt):
         monkeypatch.setattr(module, "shared_bytes", lambda device: made.shared_bytes)
     return made
 
@@ -403,6 +410,34 @@ def test_latent_attention_over_chosen_tokens(
     hopper = card.target.arch == 90  # where one kernel takes any number of parts
     # Of all keys; of chosen ones.
     assert (counts["decode_hopper" if hopper else "_decode"], counts["_merge"]) == (2 if hopper else 3, 2)
+
+
+POOLS = {"index": Pool(4, True, EntryIndex(64, 128, 512)), "all": Pool(16), "none": None}
+
+
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_shared_keys(card: Compiler, ops: GpuOps, pool: Pool | None) -> None:
+    """DeepSeek-V4's widths: chunks of two sequences, with and without a choice of entries, and rows that decode."""
+    if card.target.arch not in (86, 90):
+        pytest.skip("Hopper, and the smallest of the others, are enough")
+    shape = SharedKv(64, 512, 1024, 128, RopeShape(1e4, 64, pairs="neighbours"), 8, 32, 1e-6, pool)
+    widths = () if pool is None else pool.widths(512)
+    pools = tuple(PoolWeights(torch.zeros(pool.rows if pool else 0, w), torch.ones(w)) for w in widths)
+    angles = torch.rand(9000, 32)
+    heads = ops.shared_kv(shape, SharedKvWeights(angles, angles, torch.zeros(64), torch.zeros(8, 32, 4096), pools))
+    inputs, stride = (1, 1) if pool is None else (pool.inputs(512), pool.stride)
+    for spans in ([(0, 33), (7, 50)], [(8000, 8003)], [(99, 100), (8999, 9000)], [(40, 300)]):
+        tables, pages = random_tables(len(spans), max(end for _, end in spans))
+        batch = replace(make_batch(spans, tables), slots=torch.arange(1, len(spans) + 1, dtype=torch.int32))
+        rows = len(batch.positions)
+        made = [torch.zeros(rows, n).bfloat16() for n in (64 * 512, 512, inputs, 64 * 128, 64)]
+        p = Projected(*made[: 2 if pool is None else 5 if pool.index else 3])
+        kept = () if pool is None else (torch.zeros(4, pool.rows, inputs).bfloat16(),)
+        entries = [torch.zeros(pages, PAGE // stride, w).bfloat16() for w in widths]
+        heads(p, step_rows(batch), torch.zeros(4, 128, 512).bfloat16(), (*kept, *entries))
+    counts = {name: len(variants) for name, variants in card.variants.items()}
+    assert counts["_attend_rows"] == (2 if pool is not None and pool.index is not None else 1)
+    assert counts["_turn_rows"] == (4 if pool is not None and pool.index is not None else 3)
 
 
 SPACES = {"nemotron": (64, 8, 128, 64), "granite": (128, 1, 128, 64), "awkward": (6, 2, 12, 21)}

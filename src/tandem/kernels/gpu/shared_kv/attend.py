@@ -16,11 +16,13 @@ from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_kv.enter import turned
+from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 
 HEADS = 16  # of a program: the fewest that tensor cores take
-KEYS = 32  # at a time
+KEYS, FEW_KEYS = 32, 16  # at a time; and where there is little shared memory, as on a GeForce
+MANY_BYTES = 160 << 10  # of it
 PROGRAMS = 528  # as many are wanted: four for each multiprocessor of an H100
 VARYING = ["most", "table_width"]  # with the context: else each kind of number were compiled anew
 
@@ -115,7 +117,8 @@ def attend(
     """q [T, H * D], turned, over the rings and entries -> [T, H * D], turned back."""
     count, heads, dim = len(q), shape.heads, shape.dim
     groups, most = triton.cdiv(heads, HEADS), shape.window + (0 if seen is None else seen.most)
-    parts = max(1, min(triton.cdiv(most, KEYS), triton.cdiv(PROGRAMS, count * groups)))
+    keys = KEYS if shared_bytes(q.device) >= MANY_BYTES else FEW_KEYS
+    parts = max(1, min(triton.cdiv(most, keys), triton.cdiv(PROGRAMS, count * groups)))
     sums = q.new_empty((count, heads, parts, dim), dtype=torch.float32)
     tops, totals = sums.new_empty(2, count, heads, parts)
     entries = ring if seen is None else seen.pages
@@ -124,7 +127,7 @@ def attend(
         q, ring, entries, rows.tables if chosen is None else chosen, rows.tables, rows.positions, rows.slots, sums,
         tops, totals, shape.scale, 0 if seen is None else seen.most, rows.tables.shape[1], ring.stride(0),
         WINDOW=shape.window, RING=ring.shape[1], STRIDE=1 if seen is None else seen.stride, PAGE=entries.shape[1],
-        CHOSEN=chosen is not None, POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=HEADS, KEYS=KEYS,
+        CHOSEN=chosen is not None, POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=HEADS, KEYS=keys,
         WIDE=max(16, triton.next_power_of_2(dim)), PRECISION=precision(q), num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     out = torch.empty_like(q)

@@ -20,8 +20,9 @@ from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 
-KEYS, STAGES = 32, 2  # at a time, and blocks of them on their way
-WIDE_HEADS, FEW_HEADS = 64, 16  # of a program
+STAGES = 2  # blocks of keys on their way
+WIDE_HEADS, WIDE_KEYS = 64, 32  # of a program, and keys at a time
+FEW_HEADS, FEW_KEYS = 16, 16
 WIDE_BYTES = 200 << 10  # of shared memory, from which many heads and blocks of keys have room
 TURNED_HEADS = 16  # of a program
 VARYING = ["most", "table_width"]  # with the context: else each kind of number were compiled anew
@@ -114,6 +115,7 @@ def attend_rows(
     count, heads, dim = len(q), shape.heads, shape.dim
     many = q.dtype is torch.bfloat16 and shared_bytes(q.device) >= WIDE_BYTES
     block = max(FEW_HEADS, min(WIDE_HEADS if many else FEW_HEADS, triton.next_power_of_2(heads)))
+    keys = WIDE_KEYS if block > FEW_HEADS else FEW_KEYS
     out = q.new_empty((count, heads, dim))
     entries, chosen = (ring, None) if seen is None else (seen.pages, seen.chosen)
     _attend_rows[(triton.cdiv(heads, block), count)](
@@ -121,7 +123,7 @@ def attend_rows(
         rows.slots, rows.begins, rows.first, weights.sinks, out, shape.scale, 0 if seen is None else seen.most,
         rows.tables.shape[1], ring.stride(0), WINDOW=shape.window, RING=ring.shape[1],
         STRIDE=1 if seen is None else seen.stride, PAGE=entries.shape[1], CHOSEN=chosen is not None,
-        POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=block, KEYS=KEYS,
+        POOLED=seen is not None, HEADS=heads, DIM=dim, BLOCK=block, KEYS=keys,
         WIDE=max(16, triton.next_power_of_2(dim)), PRECISION=precision(q), num_warps=8 if block > FEW_HEADS else 4,
         num_stages=STAGES, **overlapped(q.device),
     )  # fmt: skip
