@@ -85,16 +85,18 @@ def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, ar
 
 
 @triton.jit
-def _pooled(kept, bias, position, slot, first, channel, kept_slot, INPUTS: tl.constexpr, KEPT: tl.constexpr,
-            SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+def _pooled(kept, fresh, since, bias, position, channel, INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr,
+            SERIES: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
     """Channels of the entry that ends at a position: sums of its tokens' inputs by the softmax of their gates, float32.
-    With two series the tokens before the entry's own count by the first. first: the column where its inputs begin."""
+    With two series the tokens before the entry's own count by the first. kept: the sequence's ring, where tokens before
+    `since` are; fresh: where others are, at their position."""
     r, rows = tl.arange(0, TOKENS), SERIES * STRIDE
     token = position - (rows - 1) + r
     there = (token >= 0) & (r < rows)
     valid = there[:, None] & (channel < SIZE)[None, :]
-    row = kept + slot * kept_slot + tl.where(there, token, 0) % KEPT * INPUTS + first
-    at = row[:, None] + channel[None, :] + tl.where((SERIES > 1) & (r >= STRIDE), SIZE, 0)[:, None]
+    series = channel[None, :] + tl.where((SERIES > 1) & (r >= STRIDE), SIZE, 0)[:, None]
+    old, new = kept + tl.where(there, token, 0) % KEPT * INPUTS, fresh + token * INPUTS
+    at = tl.where(token < since, old, new)[:, None] + series
     x = tl.load(at, valid, other=0.0).to(tl.float32)
     gate = tl.load(at + SERIES * SIZE, valid, other=0.0).to(tl.float32)
     gate += tl.load(bias + r[:, None] * SIZE + channel[None, :], valid, other=0.0)
@@ -120,15 +122,13 @@ def _write_entry(sums, norm, to, cos, sin, eps, SIZE: tl.constexpr, PAIRS: tl.co
 
 
 @triton.jit
-def _close_part(kept, bias, norm, pages, sums, arrived, cos, sin, position, slot, place, eps, first, part, kept_slot,
+def _close_part(kept, fresh, since, bias, norm, pages, sums, arrived, cos, sin, position, place, eps, part,
                 INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr, SERIES: tl.constexpr,
                 STRIDE: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """A part of an entry's channels; the last part to arrive writes the entry."""
     channel = part * CHANNELS + tl.arange(0, CHANNELS)
-    y = _pooled(
-        kept, bias, position, slot, first, channel, kept_slot, INPUTS, KEPT, SIZE, SERIES, STRIDE, TOKENS
-    )
+    y = _pooled(kept, fresh, since, bias, position, channel, INPUTS, KEPT, SIZE, SERIES, STRIDE, TOKENS)
     tl.store(sums + channel, y, channel < SIZE)
     tl.debug_barrier()  # every thread has stored before the count is raised
     parts = (SIZE + CHANNELS - 1) // CHANNELS
@@ -139,26 +139,33 @@ def _close_part(kept, bias, norm, pages, sums, arrived, cos, sin, position, slot
 
 
 @triton.jit
-def _close(kept, bias, norm, pages, index_bias, index_norm, index_pages, sums, arrived, cos, sin, positions, slots,
-           places, eps, kept_slot, INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr,
-           INDEX_SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr, PAIRS: tl.constexpr,
-           TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, INDEX_BLOCK: tl.constexpr,
-           OVERLAP: tl.constexpr):  # fmt: skip
-    """Programs of a row: parts of its entry's channels, then those of an index's entry."""
+def _close(kept, fresh, bias, norm, pages, index_bias, index_norm, index_pages, sums, arrived, cos, sin, positions,
+           sequences, slots, begins, firsts, places, eps, kept_slot, INPUTS: tl.constexpr, KEPT: tl.constexpr,
+           SIZE: tl.constexpr, INDEX_SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr,
+           PAIRS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+           INDEX_BLOCK: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Programs of a row: parts of its entry's channels, then those of an index's entry. ALONE: each row is a sequence,
+    and its inputs are in the ring; else those of the step are fresh [T, INPUTS]."""
     begin(OVERLAP)
     part, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(positions + t)
     if (position + 1) % STRIDE != 0:
         return
-    slot, place, parts = tl.load(slots + t), tl.load(places + t), (SIZE + CHANNELS - 1) // CHANNELS
+    sequence = t if ALONE else tl.load(sequences + t)
+    since = position + 1 if ALONE else tl.load(firsts + sequence)
+    kept += tl.load(slots + sequence) * kept_slot
+    if not ALONE:
+        fresh += (tl.load(begins + sequence) - since) * INPUTS
+    place, parts = tl.load(places + t), (SIZE + CHANNELS - 1) // CHANNELS
     sums += t * (SIZE + INDEX_SIZE)
     if part < parts:
-        _close_part(kept, bias, norm, pages, sums, arrived + 2 * t, cos, sin, position, slot, place, eps, 0, part,
-                    kept_slot, INPUTS, KEPT, SIZE, SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, BLOCK)  # fmt: skip
+        _close_part(kept, fresh, since, bias, norm, pages, sums, arrived + 2 * t, cos, sin, position, place, eps, part,
+                    INPUTS, KEPT, SIZE, SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, BLOCK)  # fmt: skip
     elif INDEX_SIZE:
-        _close_part(kept, index_bias, index_norm, index_pages, sums + SIZE, arrived + 2 * t + 1, cos, sin, position,
-                    slot, place, eps, 2 * SERIES * SIZE, part - parts, kept_slot, INPUTS, KEPT, INDEX_SIZE, SERIES,
-                    STRIDE, PAIRS, TOKENS, CHANNELS, INDEX_BLOCK)  # fmt: skip
+        own = 2 * SERIES * SIZE  # columns before an index's
+        _close_part(kept + own, fresh + own, since, index_bias, index_norm, index_pages, sums + SIZE,
+                    arrived + 2 * t + 1, cos, sin, position, place, eps, part - parts, INPUTS, KEPT, INDEX_SIZE,
+                    SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, INDEX_BLOCK)  # fmt: skip
 
 
 def enter(
@@ -198,17 +205,20 @@ def close(
     kept: Tensor,
     pages: tuple[Tensor, ...],
     arrived: Tensor,
+    fresh: Tensor | None = None,
 ) -> None:
-    """Writes the entries, and an index's, whose last token is among the rows. arrived: as `enter` left it."""
+    """Writes the entries, and an index's, whose last token is among the rows. arrived: zeros, as `enter` left it. fresh
+    [T, n]: inputs of rows that are not in the ring yet; None: every row is a sequence of its own, and in its ring."""
     count, (size, *more) = len(rows.positions), pool.widths(shape.dim)
     tokens, index_size = triton.next_power_of_2(pool.rows), more[0] if more else 0
     channels = max(LEAST_CHANNELS, ELEMENTS // tokens)
     own, index = weights.pools[0], weights.pools[-1]
     sums = kept.new_empty((count, size + index_size), dtype=torch.float32)
     _close[(triton.cdiv(size, channels) + triton.cdiv(index_size, channels), count)](
-        kept, *own, pages[0], *index, pages[-1], sums, arrived, weights.cos, weights.sin, rows.positions, rows.slots,
-        rows.cache_slots, shape.eps, kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size,
-        INDEX_SIZE=index_size, SERIES=pool.series, STRIDE=pool.stride, PAIRS=weights.cos.shape[1], TOKENS=tokens,
-        CHANNELS=channels, BLOCK=triton.next_power_of_2(size // 2),
-        INDEX_BLOCK=triton.next_power_of_2(max(2, index_size) // 2), num_warps=4, **overlapped(kept.device),
+        kept, kept if fresh is None else fresh, *own, pages[0], *index, pages[-1], sums, arrived, weights.cos,
+        weights.sin, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first, rows.cache_slots, shape.eps,
+        kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size, INDEX_SIZE=index_size,
+        SERIES=pool.series, STRIDE=pool.stride, PAIRS=weights.cos.shape[1], TOKENS=tokens, CHANNELS=channels,
+        BLOCK=triton.next_power_of_2(size // 2), INDEX_BLOCK=triton.next_power_of_2(max(2, index_size) // 2),
+        ALONE=fresh is None, num_warps=4, **overlapped(kept.device),
     )  # fmt: skip

@@ -56,16 +56,17 @@ class GpuSharedKvHeads(SharedKvHeads):
 
     def _entries_of(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> EntriesSeen | None:
         """What rows of prompts see, the new entries among them."""
-        pool = self.shape.pool
-        if pool is None or self._entries is None or p.inputs is None:
+        pool, inputs = self.shape.pool, p.inputs
+        if pool is None or inputs is None:
             return None
-        kept, *pages = pooled
-        self._entries.close(p.inputs, rows, kept, tuple(pages))
+        kept, pages, inputs = pooled[0], pooled[1:], inputs.contiguous()
+        arrived = torch.zeros((len(inputs), 2), dtype=torch.int32, device=inputs.device)
+        close(rows, self.shape, pool, self.weights, kept, pages, arrived, inputs)
+        rows.keep(kept, inputs)
         if p.index_q is None or p.index_weights is None or pool.index is None:
-            return _entries_seen(None, rows, pool, tuple(pages))
+            return _entries_seen(None, rows, pool, pages)
         turn_rows(p.index_q.view(len(p.index_q), pool.index.heads, pool.index.dim), rows, self.weights)
-        asked = _Asked(p.index_q, p.index_weights.float().contiguous())
-        return _entries_seen(asked, rows, pool, tuple(pages))
+        return _entries_seen(_Asked(p.index_q, p.index_weights.float().contiguous()), rows, pool, pages)
 
 
 class _Asked(NamedTuple):
