@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
+from tandem.bench.architectures import named_config
 from tandem.config import (
     EngineConfig,
     Experts,
@@ -29,7 +30,15 @@ from tandem.config.cuda_graphs import (
 from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes, unpacking_bytes
-from tandem.config.gpu_scratch import RING_BYTES, StepSize, mixer_scratch_bytes
+from tandem.config.gpu_scratch import (
+    LEAST_ROW_BYTES,
+    MOST_ROW_BYTES,
+    RING_BYTES,
+    StepSize,
+    expert_row_bytes,
+    mixer_scratch_bytes,
+    pair_bytes,
+)
 from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
 from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
@@ -561,3 +570,15 @@ def test_late_experts_are_announced_as_lossy(asked: int, late: int) -> None:
     usual = plan(with_gpu(), kt_num_gpu_experts=4)
     assert usual.gpu is not None and usual.gpu.deferred == 0
     assert not any(LATE in line for line in usual.notices)
+
+
+def test_rows_of_wide_experts_have_room_on_large_gpus() -> None:
+    """Mixtral's 8192 tokens are one piece on 80 GB, which the plan counts; Qwen3's fit in what every GPU has."""
+    wide, (large, small) = named_config("mixtral-8x7b", None), (with_gpu(free=n * GIB).gpus[0] for n in (40, 12))
+    rows = 8192 * 2 * pair_bytes(4096, 14336)
+    more = rows - LEAST_ROW_BYTES
+    assert LEAST_ROW_BYTES < rows <= expert_row_bytes(large.memory_bytes)
+    assert unpacking_bytes(large, wide) - unpacking_bytes(large, QWEN3) == more
+    assert unpacking_bytes(large, wide, 2048) == unpacking_bytes(large, QWEN3)
+    assert unpacking_bytes(small, wide) == unpacking_bytes(small, QWEN3)
+    assert unpacking_bytes(large, wide, -1) - unpacking_bytes(large, QWEN3) == MOST_ROW_BYTES - LEAST_ROW_BYTES

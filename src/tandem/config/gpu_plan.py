@@ -301,7 +301,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
 def unpacking_bytes(gpu: Gpu, model: ModelConfig, chunk: int | None = None) -> int:
     """For experts of long prompts and their rows, beyond what any GPU's workspace has for them."""
     experts = max(0, expert_scratch_bytes(gpu.memory_bytes) - EXPERT_WORKSPACE_BYTES)
-    tokens = chunk if chunk is not None and chunk > 0 else long_step_tokens(model)
+    tokens = long_step_tokens(model) if chunk is None else chunk if chunk > 0 else model.max_positions
     pairs = tokens * (model.moe.router.top_k + model.moe.fusible_shared)
     rows = pairs * pair_bytes(model.expert_channels, model.moe.experts.width)
     return experts + max(0, min(rows, expert_row_bytes(gpu.memory_bytes)) - LEAST_ROW_BYTES)
