@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     scheduling.check_names(items)
     scheduling.leave_out_full(config, items)
+    scheduling.leave_out_other_parts(config, items)
     scheduling.longest_first(items)
 
 

@@ -1,13 +1,17 @@
 """How tests are divided among processes: whole files, the longest first; all that start servers in one process.
 
 A file's fixtures are built once, because its tests stay together. Two servers at once would fight for two cores.
-`tests/durations.json` has the seconds of the longer files; `--store-durations` writes it anew.
+`tests/durations.json` has the seconds of the longer files; `--store-durations` writes those of the files that ran.
+`--part 2/3` runs the second of three parts that take about as long: for machines that are lent for some minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ import torch
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 LEAST_SECONDS = 1.0  # shorter files are not listed
+UNLISTED_SECONDS = 0.02  # of one of their tests
 SERVERS = (  # what start servers, or are like them
     "tests/server/", "tests/faults/", "tests/clients/", "tests/cli/test_bench_serve.py",
 )  # fmt: skip
@@ -22,7 +27,16 @@ SERVERS = (  # what start servers, or are like them
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the tests marked `full` (make test-all)")
-    parser.addoption("--store-durations", action="store_true", help=f"write {DURATIONS.name} anew")
+    parser.addoption("--store-durations", action="store_true", help=f"write what files take to {DURATIONS.name}")
+    parser.addoption("--part", type=part, metavar="I/N", help="only the I-th of N parts that take about as long")
+
+
+def part(text: str) -> tuple[int, int]:
+    """(2, 3) for "2/3"."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text}: one of N parts is 1/N to N/N")
+    return int(match[1]), int(match[2])
 
 
 def use_one_torch_thread() -> None:
@@ -46,12 +60,37 @@ def check_names(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests with the same id, of which only one would run: {', '.join(same)}")
 
 
+def leave_out_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All but one part of them, if `--part` names one."""
+    if config.getoption("--part") is None:
+        return
+    number, count = config.getoption("--part")
+    kept = parts_of(seconds_of(item.nodeid for item in items), count)[number - 1]
+    config.hook.pytest_deselected(items=[item for item in items if group_of(item.nodeid) not in kept])
+    items[:] = [item for item in items if group_of(item.nodeid) in kept]
+
+
+def parts_of(seconds: Counter[str], count: int) -> list[set[str]]:
+    """Groups by part: the longest first, each to the part that has the least to do yet."""
+    parts: list[set[str]] = [set() for _ in range(count)]
+    for group, _ in sorted(seconds.items(), key=lambda each: (-each[1], each[0])):
+        min(parts, key=lambda part: sum(seconds[each] for each in part)).add(group)
+    return parts
+
+
 def longest_first(items: list[pytest.Item]) -> None:
-    """Orders groups of files by their recorded seconds; tests of a file keep their order."""
-    seconds: Counter[str] = Counter()
-    for file, each in json.loads(DURATIONS.read_text()).items():
-        seconds[group_of(file)] += each
+    """Orders groups of files by their seconds; tests of a file keep their order."""
+    seconds = seconds_of(item.nodeid for item in items)
     items.sort(key=lambda item: -seconds[group_of(item.nodeid)])
+
+
+def seconds_of(tests: Iterable[str]) -> Counter[str]:
+    """Of each group, as recorded: those of a file in which these tests are. Files that are not listed are short."""
+    recorded, counts = json.loads(DURATIONS.read_text()), Counter(test.partition("::")[0] for test in tests)
+    seconds: Counter[str] = Counter()
+    for file, count in counts.items():
+        seconds[group_of(file)] += recorded.get(file, UNLISTED_SECONDS * count)
+    return seconds
 
 
 def group_of(nodeid: str) -> str:
@@ -61,14 +100,22 @@ def group_of(nodeid: str) -> str:
 
 
 class Durations:
-    """Adds up what the tests of each file took, in all processes."""
+    """Adds up what the tests of each file took, in all processes. Files of which no test ran keep what they had."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
+        self._ran: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+        file = report.nodeid.partition("::")[0]
+        self._seconds[file] += report.duration
+        if report.when == "call" and not report.skipped:
+            self._ran.add(file)
 
     def pytest_sessionfinish(self) -> None:
-        longest = [(file, round(s)) for file, s in self._seconds.most_common() if s >= LEAST_SECONDS]
-        DURATIONS.write_text(json.dumps(dict(longest), indent=1) + "\n")
+        DURATIONS.write_text(json.dumps(self.merged(json.loads(DURATIONS.read_text())), indent=1) + "\n")
+
+    def merged(self, recorded: dict[str, int]) -> dict[str, int]:
+        """With what was recorded before, the longest first."""
+        seconds = Counter(recorded | {file: round(self._seconds[file]) for file in self._ran})
+        return {file: each for file, each in seconds.most_common() if each >= LEAST_SECONDS}
