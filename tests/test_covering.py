@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from covering import covering_rows, pairwise
+from covering import covering_rows, one_of_each, pairwise
 from kernel_cases import FORMATS, TIERS, runs
 from kernel_cases import pairwise as pairwise_here
 
@@ -39,3 +39,10 @@ def test_every_format_meets_every_tier_that_runs_here() -> None:
     rows = pairwise_here(FORMATS, TIERS, ["auto", "dot_rows", "tile_mm"])
     kept = {row.values[:3] for row in rows if not is_full(row)}
     assert kept == {(*fmt, tier) for fmt in FORMATS for tier in TIERS if runs(tier)}
+
+
+def test_one_of_each_takes_as_few_rows_as_have_all_values() -> None:
+    rows = one_of_each("abcde", [(1, 2), ((), 4)])
+    assert [row.values for row in rows] == [(letter, *pair) for letter, pair in product("abcde", [(1, 2), ((), 4)])]
+    kept = [row.values for row in rows if not is_full(row)]
+    assert kept == [("a", 1, 2), ("b", (), 4), ("c", 1, 2), ("d", (), 4), ("e", 1, 2)]

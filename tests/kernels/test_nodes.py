@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernel_cases as cases
+from covering import one_of_each
 from tandem import _core
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.ops import ExpertBiases
@@ -132,8 +133,9 @@ def test_calls_of_few_rows_are_wider(tokens: int, tier: str) -> None:
     check_beside_single_tokens(tier, experts=8, hidden=1100, width=48, tokens=tokens, top_k=2)
 
 
-@pytest.mark.parametrize(("hidden", "rounds"), [(30_008, 4), (120_008, 13)])
-@pytest.mark.parametrize("nodes", [(), (0, 0, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "hidden", "rounds"), one_of_each([((),), ((0, 0, 1),)], [(30_008, 4), (120_008, 13)])
+)
 def test_more_results_than_are_kept_at_once(nodes: tuple[int, ...], hidden: int, rounds: int) -> None:
     """Down in rounds of columns, of odd sizes, more than are kept and more phases than a region has, gives what some
     tokens at a time give, each time in one round."""

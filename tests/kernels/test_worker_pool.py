@@ -31,29 +31,40 @@ SOURCES = {  # of csrc, beside the test itself
 }
 
 
-def build_and_run(tmp_path: Path, *flags: str, test: str = "worker_pool_test", brief: bool = False) -> str:
+@pytest.fixture(scope="module")
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all: what two tests compile with the same flags is compiled once."""
+    return tmp_path_factory.mktemp("pool")
+
+
+def build_and_run(folder: Path, *flags: str, test: str = "worker_pool_test", brief: bool = False) -> str:
     """brief: fewer rounds, where a test has them."""
-    program = tmp_path / test
-    compile_ = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
-
-    def run(*arguments: object) -> None:
-        subprocess.run([*compile_, *map(str, arguments)], check=True, capture_output=True, text=True)
-
-    def build(source: Path) -> Path:
-        to = tmp_path / f"{source.stem}.o"
-        run("-c", source, "-o", to)
-        return to
-
+    program = folder / f"{test}-{len(flags)}"
     sources = [ROOT / f"csrc/{name}.cc" for name in SOURCES.get(test, ["runtime/worker_pool"])]
     with ThreadPoolExecutor(2) as builders:
-        objects = list(builders.map(build, [ROOT / f"tests/cpp/{test}.cc", *sources]))
-    run(*objects, "-o", program)
+        both = [ROOT / f"tests/cpp/{test}.cc", *sources]
+        objects = list(builders.map(lambda source: compiled(folder, source, flags), both))
+    compiler(flags, *objects, "-o", program)
     surroundings = os.environ | ({"TANDEM_BRIEF": "1"} if brief else {})
     done = subprocess.run(
         [str(program)], check=False, capture_output=True, text=True, timeout=250, env=surroundings
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def compiled(folder: Path, source: Path, flags: tuple[str, ...]) -> Path:
+    """The object file, which another test may have made."""
+    to = folder / "".join(flags).replace("/", "_") / f"{source.stem}.o"
+    if not to.exists():
+        to.parent.mkdir(exist_ok=True)
+        compiler(flags, "-c", source, "-o", to)
+    return to
+
+
+def compiler(flags: tuple[str, ...], *arguments: object) -> None:
+    command = ["c++", "-std=c++20", "-O1", "-g", f"-I{ROOT / 'csrc'}", *flags, "-pthread"]
+    subprocess.run([*command, *map(str, arguments)], check=True, capture_output=True, text=True)
 
 
 def test_contract(tmp_path: Path) -> None:

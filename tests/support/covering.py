@@ -29,6 +29,17 @@ def pairwise(*axes: Iterable[Any], skipped: Collection[Any] = ()) -> list[Any]:
     return [_param(row, row in chosen) for row in product(*values)]
 
 
+def one_of_each(*axes: Iterable[Any], mark: Any = pytest.mark.full) -> list[Any]:
+    """Likewise, where nothing joins the axes: rows without the mark have each value at least once, and are as few as
+    the longest axis has values."""
+    values = [list(axis) for axis in axes]
+    chosen = {tuple(i % len(axis) for axis in values) for i in range(max(map(len, values)))}
+    rows = product(*(range(len(axis)) for axis in values))
+    return [
+        _param(tuple(axis[i] for axis, i in zip(values, row, strict=True)), row in chosen, mark) for row in rows
+    ]
+
+
 def covering_rows(lengths: Sequence[int]) -> set[Row]:
     """Few rows in which each two values of different axes meet. Deterministic."""
     size = min(2, len(lengths))
@@ -42,6 +53,6 @@ def covering_rows(lengths: Sequence[int]) -> set[Row]:
     return chosen
 
 
-def _param(row: tuple[Any, ...], chosen: bool) -> Any:
+def _param(row: tuple[Any, ...], chosen: bool, mark: Any = pytest.mark.full) -> Any:
     spread = [each for value in row for each in (value if isinstance(value, tuple) else (value,))]
-    return pytest.param(*spread, marks=() if chosen else pytest.mark.full)
+    return pytest.param(*spread, marks=() if chosen else mark)

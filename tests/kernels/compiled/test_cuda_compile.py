@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -33,13 +33,6 @@ ONE_OF_EACH = [
     Kind("fp4", "e8m0", True),
 ]
 CLAMPED = Activation("swiglu_clamp", limit=7.0)
-
-
-def kind_by_full(kind: Kind) -> Any:
-    """All kinds take minutes."""
-    return pytest.param(
-        kind, id="-".join(map(str, kind)), marks=() if kind in ONE_OF_EACH else pytest.mark.full
-    )
 
 
 @cache
@@ -73,15 +66,30 @@ def compile_log(source: str, gpu: int) -> str:
     return log.value.decode() or f"error {failed}" if failed else ""
 
 
-def sources_of(kind: Kind) -> Iterator[str]:
-    """Each program that experts and dense matrices of such codes may ask for, by what differs in its text."""
-    for blocks in (code_mma.Blocks(1, 1, 4, 4, 6), code_mma.Blocks(2, 2, 8, 2, 2)):
-        yield code_mma.source(kind, blocks)
-    yield code_mma.source(kind, code_mma.Blocks(2, 1, 16, 2, 1), SILU, ready=True)
-    yield from (expert_mma.source(kind, each) for each in (SILU, CLAMPED))
-    for product_blocks in (code_product.Blocks(16, 4, 8, 4, 4), code_product.Blocks(64, 2, 3, 4, 2)):
-        for ending in (None, SILU):
-            yield code_product.source(kind, product_blocks, 1, ending)
+BLOCKS, WIDE_BLOCKS = code_mma.Blocks(1, 1, 4, 4, 6), code_mma.Blocks(2, 2, 8, 2, 2)
+FEW, MANY = code_product.Blocks(16, 4, 8, 4, 4), code_product.Blocks(64, 2, 3, 4, 2)
+# Each program that experts and dense matrices of some codes may ask for, by what differs in its text.
+PROGRAMS: dict[str, Callable[[Kind], str]] = {
+    "rows": lambda kind: code_mma.source(kind, BLOCKS),
+    "wide": lambda kind: code_mma.source(kind, WIDE_BLOCKS),
+    "ready": lambda kind: code_mma.source(kind, code_mma.Blocks(2, 1, 16, 2, 1), SILU, ready=True),
+    "experts": lambda kind: expert_mma.source(kind, SILU),
+    "clamped": lambda kind: expert_mma.source(kind, CLAMPED),
+    "few": lambda kind: code_product.source(kind, FEW, 1, None),
+    "few-silu": lambda kind: code_product.source(kind, FEW, 1, SILU),
+    "many": lambda kind: code_product.source(kind, MANY, 1, None),
+    "many-silu": lambda kind: code_product.source(kind, MANY, 1, SILU),
+}
+
+
+def programs_by_full() -> Iterator[Any]:
+    """All of them take minutes. Those of one kind each meet all cards below, whatever their blocks."""
+    order = list(PROGRAMS)
+    for kind, program in product(KINDS, order):
+        some = kind in ONE_OF_EACH and order.index(program) % len(ONE_OF_EACH) == ONE_OF_EACH.index(kind)
+        yield pytest.param(
+            kind, program, id="-".join(map(str, (*kind, program))), marks=() if some else pytest.mark.full
+        )
 
 
 def one_of_each_source(kind: Kind) -> list[str]:
@@ -91,10 +99,9 @@ def one_of_each_source(kind: Kind) -> list[str]:
     return [code_mma.source(kind, blocks[0]), *experts, rows.source(delta, 3, 2048)]
 
 
-@pytest.mark.parametrize("kind", [kind_by_full(each) for each in KINDS])
-def test_every_kind_of_codes_compiles(kind: Kind) -> None:
-    for source in sources_of(kind):
-        assert compile_log(source, 90) == ""
+@pytest.mark.parametrize(("kind", "program"), programs_by_full())
+def test_every_kind_of_codes_compiles(kind: Kind, program: str) -> None:
+    assert compile_log(PROGRAMS[program](kind), 90) == ""
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -1,18 +1,20 @@
 """Every Triton kernel is compiled to machine code for real GPUs, which takes Triton and no GPU; nothing is launched.
 
 And how often: a kernel that is compiled anew for other numbers of rows or sequences would stop everybody for a second
-or more while serving.
+or more while serving. Rows marked `front_end` end where Triton's types and shapes are known, unless all are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, get_args
 
 import pytest
 import torch
 
+from covering import one_of_each
 from gpu import HAS_TRITON, INTERPRETED
 from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
@@ -52,6 +54,7 @@ from tandem.models.passing import Pass
 
 if HAS_TRITON and not INTERPRETED:
     import triton
+    from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -80,8 +83,9 @@ PAGE = 16
 class Compiler:
     """Stands in for launching: compiles what a launch would, once per variant."""
 
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
+    def __init__(self, capability: int, whole: bool) -> None:
+        """whole: to machine code."""
+        self.target, self.whole = GPUTarget("cuda", capability, 32), whole
         self.backend = make_backend(self.target)
         self.variants: dict[str, set[str]] = {}
         self.shared_bytes = 96 << 10  # that a kernel may take
@@ -98,14 +102,41 @@ class Compiler:
         )
         kind = GluonASTSource if function.is_gluon() else ASTSource
         source = kind(function, signature, constants, attributes)
+        if not self.whole:
+            self._checked(source, parsed)
+            return
         made = triton.compile(source, target=self.target, options=parsed.__dict__)
         assert len(made.asm["cubin"]) > 0
         assert made.metadata.shared <= self.shared_bytes, function.fn.__name__
 
+    def _checked(self, source: Any, options: Any) -> None:
+        """What `triton.compile` begins with."""
+        context = ir.context()
+        ir.load_dialects(context)
+        self.backend.load_dialects(context)
+        generators = self.backend.get_codegen_implementation(options)
+        source.make_ir(self.target, options, generators, self.backend.get_module_map(), context)
+
+
+def is_whole(request: pytest.FixtureRequest) -> bool:
+    return request.config.getoption("--full") or request.node.get_closest_marker("front_end") is None
+
+
+def compiled_by(
+    fixture: str, cards: Iterable[int], name: str, values: Iterable[Any], others: Iterable[int] = ()
+) -> Any:
+    """Every value on every card: to machine code each value, and for each card but `others`."""
+    rows = one_of_each(cards, values, mark=pytest.mark.front_end)
+    rows += [pytest.param(*row, marks=pytest.mark.front_end) for row in product(others, values)]
+    return pytest.mark.parametrize((fixture, name), rows, indirect=[fixture])
+
+
+SM80 = pytest.param(80, id="sm80", marks=pytest.mark.front_end)
+
 
 @pytest.fixture(params=[80, 90], ids=["sm80", "sm90"])
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    made = Compiler(request.param)
+    made = Compiler(request.param, is_whole(request))
 
     def launch(function: Any, *args: Any, **options: Any) -> None:
         made.run(function, *args, **options)
@@ -120,6 +151,7 @@ def ops() -> GpuOps:
     return GpuOps(torch.device("cpu"), CpuOps(_core.WorkerPool([-1]), "scalar"))
 
 
+@pytest.mark.parametrize("compiler", [SM80, 90], indirect=True)
 def test_attention_is_compiled_once_for_all_mixtures_of_rows(compiler: Compiler, ops: GpuOps) -> None:
     steps = [
         ([(0, 5)], 0), ([(99, 100)], 0), ([(40, 41), (0, 30)], 1), ([(7, 8)] * 17 + [(0, 3)] * 16, 17),
@@ -149,14 +181,22 @@ def test_the_best_logit_is_compiled_once_for_any_number_of_rows(compiler: Compil
     }
 
 
-@pytest.mark.parametrize(("dim", "value"), [(64, 64), (128, 128), (256, 256), (192, 128)])
-@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def heads_by_card() -> list[Any]:
+    """Of consumer GPUs, A100 and H100. The widest heads to machine code, and all where there is the least memory."""
+    cards, heads = [(80, 99), (80, 163), (90, 227)], [(64, 64), (128, 128), (256, 256), (192, 128)]
+    return [
+        pytest.param(
+            arch, kilobytes << 10, *widths,
+            marks=() if kilobytes == 99 or widths == (256, 256) else pytest.mark.front_end,
+        )
+        for (arch, kilobytes), widths in product(cards, heads)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("compiler", "shared", "dim", "value"), heads_by_card(), indirect=["compiler"])
 def test_attention_fits_the_shared_memory(
     compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, shared: int, dim: int, value: int
 ) -> None:
-    """Of consumer GPUs, A100 and H100."""
-    if (compiler.target.arch == 80) == (shared == 227 << 10):
-        pytest.skip("no such GPU")
     compiler.shared_bytes = shared
     for module in (attention_decode, attention_prefill):
         monkeypatch.setattr(module, "shared_bytes", lambda device: shared)
@@ -196,10 +236,18 @@ def square(fmt: str) -> Weight:
     return gguf_codes(fmt, 256, 256) if fmt in GGUF_BLOCKS else stored(weight, fmt)
 
 
-@pytest.mark.parametrize("fmt", EXPERTS)
+def experts_by_format(first: int, older: list[str]) -> Any:
+    """Every second format to machine code, one of them on the older card, too."""
+    rows = [(80, fmt, fmt == older[first]) for fmt in older]
+    rows += [(90, fmt, i % 2 == first) for i, fmt in enumerate(EXPERTS)]
+    return pytest.mark.parametrize(("compiler", "fmt"), [
+        pytest.param(arch, fmt, id=f"sm{arch}-{fmt}", marks=() if whole else pytest.mark.front_end)
+        for arch, fmt, whole in rows
+    ], indirect=["compiler"])  # fmt: skip
+
+
+@experts_by_format(0, ["bf16", "int4"])
 def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
-    if compiler.target.arch == 80 and fmt not in ("bf16", "int4"):
-        pytest.skip("one format of each size is enough for the older ones")
     layer = ops.gpu_experts(torch.arange(2), 256, 256, fmt if fmt in ("int8", "int4") else "bf16")
     for expert in range(2):
         layer.load(expert, square(fmt), square(fmt), square(fmt))
@@ -212,7 +260,7 @@ def test_experts(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
     assert counts == {"_gate_up": 2, "_down": 2, "_combine": 1}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in get_args(ActivationKind) if kind != "silu"])
+@compiled_by("compiler", (80, 90), "kind", [kind for kind in get_args(ActivationKind) if kind != "silu"])
 def test_experts_of_other_shapes(compiler: Compiler, ops: GpuOps, kind: ActivationKind) -> None:
     """Every activation, with biases; a dense MLP, too."""
     how = Activation(kind, 1.702, 7.0)
@@ -232,7 +280,7 @@ def test_experts_of_other_shapes(compiler: Compiler, ops: GpuOps, kind: Activati
     assert set(compiler.variants) >= {"_gate_up", "_down", "_combine", between}
 
 
-@pytest.mark.parametrize("fmt", EXPERTS)
+@experts_by_format(1, EXPERTS)
 def test_experts_of_many_rows(
     compiler: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str
 ) -> None:
@@ -256,11 +304,9 @@ def test_experts_of_many_rows(
     assert {name: len(variants) for name, variants in compiler.variants.items()} == expected
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
+@compiled_by("compiler", (90,), "fmt", ["int8", "int4", "fp8", "mxfp4", "nvfp4"], others=(80,))
 def test_dense_codes(compiler: Compiler, ops: GpuOps, fmt: str) -> None:
     """A row, few rows; and unpacking for more."""
-    if compiler.target.arch == 80 and fmt not in ("fp8", "int4"):
-        pytest.skip("one format of each size is enough for the older ones")
     linear = ops.linear(coded(256, 512, fmt), torch.randn(256))
     for rows in (1, 2, 15, 16, 17, 300):
         linear(torch.zeros(rows, 512).bfloat16())
@@ -302,10 +348,13 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
 CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB of shared memory that a program may have
 
 
-@pytest.fixture(params=CARDS, ids=[f"sm{arch}" for arch in CARDS])
+HOPPER, LEAST = 90, 86  # LEAST: of shared memory
+
+
+@pytest.fixture
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """Compiles for a card, as if it were there."""
-    made = Compiler(request.param)
+    made = Compiler(request.param, is_whole(request))
     made.shared_bytes = CARDS[request.param] << 10
 
     def launch(function: Any, *args: Any, **options: Any) -> None:
@@ -323,7 +372,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
     return made
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+@compiled_by("card", CARDS, "fmt", ["bf16", "fp8"])
 def test_attention_and_experts(
     card: Compiler, ops: GpuOps, monkeypatch: pytest.MonkeyPatch, fmt: str
 ) -> None:
@@ -350,7 +399,7 @@ def test_attention_and_experts(
     assert set(card.variants) >= made | (set() if servers else {"_grouped"})
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@compiled_by("card", (LEAST, HOPPER, 100), "heads", [16, 128], others=(80, 89, 120))
 def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
     """Rows that decode, chunks of few rows and of many: each kernel once, whatever the numbers of rows."""
     sizes = LatentSizes(heads, 128, 64, 512, 128)
@@ -376,13 +425,14 @@ def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("heads, nope, value", [(128, 128, 128), (64, 192, 256)], ids=["deepseek", "glm"])
+@pytest.mark.parametrize(
+    ("card", "heads", "nope", "value"), [(HOPPER, 128, 128, 128), (LEAST, 64, 192, 256)],
+    indirect=["card"], ids=["deepseek", "glm"],
+)  # fmt: skip
 def test_latent_attention_over_chosen_tokens(
     card: Compiler, ops: GpuOps, heads: int, nope: int, value: int
 ) -> None:
     """Indexers and attention of rows that decode, and of chunks that see all and not; lists of one and more pieces."""
-    if (card.target.arch, heads) not in ((90, 128), (86, 64)):
-        pytest.skip("Hopper, and the smallest of the others, are enough")
     sizes, angles = LatentSizes(heads, nope, 64, 512, value), torch.rand(40001, 32)
     keys, values = torch.zeros(heads, 512, nope).bfloat16(), torch.zeros(heads, value, 512).bfloat16()
     norm, rope = torch.ones(512).bfloat16(), Rope(angles, angles)
@@ -415,11 +465,10 @@ def test_latent_attention_over_chosen_tokens(
 POOLS = {"index": Pool(4, True, EntryIndex(64, 128, 512)), "all": Pool(16), "none": None}
 
 
-@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
-def test_shared_keys(card: Compiler, ops: GpuOps, pool: Pool | None) -> None:
+@compiled_by("card", (HOPPER, LEAST), "pooled", POOLS)
+def test_shared_keys(card: Compiler, ops: GpuOps, pooled: str) -> None:
     """DeepSeek-V4's widths: chunks of two sequences, with and without a choice of entries, and rows that decode."""
-    if card.target.arch not in (86, 90):
-        pytest.skip("Hopper, and the smallest of the others, are enough")
+    pool = POOLS[pooled]
     shape = SharedKv(64, 512, 1024, 128, RopeShape(1e4, 64, pairs="neighbours"), 8, 32, 1e-6, pool)
     widths = () if pool is None else pool.widths(512)
     pools = tuple(PoolWeights(torch.zeros(pool.rows if pool else 0, w), torch.ones(w)) for w in widths)
@@ -443,11 +492,11 @@ def test_shared_keys(card: Compiler, ops: GpuOps, pool: Pool | None) -> None:
 SPACES = {"nemotron": (64, 8, 128, 64), "granite": (128, 1, 128, 64), "awkward": (6, 2, 12, 21)}
 
 
-@pytest.mark.parametrize("sizes", SPACES.values(), ids=SPACES)
-def test_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int]) -> None:
+@compiled_by("card", (HOPPER, LEAST, 120), "model", SPACES, others=(80, 89, 100))
+def test_state_spaces(card: Compiler, ops: GpuOps, model: str) -> None:
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences. Convolutions twice:
     with a bias before silu, and between gates."""
-    heads, groups, keys, width = sizes
+    heads, groups, keys, width = SPACES[model]
     memory, channels = torch.zeros(20, heads, keys, width), heads * width + 2 * groups * keys
     taps, ring = torch.zeros(5, channels), torch.zeros(20, 4, channels).bfloat16()
     for spans, single in [
@@ -467,13 +516,15 @@ def test_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, i
     assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1, **convolutions}
 
 
-@pytest.mark.parametrize("sizes", [(32, 128), (3, 20)], ids=["kimi-linear", "awkward"])
-def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, sizes: tuple[int, int]) -> None:
+CHANNELS = {"kimi-linear": (32, 128), "awkward": (3, 20)}
+
+
+@compiled_by("card", (HOPPER, LEAST), "model", CHANNELS)
+def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, model: str) -> None:
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences; twice where copies of
     rows may follow."""
-    if card.target.arch not in (86, 90):
-        pytest.skip("Hopper, and the smallest of the others, are enough")
-    (heads, dim), inner = sizes, sizes[0] * sizes[1]
+    heads, dim = CHANNELS[model]
+    inner = heads * dim
     memory, weights = torch.zeros(20, heads, dim, dim), ChannelWeights(*map(torch.zeros, (heads, inner, dim)), 1e-5)
     for batch in batches():
         rows = len(batch.positions)
@@ -485,11 +536,10 @@ def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, size
     assert counts == {"_keyed": 1, "_fold": 1, "_normed": 2, **in_chunks}
 
 
-@pytest.mark.parametrize("sizes", SPACES.values(), ids=SPACES)
-def test_what_stands_around_state_spaces(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int]) -> None:
-    if card.target.arch not in (86, 90):
-        pytest.skip("Hopper, and the smallest of the others, are enough")
-    (heads, groups, keys, width), inner = sizes, sizes[0] * sizes[3]
+@compiled_by("card", (HOPPER, LEAST), "model", SPACES)
+def test_what_stands_around_state_spaces(card: Compiler, ops: GpuOps, model: str) -> None:
+    heads, groups, keys, width = SPACES[model]
+    inner = heads * width
     memory, of_heads = torch.zeros(20, heads, keys, width), torch.zeros(heads)
     weights = SpaceWeights(of_heads, of_heads, of_heads, torch.zeros(inner), groups, 1e-5)
     for batch in batches():
@@ -511,11 +561,14 @@ def batches() -> Iterator[ForwardBatch]:
         yield replace(make_batch(spans, tables), single_rows=single, slots=torch.ones(len(spans), dtype=torch.int32))
 
 
-@pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (2, 6, 20, 40, 3)], ids=["qwen3-next", "awkward"])
-def test_gated_delta_nets(card: Compiler, ops: GpuOps, sizes: tuple[int, int, int, int, int]) -> None:
+DELTAS = {"qwen3-next": (16, 32, 128, 128, 4), "awkward": (2, 6, 20, 40, 3)}
+
+
+@compiled_by("card", (HOPPER, LEAST), "model", DELTAS, others=(80, 89, 100, 120))
+def test_gated_delta_nets(card: Compiler, ops: GpuOps, model: str) -> None:
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences."""
     prompt.options.cache_clear()  # chosen by the card's shared memory
-    shape = DeltaRule(*sizes, Norm(1e-6), "heads")
+    shape = DeltaRule(*DELTAS[model], Norm(1e-6), "heads")
     gates, norm = torch.zeros(shape.v_heads), torch.zeros(shape.v_dim).bfloat16()
     delta = ops.delta_rule(shape, DeltaWeights(torch.zeros(shape.conv, shape.channels), gates, gates, norm))
     matrix = ops.linear(torch.zeros(2 * shape.v_heads, 2048))
