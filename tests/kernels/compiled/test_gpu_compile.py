@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from itertools import product
 from typing import Any, get_args
 
@@ -58,6 +59,7 @@ if HAS_TRITON and not INTERPRETED:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.cache import get_cache_manager
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from tandem.kernels import which
@@ -110,12 +112,17 @@ class Compiler:
         assert made.metadata.shared <= self.shared_bytes, function.fn.__name__
 
     def _checked(self, source: Any, options: Any) -> None:
-        """What `triton.compile` begins with."""
+        """What `triton.compile` begins with. As it does, this remembers what it has seen."""
+        key = f"{triton.__version__} {source.hash()} {self.backend.hash()} {options.hash()}"
+        seen = get_cache_manager(sha256(key.encode()).hexdigest())
+        if seen.has_file("front_end"):
+            return
         context = ir.context()
         ir.load_dialects(context)
         self.backend.load_dialects(context)
         generators = self.backend.get_codegen_implementation(options)
         source.make_ir(self.target, options, generators, self.backend.get_module_map(), context)
+        seen.put("", "front_end", binary=False)
 
 
 def is_whole(request: pytest.FixtureRequest) -> bool:
