@@ -7,7 +7,9 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -52,6 +54,9 @@ MANY_PARAMETERS = {
 }
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -60,10 +65,31 @@ def module_name(path: Path) -> str:
 NAMES = {module_name(path) for path in MODULES}
 
 
-def imports_of(path: Path) -> set[str]:
+class Definition(NamedTuple):
+    name: str  # Class.function
+    is_class: bool
+    lines: int
+    methods: int
+    parameters: int  # 0: they may be many
+
+
+class Facts(NamedTuple):
+    says_what_it_is: bool
+    imports: set[str]
+    definitions: list[Definition]
+
+
+@cache
+def facts_of(path: Path) -> Facts:
+    """What the rules ask of a file. It is parsed once, and its tree is not kept."""
+    tree = ast.parse(path.read_text())
+    return Facts(bool(ast.get_docstring(tree)), imports_of(tree, path), list(definitions(tree)))
+
+
+def imports_of(tree: ast.Module, path: Path) -> set[str]:
     """Every module of ours that a file imports, at its top or inside a function."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -78,7 +104,9 @@ def _imported(module: str, names: list[str]) -> Iterator[str]:
         yield child if child in NAMES or child == "tandem._core" else module
 
 
-IMPORTS = {module_name(path): imports_of(path) for path in MODULES}
+@cache
+def imports() -> dict[str, set[str]]:
+    return {module_name(path): facts_of(path).imports for path in MODULES}
 
 
 def layer(module: str) -> int:
@@ -94,7 +122,7 @@ def test_every_package_has_a_layer() -> None:
 def test_imports_go_downwards(module: str) -> None:
     upward = {
         target
-        for target in IMPORTS[module]
+        for target in imports()[module]
         if not _same_package(module, target)
         and layer(target) >= layer(module)
         and (module, target) not in UPWARD_ALLOWED
@@ -107,7 +135,7 @@ def _same_package(a: str, b: str) -> bool:
 
 
 def test_no_import_cycles() -> None:
-    graph = {m: {t for t in targets if (m, t) not in CYCLE_ALLOWED} for m, targets in IMPORTS.items()}
+    graph = {m: {t for t in targets if (m, t) not in CYCLE_ALLOWED} for m, targets in imports().items()}
     state: dict[str, int] = {}
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -124,7 +152,7 @@ def test_no_import_cycles() -> None:
 
 def test_exceptions_are_still_needed() -> None:
     for module, target in [*UPWARD_ALLOWED, *CYCLE_ALLOWED]:
-        assert target in IMPORTS.get(module, ()), f"{module} → {target} is allowed but not imported any more"
+        assert target in imports().get(module, ()), f"{module} → {target} is allowed but not imported any more"
 
 
 def test_environment_is_read_in_one_file() -> None:
@@ -136,21 +164,34 @@ def test_environment_is_read_in_one_file() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [
-        p.relative_to(ROOT).as_posix() for p in MODULES if not ast.get_docstring(ast.parse(p.read_text()))
-    ]
-    assert not silent
+    assert not [p.relative_to(ROOT).as_posix() for p in MODULES if not facts_of(p).says_what_it_is]
 
 
-def definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node
+def definitions(tree: ast.AST, inside: str = "") -> Iterator[Definition]:
+    """Every class and function, however deep."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | Function):
+            yield definition(node, f"{inside}{node.name}")
+            yield from definitions(node, f"{inside}{node.name}.")
+        else:
+            yield from definitions(node, inside)
+
+
+def definition(node: ast.ClassDef | Function, name: str) -> Definition:
+    lines, methods = (node.end_lineno or 0) - node.lineno + 1, sum(isinstance(each, Function) for each in node.body)
+    return Definition(name, isinstance(node, ast.ClassDef), lines, methods, parameters(node))
+
+
+def named_definitions() -> Iterator[tuple[str, Definition]]:
+    """(`file:Class.function`, what it is) of every class and function of ours."""
+    for path in MODULES:
+        for each in facts_of(path).definitions:
+            yield f"{path.relative_to(ROOT).as_posix()}:{each.name}", each
 
 
 @pytest.mark.parametrize("word", ["Wrapper", "Manager", "Helper", "Utils", "Util"])
 def test_names_say_what_a_thing_is(word: str) -> None:
-    named = [f"{p.name}: {d.name}" for p in MODULES for d in definitions(p) if word in d.name]
+    named = [name for name, each in named_definitions() if word in each.name.rpartition(".")[2]]
     named += [p.name for p in CPP if re.search(rf"\b(class|struct)\s+\w*{word}", p.read_text())]
     named += [str(p) for p in [*MODULES, *CPP] if word.lower() in p.stem.lower().split("_")]
     assert not named
@@ -161,39 +202,12 @@ def test_files_are_small() -> None:
     assert not {name: n for name, n in sizes.items() if n > MAX_FILE_LINES and name not in LARGE_FILES}
 
 
-def function_lines() -> dict[str, int]:
-    return {
-        f"{path.relative_to(ROOT).as_posix()}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path in MODULES
-        for node in definitions(path)
-        if not isinstance(node, ast.ClassDef)
-    }
-
-
 def test_functions_are_short() -> None:
-    sizes = function_lines()
+    sizes = {name: each.lines for name, each in named_definitions() if not each.is_class}
     assert not {
         n: size for n, size in sizes.items() if size > MAX_FUNCTION_LINES and n not in LARGE_FUNCTIONS
     }
     assert statistics.median(sizes.values()) <= 12
-
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def named_definitions() -> Iterator[tuple[str, Definition]]:
-    """(`file:Class.function`, node) of every class and function of ours."""
-
-    def walk(node: ast.AST, name: str, separator: str) -> Iterator[tuple[str, Definition]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, Definition):
-                yield f"{name}{separator}{child.name}", child
-                yield from walk(child, f"{name}{separator}{child.name}", ".")
-            else:
-                yield from walk(child, name, separator)
-
-    for path in MODULES:
-        yield from walk(ast.parse(path.read_text()), path.relative_to(ROOT).as_posix(), ":")
 
 
 def exceeding(sizes: dict[str, int], limit: int, listed: dict[str, int]) -> dict[str, int]:
@@ -203,31 +217,25 @@ def exceeding(sizes: dict[str, int], limit: int, listed: dict[str, int]) -> dict
 
 
 def test_classes_have_few_methods() -> None:
-    sizes = {
-        name: sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
-        for name, node in named_definitions()
-        if isinstance(node, ast.ClassDef)
-    }
+    sizes = {name: each.methods for name, each in named_definitions() if each.is_class}
     assert not {name: count for name, count in sizes.items() if count > MAX_METHODS}
 
 
-def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def parameters(node: ast.ClassDef | Function) -> int:
+    if isinstance(node, ast.ClassDef) or is_listing(node):
+        return 0
     names = [each.arg for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-def is_listing(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def is_listing(node: Function) -> bool:
     """Each parameter is a flag of a command, or an array or constant of a Triton kernel, which has no objects."""
     decorators = " ".join(ast.unparse(each) for each in node.decorator_list)
     return bool(re.search(r"\bjit\b", decorators)) or "typer." in ast.unparse(node.args)
 
 
 def test_functions_have_few_parameters() -> None:
-    sizes = {
-        name: parameters(node)
-        for name, node in named_definitions()
-        if not isinstance(node, ast.ClassDef) and not is_listing(node)
-    }
+    sizes = {name: each.parameters for name, each in named_definitions()}
     assert not exceeding(sizes, MAX_PARAMETERS, MANY_PARAMETERS)
 
 
