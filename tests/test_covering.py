@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from covering import covering_rows, one_of_each, pairwise
+from covering import covering_rows, one_of_each, one_of_each_type, pairwise
 from kernel_cases import FORMATS, TIERS, runs
 from kernel_cases import pairwise as pairwise_here
 
@@ -46,3 +46,9 @@ def test_one_of_each_takes_as_few_rows_as_have_all_values() -> None:
     assert [row.values for row in rows] == [(letter, *pair) for letter, pair in product("abcde", [(1, 2), ((), 4)])]
     kept = [row.values for row in rows if not is_full(row)]
     assert kept == [("a", 1, 2), ("b", (), 4), ("c", 1, 2), ("d", (), 4), ("e", 1, 2)]
+
+
+def test_a_type_s_first_model_stands_for_it() -> None:
+    rows = one_of_each_type({"a": ("x", {}), "a-wide": ("x", {}), "b": ("y", {}), "a-tied": ("x", {})})
+    assert [row.values for row in rows] == [("a",), ("a-wide",), ("b",), ("a-tied",)]
+    assert [is_full(row) for row in rows] == [False, True, False, True]

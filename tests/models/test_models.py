@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from covering import pairwise
+from covering import one_of_each_type, pairwise
 from sessions import Session, ours, plan, prompts, reference, rms, worst
 from tandem import _core
 from tandem.architectures import FAMILIES
@@ -70,7 +70,7 @@ def test_prefill_at_once_equals_transformers(tiny_models, ops, variant):
     assert worst(got, reference(tiny_models[variant])) < 1e-4
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", one_of_each_type(VARIANTS))
 def test_fused_checkpoint_gives_the_same_bits(tiny_models, variant):
     each, fused = Session(tiny_models[variant]), Session(tiny_models.fused(variant))
     for a, b in zip(ours(each), ours(fused), strict=True):

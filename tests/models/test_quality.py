@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from covering import one_of_each
 from plans import GIB, MOE, machine, model_of
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
@@ -58,8 +59,7 @@ def changed(source: Path, out: Path, change: dict[str, Tensor]) -> Path:
 # -- the stream ---
 
 
-@pytest.mark.parametrize("dtype", [F32, "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "dtype"), one_of_each(VARIANTS, [F32, "bfloat16"]))
 def test_streamed_layers_give_the_models_bits(tiny_models, variant: str, dtype: str) -> None:
     path, windows = tiny_models[variant], some_windows()
     stream = LayerStream(Variant(path, dtype=dtype, threads=1), windows)

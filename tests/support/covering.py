@@ -6,7 +6,7 @@ Faults of kernels come from one value (a format's decoder) or from two that meet
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -37,6 +37,15 @@ def one_of_each(*axes: Iterable[Any], mark: Any = pytest.mark.full) -> list[Any]
     rows = product(*(range(len(axis)) for axis in values))
     return [
         _param(tuple(axis[i] for axis, i in zip(values, row, strict=True)), row in chosen, mark) for row in rows
+    ]
+
+
+def one_of_each_type(variants: Mapping[str, tuple[str, Any]]) -> list[Any]:
+    """Names of models by their type and sizes. A type's first is enough for what reads names, not sizes."""
+    types = [kind for kind, _ in variants.values()]
+    return [
+        _param((name,), kind not in types[:i])
+        for i, (name, kind) in enumerate(zip(variants, types, strict=True))
     ]
 
 

@@ -11,6 +11,7 @@ from block_draft_models import SIZE, BlockDrafted, block_drafted
 from draft_models import PROMPTS, chunks_of, draft_flags, engine_of
 from drafted_answers import TIGHT, Plain, Way, check, plain
 from fake_model import check_pages, request, run, token_ids
+from random_engine import lends_compiler
 from recorded_chains import recording
 from recorded_steps import tiny_parts
 from tandem.bench.architectures import named_config
@@ -131,17 +132,27 @@ def test_answers_are_those_without_guesses(known: Plain, way: Way) -> None:
     check(known, way, "DSPARK")
 
 
-@pytest.mark.parametrize("governed", [False, True])
-def test_masks_and_noise_choose_as_without_guesses(known: Plain, governed: bool) -> None:
-    """Grammars, greedy and sampled; what may come after a guess is known when the guess has come."""
+def masked(known: Plain, wanted: SpeculationPlan | None, lender: Engine | None = None) -> tuple[Engine, dict]:
+    """An engine that has answered with a grammar, greedy and sampled; its answers."""
     wishes = {"grammar": Grammar("regex", r"[a-z]{5}[^a]*"), "max_tokens": 25}
     asks = [request(name, prompt, temperature=temperature, seed=9, **wishes)
             for (name, prompt), temperature in zip(PROMPTS.items(), (0.0, 0.7, 1.0), strict=True)]  # fmt: skip
-    found = []
-    for wanted in (None, SpeculationPlan("DSPARK", SIZE, governed)):
-        engine = Engine.from_parts(replace(known.parts, plan=replace(known.parts.plan, speculation=wanted)))
-        found.append({key: token_ids(outputs) for key, outputs in run(engine, *asks).items()})
-    assert found[0] == found[1] and engine.stats().speculation.steps > 0
+    engine = Engine.from_parts(replace(known.parts, plan=replace(known.parts.plan, speculation=wanted)))
+    if lender is not None:
+        lends_compiler(lender, engine)
+    return engine, {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()}
+
+
+@pytest.fixture(scope="module")
+def masked_plainly(known: Plain) -> tuple[Engine, dict]:
+    return masked(known, None)
+
+
+@pytest.mark.parametrize("governed", [False, True])
+def test_masks_and_noise_choose_as_without_guesses(known: Plain, masked_plainly, governed: bool) -> None:
+    """What may come after a guess is known when the guess has come."""
+    engine, answers = masked(known, SpeculationPlan("DSPARK", SIZE, governed), lender=masked_plainly[0])
+    assert answers == masked_plainly[1] and engine.stats().speculation.steps > 0
 
 
 @pytest.mark.parametrize(("asked", "width", "said"), [

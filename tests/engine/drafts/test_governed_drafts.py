@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from covering import pairwise
 from governed_grid import Text
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
@@ -108,9 +109,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("sequences", [1, 8])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("acceptance", "shape", "sequences"), pairwise([0.0, 0.3, 0.5, 0.7, 0.9, 1.0], SHAPES, [1, 8])
+)
 def test_it_gains_nearly_what_the_best_width_does(acceptance: float, shape: str, sequences: int) -> None:
     """And loses next to nothing where no width gains; what it learns at first is left out."""
     world = World(SHAPES[shape], acceptance, sequences)

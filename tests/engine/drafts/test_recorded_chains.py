@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cycle_times
+from covering import one_of_each_type
 from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
 from recorded_chains import CPU, recording
@@ -18,6 +19,7 @@ from tandem.config.cuda_graphs import draft_sizes
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
 from tandem.engine.speculation.drawn_rows import Run
 from tandem.engine.speculation.gpu_chains import GpuChains
+from tiny import VARIANTS
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +27,7 @@ def glm(tiny_models, tmp_path_factory):
     return drafted(tiny_models["glm4_moe"], tmp_path_factory.mktemp("chains") / "glm")
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", one_of_each_type({each: VARIANTS[each] for each in FAMILIES}))
 def test_it_guesses_what_transformers_layer_guesses(tiny_models, tmp_path: Path, variant: str) -> None:
     """Three sequences in recordings of four, of which the shorter ones end; prompts' first rows are no recording's."""
     model = drafted(tiny_models[variant], tmp_path / "model")

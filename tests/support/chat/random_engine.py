@@ -61,7 +61,10 @@ def engine(**plan) -> Engine:
 
 def beside(model: Engine, **plan) -> Engine:
     """Another one, whose grammars the same process compiles: its own would take seconds to start. Do not close it."""
-    made = engine(**plan)
+    return lends_compiler(model, engine(**plan))
+
+
+def lends_compiler(model: Engine, made: Engine) -> Engine:
     made.grammars._compiler._ready = model.grammars._compiler._started()
     return made
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from drawn_chains import DrawnChains
 from tiny import file_tensors
 
 SIZE, STAGES, RANK = 5, 3, 12
@@ -22,7 +23,7 @@ FP64 = torch.float64
 
 
 @dataclass
-class BlockDrafted:
+class BlockDrafted(DrawnChains):
     """As `Drafted`. weights: of the layers, by DeepSeek's names, float64; reads: the model's layers."""
 
     path: Path
@@ -30,9 +31,6 @@ class BlockDrafted:
     weights: dict[str, Tensor]
     reads: tuple[int, ...]
     unknown: int
-
-    def chain(self, tokens: list[int], width: int) -> list[int]:
-        return [int(logits.argmax()) for logits in self.logits(tokens, width)]
 
     def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]:
         """As `Drafted.logits`."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from drawn_chains import DrawnChains
 from kernel_cases import INVARIANT_TIER
 from recorded_steps import tiny_engine
 from stream_draft_models import StreamDrafted, stream_drafted
@@ -32,16 +33,12 @@ QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm
 
 
 @dataclass
-class Drafted:
+class Drafted(DrawnChains):
     """A model directory with a draft layer, and the reference."""
 
     path: Path
     model: torch.nn.Module
     layer: MtpModel
-
-    def chain(self, tokens: list[int], width: int) -> list[int]:
-        """What the layer guesses behind `tokens`, each guess taken for what came."""
-        return [int(logits.argmax()) for logits in self.logits(tokens, width)]
 
     @torch.no_grad()
     def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from drawn_chains import DrawnChains
 from tiny import file_tensors
 
 TURNS = ("main", "compress")
@@ -25,16 +26,13 @@ BETWEEN = ("e_proj", "h_proj", "enorm", "hnorm")
 
 
 @dataclass
-class StreamDrafted:
+class StreamDrafted(DrawnChains):
     """As `Drafted`. block: a model of one layer, which is the draft's; between: what joins token and streams."""
 
     path: Path
     model: torch.nn.Module
     block: torch.nn.Module
     between: dict[str, Tensor]
-
-    def chain(self, tokens: list[int], width: int) -> list[int]:
-        return [int(logits.argmax()) for logits in self.logits(tokens, width)]
 
     @torch.no_grad()
     def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]:

@@ -1,0 +1,22 @@
+"""Chains that a reference draws, once each: sequences with the same text ask for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Reference(Protocol):
+    def logits(self, tokens: list[int], width: int, guesses: Rows[int] = ()) -> list[Tensor]: ...
+
+
+class DrawnChains:
+    def chain(self: Reference, tokens: list[int], width: int) -> list[int]:
+        """What the layer guesses behind `tokens`, each guess taken for what came. A shorter chain is a longer one's
+        beginning."""
+        known = self.__dict__.setdefault("_chains", {})
+        if len(known.get(tuple(tokens), ())) < width:
+            known[tuple(tokens)] = [int(logits.argmax()) for logits in self.logits(tokens, width)]
+        return known[tuple(tokens)][:width]
