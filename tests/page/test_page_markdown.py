@@ -237,6 +237,15 @@ def test_a_formula_is_shown_as_written_until_it_has_ended(browser: Browser) -> N
     assert "<li>" in browser.run(source, begun, False)
 
 
+def test_the_page_follows_what_is_written_however_tall(browser: Browser) -> None:
+    tall = r"\[\begin{matrix}" + r"x\\\\" * 12 + r"\end{matrix}\]"  # 12 rows in one frame
+    browser.say("\n\n".join([tall] * 8))
+    browser.answered()
+    assert browser.count(".message.assistant .katex-display") == 8
+    rest = "const box = document.getElementById('scroll'); return box.scrollHeight - box.scrollTop - box.clientHeight"
+    assert browser.script(rest) < 2
+
+
 HOSTILE = [
     "<script>pwned = 1</script>",
     "<img src=x onerror=pwned=1>",
