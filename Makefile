@@ -20,7 +20,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel test-gpu clean
+.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel test-gpu page-vendor clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -132,6 +132,9 @@ wheel: $(STAMPS)/build-tools ## a manylinux wheel with every kernel tier, in dis
 
 test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages
 	PYTHON="$(PYTHON)" scripts/test_gpu.sh $(ARGS)
+
+page-vendor: ## fetch the page's libraries by npm into the package, where they are kept in git
+	$(PYTHON) scripts/page_vendor/page_vendor.py
 
 clean: ## remove everything that was built
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/tandem/*.so

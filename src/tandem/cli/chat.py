@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tandem.cli.chat_client import ChatClient
+    from tandem.cli.chat_input import MessageReader
 
 _POLL_SECONDS = 0.25
 _LOADING = "the server is loading its model …"
-HELP = """  /help           this list
+HELP = '''  /help           this list
   /reset          forget what was said
   /system TEXT    set the system prompt and start afresh; alone: show it
   /exit           leave (also Ctrl+D)
-  Ctrl+C          stop the answer"""
+  Ctrl+C          stop the answer
+Several lines are one message when they are pasted, when each but the last ends in a
+backslash, or between """ and """.'''
+_COMMANDS = ("/help", "/reset", "/system", "/exit", "/quit", "/bye")
 
 
 def chat(
@@ -56,8 +60,17 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _is_command(text: str) -> bool:
+    """A pasted comment or path begins with a slash, too: of several lines only a known command is one."""
+    from tandem.cli.chat_input import Quoted
+
+    if isinstance(text, Quoted):
+        return False
+    return text.startswith("/") and ("\n" not in text or text.split(maxsplit=1)[0] in _COMMANDS)
+
+
 class Conversation:
-    """Reads lines, runs commands, prints answers as they come."""
+    """Reads messages, runs commands, prints answers as they come."""
 
     def __init__(self, client: ChatClient, console: Console) -> None:
         self._client = client
@@ -66,11 +79,12 @@ class Conversation:
     def run(self) -> None:
         """Until /exit or the end of input. Raises ChatError when no server answers at the start."""
         self._wait_for_model()
+        from tandem.cli.chat_input import MessageReader
+
         name = self._client.model_name()
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  input() then has line editing and history
+        reader = MessageReader(self._prompt("you ›"), self._prompt("  ···"))
         self._console.print(f"[bold]{name}[/]  [dim]{self._client.url} · /help for commands[/]\n")
-        while self._turn():
+        while self._turn(reader):
             pass
 
     def _wait_for_model(self) -> None:
@@ -81,31 +95,28 @@ class Conversation:
                     time.sleep(_POLL_SECONDS)
                     why = self._client.not_ready()
 
-    def _turn(self) -> bool:
+    def _turn(self, reader: MessageReader) -> bool:
         try:
-            line = input(self._prompt()).strip()
+            text = reader.read()
         except KeyboardInterrupt:
             self._console.print("\n[dim]Ctrl+D or /exit leaves[/]")
             return True
-        except EOFError:
+        if text is None:
             self._console.print()
             return False
-        if line.startswith("/"):
-            return self._command(line)
-        if line:
-            self._answer(line)
+        if _is_command(text):
+            return self._command(text)
+        if text.strip():
+            self._answer(text)
         return True
 
-    def _prompt(self) -> str:
+    def _prompt(self, text: str) -> str:
         # \001 and \002 tell readline which bytes take no space on the line.
-        return (
-            "\001\033[1;36m\002you ›\001\033[0m\002 "
-            if sys.stdin.isatty() and self._console.is_terminal
-            else ""
-        )
+        shown = sys.stdin.isatty() and self._console.is_terminal
+        return f"\001\033[1;36m\002{text}\001\033[0m\002 " if shown else ""
 
-    def _command(self, line: str) -> bool:
-        name, _, rest = line.partition(" ")
+    def _command(self, text: str) -> bool:
+        name, _, rest = re.sub(r"\s", " ", text, count=1).partition(" ")
         if name in ("/exit", "/quit", "/bye"):
             return False
         if name == "/reset":

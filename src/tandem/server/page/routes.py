@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from importlib.resources import files
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -16,16 +17,20 @@ import tandem
 from tandem.server.page.live import LiveView
 from tandem.server.state import ServerState
 
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
+    ".woff2": "font/woff2", ".txt": "text/plain",
+}  # fmt: skip
 _INDEX = "index.html"
 _FILES = "/page/"
 
 _INDEX_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/html": {}, "text/plain": {}}}}
 _HEADERS = {
     # Answers of a model are shown on this page: whatever they contain, no script of theirs runs, and nothing is
-    # fetched from or sent to another site.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    # fetched from or sent to another site. HTML becomes elements in DOMPurify only.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -58,7 +63,7 @@ def routes(state: ServerState) -> APIRouter:
         text = f"Tandem {tandem.__version__} serves {state.model_name}.\nRoutes: /docs. Chat: kt chat\n"
         return Response(text, media_type="text/plain; charset=utf-8", headers={"Vary": "Accept"})
 
-    @router.get(_FILES + "{name}", include_in_schema=False)
+    @router.get(_FILES + "{name:path}", include_in_schema=False)
     async def file(http: Request, name: str) -> Response:
         if name not in stored:
             raise HTTPException(404)
@@ -79,16 +84,20 @@ def _wants_html(accept: bytes) -> bool:
 
 
 def _read() -> Mapping[str, _File]:
-    folder = files("tandem.server.page").joinpath("static")
-    found = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
-    return {
-        name: _File(data, _TYPES["." + name.rpartition(".")[2]], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
-        for name, data in found.items()
-    }
+    """Every file of `static/` whose kind is known, by its path there."""
+    with as_file(files("tandem.server.page").joinpath("static")) as folder:
+        paths = [path for path in folder.rglob("*") if path.suffix in _TYPES]
+        return {path.relative_to(folder).as_posix(): _file(path) for path in paths}
+
+
+def _file(path: Path) -> _File:
+    data = path.read_bytes()
+    return _File(data, _TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
 
 
 def _answer(http: Request, file: _File) -> Response:
     headers = _HEADERS | {"ETag": file.etag, "Vary": "Accept"}
     if http.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)
-    return Response(file.data, headers=headers, media_type=f"{file.media_type}; charset=utf-8")
+    charset = "" if file.media_type.startswith("font/") else "; charset=utf-8"
+    return Response(file.data, headers=headers, media_type=file.media_type + charset)

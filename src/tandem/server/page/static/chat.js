@@ -109,9 +109,12 @@ export class Chat {
     $("send").hidden = Boolean(this.running);
   }
 
-  follow(always = false) {
+  /** Draws. Who is at the end stays there, however much has come. */
+  follow(draw) {
     const box = $("scroll");
-    if (always || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END) box.scrollTop = box.scrollHeight;
+    const near = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+    draw();
+    if (near) box.scrollTop = box.scrollHeight;
   }
 
   // --- asking
@@ -160,7 +163,7 @@ export class Chat {
     this.running = { conversation, message, abort: new AbortController(), asked: performance.now() };
     this.draw();
     this.keep(stored(conversation));
-    this.follow(true);
+    $("scroll").scrollTop = $("scroll").scrollHeight;
     await this.read(body, this.running);
   }
 
@@ -187,8 +190,7 @@ export class Chat {
     if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
     for (const call of calls ?? []) addCall(message, call);
     message.cut = choice.finish_reason === "length";
-    this.views.find((view) => view.message === message)?.drawSoon();
-    requestAnimationFrame(() => this.follow());
+    this.views.find((view) => view.message === message)?.drawSoon((draw) => this.follow(draw));
   }
 
   end(running) {
@@ -198,9 +200,8 @@ export class Chat {
     if (first) message.times = { tokens, first: (first - asked) / 1000, rate: tokens > 1 ? (tokens - 1) / seconds : 0 };
     this.running = null;
     this.keep(conversation);
-    if (this.shown.id === conversation.id) this.draw();
+    if (this.shown.id === conversation.id) this.follow(() => this.draw());
     else this.drawButtons();
-    this.follow();
   }
 
   /** dropped: nothing of it is to be kept. */

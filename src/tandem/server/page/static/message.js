@@ -27,14 +27,20 @@ export class MessageView {
     this.foot = make("p", { class: "foot" });
     this.error = make("p", { class: "error", role: "alert", hidden: true });
     this.node.append(this.reasoning, this.text, this.calls, this.error, this.foot);
+    this.reasoning.addEventListener("toggle", () => this.drawSoon());
     this.markdown = new Markdown(this.text);
     this.thinking = new Markdown(this.thoughts);
     this.draw();
   }
 
-  /** At most once a frame while tokens come. */
-  drawSoon() {
-    this.waiting ??= requestAnimationFrame(() => { this.waiting = null; this.draw(); });
+  /** At most once a frame while tokens come, and a quarter of the time: a long list is drawn anew each time. `around` draws. */
+  drawSoon(around = (draw) => draw()) {
+    this.waiting ??= setTimeout(() => requestAnimationFrame(() => {
+      const began = performance.now();
+      this.waiting = null;
+      around(() => this.draw());
+      this.pause = 3 * (performance.now() - began);
+    }), this.pause ?? 0);
   }
 
   draw() {
@@ -43,8 +49,8 @@ export class MessageView {
     this.node.classList.toggle("running", Boolean(running));
     this.reasoning.hidden = !reasoning;
     this.reasoning.firstChild.textContent = running && !content ? "Reasoning…" : "Reasoning";
-    if (reasoning) this.thinking.show(reasoning);
-    this.markdown.show(content ?? "");
+    if (reasoning && (this.reasoning.open || !running)) this.thinking.show(reasoning, running);
+    this.markdown.show(content ?? "", running);
     if (this.callsDrawn !== this.callState(calls)) this.drawCalls(calls);
     this.error.hidden = !error;
     this.error.textContent = error ?? "";

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,79 +17,26 @@ import pytest
 
 from server_harness import ServerProcess, echo_code, running, spawn, spawn_echo
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-CHROMEDRIVER = shutil.which("chromedriver")
+from page_browser import Browser, chromium, needs_chromium
+
 AXE = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and CHROMEDRIVER), reason="chromium and chromedriver are not installed"
-)
-WAIT_SECONDS = 60  # on a machine that does other things as well
+pytestmark = needs_chromium
 LONG = "a long story, " * 25  # the echo of it takes seconds
 SHORTER = "a long story, " * 10  # two
-
-
-class Browser:
-    """One window. It waits for what it looks for."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def until(self, true: Callable[[], Any]) -> Any:
-        return WebDriverWait(self.driver, WAIT_SECONDS, 0.05).until(lambda _: true())
-
-    def open(self, server: ServerProcess) -> None:
-        """With an empty storage."""
-        self.driver.get(server.url + "/page/icon.svg")
-        self.script("localStorage.clear(); sessionStorage.clear()")
-        self.driver.get(server.url + "/")
-
-    def script(self, source: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(source, *arguments)
-
-    def one(self, selector: str) -> Any:
-        return self.driver.find_element(By.CSS_SELECTOR, selector)
-
-    def count(self, selector: str) -> int:
-        return len(self.driver.find_elements(By.CSS_SELECTOR, selector))
-
-    def text(self, selector: str) -> str:
-        """Of all of them, read at one moment: the page draws anew while we look."""
-        source = "return [...document.querySelectorAll(arguments[0])].map((n) => n.innerText).join('\\n')"
-        return str(self.script(source, selector))
-
-    def up(self) -> None:
-        self.until(lambda: self.script("return document.getElementById('status').dataset.state") == "up")
-
-    def say(self, text: str) -> None:
-        self.script("document.getElementById('input').value = arguments[0]", text)
-        self.one("#input").send_keys(Keys.ENTER)
-
-    def answered(self, times: int = 1) -> None:
-        self.until(lambda: self.count(".message.assistant:not(.running) .foot button") >= 1)
-        self.until(lambda: self.count(".message.assistant:not(.running)") >= times)
-
-    def complaints(self) -> list[str]:
-        """Of the page's own code and of its security policy."""
-        logs = self.driver.get_log("browser")
-        return [each["message"] for each in logs if each["source"] != "network"]
+EVERYTHING = (
+    "# Title\n\n- a list\n\n```c\nint x;\n```\n\n| a |\n| - |\n| 1 |\n\n> said\n\n[x](https://ok.example)\n\n"
+    "$x$\n\n\\[" + "x + " * 100 + "y\\]"
+)
 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1440,900"):
-        options.add_argument(f"--{flag}")
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
-    driver.set_script_timeout(WAIT_SECONDS)
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 @pytest.fixture(scope="module")
@@ -325,8 +271,9 @@ def test_nothing_is_in_the_way_of_anybody(browser: Browser, size: tuple[int, int
     browser.driver.set_window_size(*size)
     try:
         browser.script("document.documentElement.dataset.theme = arguments[0]", theme)
-        browser.say("# Title\n\n- a list\n\n```c\nint x;\n```\n\n| a |\n| - |\n| 1 |\n\n> said\n\n[x](https://ok.example)")
+        browser.say(EVERYTHING)
         browser.answered()
+        browser.until(lambda: browser.count(".katex") == 2)
         _check(browser)
         browser.one("#to-live").click()
         browser.until(lambda: browser.text("#plan"))

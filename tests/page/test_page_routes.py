@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,11 @@ from tandem.config import EngineConfig
 from tandem.errors import EngineError
 from tandem.server.page import live
 
+ROOT = Path(__file__).parents[2]
 STATIC = Path(tandem.server.page.__file__).parent / "static"
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
-MOST_BYTES = 300_000
+VENDOR = STATIC / "vendor"
+OWN_BYTES, VENDOR_BYTES = 100_000, 750_000
 
 
 def test_browsers_get_the_page_and_others_what_they_had() -> None:
@@ -36,16 +41,19 @@ def test_browsers_get_the_page_and_others_what_they_had() -> None:
 
 def test_every_file_comes_with_a_policy_that_lets_nothing_else_in() -> None:
     async def scenario(server: LocalServer) -> None:
-        for path in ["/", *(f"/page/{file.name}" for file in STATIC.iterdir())]:
+        files = [file for file in STATIC.rglob("*") if file.suffix]
+        for path in ["/", *(f"/page/{file.relative_to(STATIC).as_posix()}" for file in files)]:
             answer = await server.client.get(path, headers=BROWSER)
             policy = answer.headers["content-security-policy"]
             assert answer.status_code == 200 and policy.startswith("default-src 'none'; script-src 'self'; ")
+            assert "require-trusted-types-for 'script'" in policy
             assert "unsafe" not in policy and "frame-ancestors 'none'" in policy
             assert answer.headers["x-content-type-options"] == "nosniff"
             known = {"if-none-match": answer.headers["etag"]}
             again = await server.client.get(path, headers=BROWSER | known)
             assert again.status_code == 304 and not again.content
-        for path in ("/page/routes.py", "/page/..%2froutes.py", "/page/", "/page/none.js"):
+        for path in ("/page/routes.py", "/page/..%2froutes.py", "/page/", "/page/none.js", "/page/vendor",
+                     "/page/vendor/../../routes.py", "/page/vendor/SHA256SUMS", "/page//page/main.js"):  # fmt: skip
             assert (await server.client.get(path)).status_code == 404
 
     run(scenario)
@@ -53,14 +61,42 @@ def test_every_file_comes_with_a_policy_that_lets_nothing_else_in() -> None:
 
 def test_the_page_is_small_and_complete() -> None:
     """Nothing is fetched from elsewhere, and everything that a file names is there."""
-    files = {file.name: file.read_text() for file in STATIC.iterdir()}
-    assert sum(len(text.encode()) for text in files.values()) < MOST_BYTES
-    named = set(re.findall(r'"page/([\w.]+)"', files["index.html"]))
+    files = {file.name: file.read_text() for file in STATIC.iterdir() if file.is_file()}
+    assert sum(len(text.encode()) for text in files.values()) < OWN_BYTES
+    named = set(re.findall(r'"page/([\w./-]+)"', files["index.html"]))
     for name, text in files.items():
         assert not re.search(r"""(src|href|url|import|fetch)\W{1,4}https?:""", text), name
         assert "innerHTML" not in text and "eval(" not in text and "style=" not in text, name
-        named |= set(re.findall(r'from "\./([\w.]+)"', text))
-    assert named == set(files) - {"index.html"}
+        named |= set(re.findall(r'(?:from|import) "\./([\w./-]+)"', text))
+    libraries = {f"vendor/{file.name}" for file in VENDOR.iterdir() if file.suffix in (".js", ".css")}
+    assert named == (set(files) | libraries) - {"index.html"}
+
+
+def test_libraries_are_those_that_npm_gave() -> None:
+    """Unchanged since `make page-vendor`, with their licences, and in fonts of one kind."""
+    sums = dict(reversed(line.split("  ")) for line in (VENDOR / "SHA256SUMS").read_text().splitlines())
+    files = {file.relative_to(VENDOR).as_posix(): file.read_bytes() for file in VENDOR.rglob("*") if file.is_file()}
+    assert sums == {name: sha256(data).hexdigest() for name, data in files.items() if name != "SHA256SUMS"}
+    assert sum(map(len, files.values())) < VENDOR_BYTES
+    fonts = set(re.findall(r"url\((.*?)\)", files["katex.min.css"].decode()))
+    assert fonts == {name for name in files if name.endswith(".woff2")} and len(fonts) == 20
+    assert "SIL OPEN FONT LICENSE" in files["fonts/OFL.txt"].decode()
+    wanted = json.loads((ROOT / "scripts/page_vendor/package.json").read_text())["dependencies"]
+    licences = files["LICENSES.txt"].decode()
+    assert all(f"\n{name} {version} (" in licences for name, version in wanted.items())
+
+
+def test_the_documented_weight_is_the_pages() -> None:
+    def kilobytes(paths: Iterable[Path]) -> str:
+        return f"{sum(path.stat().st_size for path in paths) / 1000:.0f}"
+
+    own = (file for file in STATIC.iterdir() if file.is_file())
+    rows = {
+        "Tandem's own": own, "fonts": VENDOR.glob("fonts/*.woff2"), "KaTeX": VENDOR.glob("katex.min.*"),
+        "markdown-it": VENDOR.glob("markdown-it*"), "DOMPurify": VENDOR.glob("purify*"),
+    }  # fmt: skip
+    table = dict(re.findall(r"^\| ([^|]+?) \| (\d+) \|", (ROOT / "docs/page.md").read_text(), re.MULTILINE))
+    assert {name: table[name] for name in rows} == {name: kilobytes(paths) for name, paths in rows.items()}
 
 
 def test_with_a_key_the_page_is_open_and_its_numbers_are_not() -> None:
