@@ -218,8 +218,11 @@ def test_what_the_template_has_no_switch_for_is_refused(template, asks, param):
 def test_an_answer_goes_on_with_the_last_message():
     last = Message("assistant", "Once upon a time ")
     assert prompt_of(PLAIN, asked(USER, last, tools=(), continue_final_message=True)).endswith(
-        "Once upon a time"
+        "Once upon a time "
     )
+    called = Message("assistant", "Hm.", tool_calls=CALLS)
+    with pytest.raises(RequestError, match="without tool calls"):
+        prompt_of(own_template("hermes"), asked(USER, called, continue_final_message=True))
     with pytest.raises(RequestError, match="continue_final_message"):
         prompt_of(PLAIN, asked(USER, tools=(), continue_final_message=True))
     assert not prompt_of(PLAIN, asked(tools=(), add_generation_prompt=False)).endswith("assistant\n")

@@ -31,9 +31,11 @@ def chat_tokenizer(template: str, special: tuple[str, ...] = CONTROLS) -> Tokeni
 
 
 @contextlib.contextmanager
-def chat_model(template: str, **parsers: Any) -> Iterator[tuple[ChatModel, Tokenizer]]:
+def chat_model(
+    template: str, special: tuple[str, ...] = CONTROLS, **parsers: Any
+) -> Iterator[tuple[ChatModel, Tokenizer]]:
     """The template is rendered in this process: `tests/server/test_chat_templates.py` has the other."""
-    tokenizer = chat_tokenizer(template)
+    tokenizer = chat_tokenizer(template, special)
     prompts = PromptReader(tokenizer)
     prompts._template = None
     try:
