@@ -97,6 +97,24 @@ def test_any_named_format_can_be_described(name):
     assert "PARAMETER" in prompt and "VALUE" in prompt
 
 
+def test_tools_take_the_template_that_is_for_them():
+    """Its words decide how calls are read; nothing is described in a system message then."""
+    both = {"default": PLAIN, "tool_use": own_template("hermes")}
+    prompt = prompt_of(both, asked())
+    assert "You have tools." in prompt and "# Tools" not in prompt
+    assert "You have tools." not in prompt_of(both, asked(tools=()))
+    with chat_model(both) as (model, _):
+        assert prepare(model, asked(tool_choice=ToolChoice("required"))).rules.tool_format.name == "hermes"
+
+
+def test_a_model_without_a_chat_template_says_which_flag_gives_one(caplog):
+    """At the start, and in each chat's 400."""
+    with chat_model(None) as (model, _), pytest.raises(RequestError, match="--chat-template FILE") as refused:
+        prepare(model, asked(tools=()))
+    assert refused.value.param == "messages"
+    assert "no chat template: chats are refused until --chat-template FILE gives one" in caplog.text
+
+
 # --- names of parsers
 
 

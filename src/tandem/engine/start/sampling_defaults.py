@@ -1,4 +1,4 @@
-"""What the model's authors recommend for sampling, used where an OpenAI request leaves a field out."""
+"""What the model's authors recommend for sampling, used where a request leaves a field out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint import read_generation
+from tandem.config import EngineConfig
 from tandem.engine.limits import validate
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import CheckpointError, RequestError
@@ -25,6 +26,11 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
     except RequestError as error:
         raise _wrong(directory, str(error)) from error
     return numbers
+
+
+def sampling_defaults(config: EngineConfig, directory: Path) -> dict[str, float]:
+    """What fills the gaps of requests: `--sampling-defaults`. Raises as above."""
+    return read_sampling_defaults(directory) if config.sampling_defaults == "model" else {}
 
 
 def _number(directory: Path, name: str, value: object) -> float:

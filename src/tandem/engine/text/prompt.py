@@ -65,13 +65,13 @@ def draft(
     messages: Messages,
     variables: dict[str, Any],
     guard: MarkerGuard | None,
-    own: OwnMarkers = lambda role, key: (),
+    own: OwnMarkers | None = None,
     goes_on: bool = False,
 ) -> Draft:
     """goes_on: the answer goes on with the last message, an assistant's. Raises RequestError."""
     sign = guard.sign("\n".join(_texts([messages, variables.get("tools")]))) if guard is not None else ""
     if guard is not None and sign:
-        messages = [_guarded(message, guard, sign, own) for message in messages]
+        messages = [_guarded(message, guard, sign, own or _no_markers) for message in messages]
         variables = variables | {"tools": guard.guard(variables.get("tools"), sign)}
     one = Draft(messages, variables, sign)
     return _marked(one) if goes_on else one
@@ -80,6 +80,10 @@ def draft(
 def _guarded(message: dict[str, Any], guard: MarkerGuard, sign: str, own: OwnMarkers) -> dict[str, Any]:
     role = str(message.get("role"))
     return {key: guard.guard(value, sign, own(role, key)) for key, value in message.items()}
+
+
+def _no_markers(role: str, key: str) -> Collection[str]:
+    return ()
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -126,10 +126,11 @@ def speaking_of(
     tokenizer: TemplateTokenizer, render: Render, tool_parser: str | None, reasoning_parser: str | None
 ) -> Speaking:
     """Says in the log what was found. Raises ConfigError."""
-    source = tokenizer.chat_template.source if tokenizer.chat_template else ""
+    source = tokenizer.chat_template.text if tokenizer.chat_template else ""
     reasoning = reasoning_format(reasoning_parser) if reasoning_parser else detect_reasoning_format(source)
     found = tool_format(tool_parser) if tool_parser else detect_tool_format(source)
     if tokenizer.chat_template is None:
+        log.warning("the model has no chat template: chats are refused until --chat-template FILE gives one")
         return Speaking(found, reasoning)
     turns = _tried(fit_turns, Turns(), render)
     if (tool_parser or "").lower() == NONE:
