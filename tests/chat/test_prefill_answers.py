@@ -17,7 +17,7 @@ from server_harness import LocalServer
 from server_requests import run, user
 from tandem.engine.grammar import sources
 from tandem.engine.protocol import Grammar
-from tandem.server.chat.answer_parser import AnswerRules, FormattedText
+from tandem.server.chat.answer_parser import AnswerRules
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolChoice
 from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.chat.model import PreparedChat

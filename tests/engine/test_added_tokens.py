@@ -97,7 +97,9 @@ def test_files_that_contradict_each_other_are_named(tmp_path: Path, caplog) -> N
     assert "another token 256" in caplog.text and "is token 257, and token 300 beside it" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", [{"x": ONE | {"content": END}}, {"258": END}, {"258": {"content": 5}}, {"258": []}, []])
+@pytest.mark.parametrize(
+    "wrong", [{"x": ONE | {"content": END}}, {"258": ""}, {"258": {"content": 5}}, {"258": []}, []]
+)
 def test_what_lists_no_tokens_adds_none(wrong, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(written(tmp_path, tokenizer_config={"added_tokens_decoder": wrong}))
     assert tokenizer.encode("a") == [64] and tokenizer.eos_ids == (257,)

@@ -1,4 +1,4 @@
-"""Chat templates in the forms of eight families, written here: how each frames turns, trims text and treats thoughts."""
+"""Chat templates in the forms of eight families, written here: how each frames turns, trims and treats thoughts."""
 
 from __future__ import annotations
 

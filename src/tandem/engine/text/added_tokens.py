@@ -40,10 +40,9 @@ def complete(inner: Tokenizer, settings: Settings, older: Settings, rows: int | 
     added = _Added(inner, rows, path)
     for place, one in (_by_id(listed) if isinstance(listed, dict) else _older(older, settings)).items():
         added.listed(place, one)
-    named = (token(settings[name], True) for name in NAMED if settings.get(name) is not None)
-    for one in (*named, *_in_lists(settings)):
-        if one is not None:
-            added.named(one)
+    for named in [token(settings.get(name), special=True) for name in NAMED] + list(_in_lists(settings)):
+        if named is not None:
+            added.named(named)
     inner.add_tokens(added.tokens)  # at once: each time the library reads all of them again
     _frame(inner, settings)
 

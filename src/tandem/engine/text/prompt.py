@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from tandem.engine.text.markers import MarkerGuard
@@ -149,7 +149,8 @@ def _begins(text: str, content: str, opening: str) -> int:
 
 def common_end(first: str, second: str) -> str:
     """The longest text with which both end."""
-    return commonprefix([first[::-1][: len(second)], second[::-1]])[::-1]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second), strict=False))
+    return first[len(first) - sum(1 for _ in same) :]
 
 
 def _cannot(why: str) -> RequestError:

@@ -15,8 +15,8 @@ import tokenizers
 from tandem.config.small_files import lfs_pointer, read_text
 from tandem.engine.text import added_tokens
 from tandem.engine.text.chat_template import ChatTemplate
-from tandem.engine.text.stored_templates import NO_TEMPLATE, ChatTemplates, chosen_template, stored_templates
 from tandem.engine.text.markers import MarkerGuard
+from tandem.engine.text.stored_templates import NO_TEMPLATE, ChatTemplates, chosen_template, stored_templates
 from tandem.engine.text.token_floor import TokenFloor, token_floor
 from tandem.engine.text.token_table import TokenTable, read_token_table
 from tandem.errors import CheckpointError, RequestError

@@ -12,8 +12,8 @@ import msgspec
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.text.prompt import Prompt
 from tandem.errors import TandemError
-from tandem.server.chat.begun import BegunAnswer, begun_answer
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
+from tandem.server.chat.begun import BegunAnswer, begun_answer
 from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.formats.reasoning_format import detect_reasoning_format, reasoning_format
