@@ -132,6 +132,8 @@ SCHEMA = sources.json_schema(CITY)
 GOES_ON = [
     (CHATML, '{"city": "', 'Paris"}'),
     (CHATML, '{"city": ', '"Paris"}'),
+    (CHATML, '{"city":"', 'Paris"}'),
+    (CHATML, '{\n  "city": "', 'Paris"\n}'),
     (CHATML, '<think>ok</think>{"city": "', 'Paris"}'),
     (CHATML, '<think>\nok\n</think>\n\n{"city": "', 'Paris"}'),
     (CHATML, "<think>\nok\n</think>\n\n", '{"city": "Paris"}'),

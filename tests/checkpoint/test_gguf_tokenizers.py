@@ -105,10 +105,9 @@ MERGES = [("<", "|"), ("|", ">"), ("<", "b"), ("<b", ">")]
 @pytest.mark.parametrize("kinds", [None, {}, {"<|im_start|>": gguf.TokenType.CONTROL}])
 def test_control_tokens_without_their_type_are_control_tokens(tmp_path: Path, kinds, caplog) -> None:
     """With no types at all, or with normal ones. Texts that only begin like one stay texts."""
-    vocabulary = {letter: i for i, letter in enumerate((*LETTERS, *LOOKS, "named", *TEXTS_TOO))}
-    tokenizer = written(
-        tmp_path / "m.gguf", "gpt2", vocabulary | {"<b": 300}, MERGES, pre="qwen2", kinds=kinds, special={"eos": "named"}
-    )
+    vocabulary = {letter: i for i, letter in enumerate((*LETTERS, *LOOKS, "named", *TEXTS_TOO, "<b"))}
+    more = {"pre": "qwen2", "kinds": kinds, "special": {"eos": "named"}}
+    tokenizer = written(tmp_path / "m.gguf", "gpt2", vocabulary, MERGES, **more)
     for token in (*LOOKS, "named"):
         assert tokenizer.encode(f"a{token}b") == [64, vocabulary[token], 65], token
         assert tokenizer.is_special(vocabulary[token])

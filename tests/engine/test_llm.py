@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -12,12 +10,12 @@ from chat_models import CONTROLS, chat_tokenizer
 from fake_model import EOS, FakeModel, FakeTokenizer, fake_engine, greedy_reference
 from own_templates import PLAIN
 from tandem import LLM, SamplingParams
-from tandem.config import EngineConfig
+from tandem.engine import llm as llm_module
 from tandem.engine import protocol
 from tandem.engine.offline.input import RECOMMENDED, sampling_for_each
 from tandem.engine.protocol import Grammar
 from tandem.engine.start import progress
-from tandem.engine.start.sampling_defaults import FIELDS, read_sampling_defaults, sampling_defaults
+from tandem.engine.start.sampling_defaults import FIELDS
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.errors import CheckpointError, ConfigError, EngineError, RequestError
 
@@ -185,10 +183,12 @@ def test_what_is_left_out_is_what_the_model_recommends() -> None:
     assert fields == set(SamplingParams.__struct_fields__) and set(FIELDS) == RECOMMENDED
 
 
-def test_the_model_s_recommendation_is_read(demo_dir) -> None:
-    config = EngineConfig(model=str(demo_dir))
-    assert sampling_defaults(config, demo_dir) == read_sampling_defaults(demo_dir) != {}
-    assert sampling_defaults(replace(config, sampling_defaults="openai"), demo_dir) == {}
+def test_the_model_s_recommendation_is_read(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(llm_module, "Engine", lambda config: fake_engine())
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
+    assert LLM(str(tmp_path)).sampling_defaults == {"temperature": 0.0}
+    assert LLM(str(tmp_path), sampling_defaults="openai").sampling_defaults == {}
 
 
 def test_without_max_tokens_an_answer_may_fill_the_context() -> None:

@@ -172,8 +172,8 @@ def _byte_level(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokeni
         raise CheckpointError(
             f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {known}"
         )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, _stored_merges(model, tokens, kinds), ignore_merges=pre in WHOLE_WORDS))
+    vocabulary, merges = {token: i for i, token in enumerate(tokens)}, _stored_merges(model, tokens, kinds)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
     tokenizer.pre_tokenizer = _words(PRE[pre])
     tokenizer.decoder = decoders.ByteLevel()
     if pre in COMPOSED:
@@ -190,10 +190,10 @@ def _words(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
 
 def _whole_text(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
     """Gemma 4's: merges run over a text as a whole, in which spaces are letters; bytes stand for unknown ones."""
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+    vocabulary, merges = {token: i for i, token in enumerate(tokens)}, _stored_merges(model, tokens, kinds)
     unknown = tokens[model.optional("tokenizer.ggml.unknown_token_id", 0)]
     tokenizer = Tokenizer(
-        models.BPE(vocabulary, _stored_merges(model, tokens, kinds), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -206,8 +206,8 @@ def _stored_merges(model: GGUFModel, tokens: list[str], kinds: list[int]) -> lis
     words = (t for t, kind in zip(tokens, kinds, strict=True) if kind == NORMAL and len(t) > 1)
     if not merges and (word := next((w for w in words if not _BYTE.fullmatch(w)), None)) is not None:
         raise CheckpointError(
-            f"{model.path} has no tokenizer.ggml.merges, so no text could have tokens such as {word[:40]!r}: convert the "
-            "model again, with a newer convert_hf_to_gguf.py and its tokenizer.json"
+            f"{model.path} has no tokenizer.ggml.merges, so no text could have tokens such as {word[:40]!r}: "
+            "convert the model again, with a newer convert_hf_to_gguf.py and its tokenizer.json"
         )
     return [_pair(merge, model) for merge in merges]
 

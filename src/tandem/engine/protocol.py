@@ -30,7 +30,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int | None = None  # None: up to the context length
     min_tokens: int = 0
-    typical_p: float = 1.0
     xtc_probability: float = 0.0  # with which XTC acts on a token; 0: never
     xtc_threshold: float = 0.1
     dry_multiplier: float = 0.0  # 0: no DRY
@@ -65,6 +64,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
 
 

@@ -21,6 +21,7 @@ class SamplingParams(protocol.SamplingFields, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
 
 

@@ -36,6 +36,11 @@ def merged(settings: Settings, special: Settings) -> Settings:
 
 def complete(inner: Tokenizer, settings: Settings, older: Settings, rows: int | None, path: Path) -> None:
     """older: added_tokens.json. rows: ids that the model has, None: unknown. Raises CheckpointError; path: whose."""
+    if settings.get("split_special_tokens") is True:
+        raise CheckpointError(
+            f"{path.parent / 'tokenizer_config.json'}: split_special_tokens is not supported: no chat template could "
+            "write a control token; remove it"
+        )
     listed = settings.get("added_tokens_decoder")
     added = _Added(inner, rows, path)
     for place, one in (_by_id(listed) if isinstance(listed, dict) else _older(older, settings)).items():
@@ -44,7 +49,7 @@ def complete(inner: Tokenizer, settings: Settings, older: Settings, rows: int | 
         if named is not None:
             added.named(named)
     inner.add_tokens(added.tokens)  # at once: each time the library reads all of them again
-    _frame(inner, settings)
+    _begin_with_bos(inner, settings)
 
 
 def token(value: Any, special: bool = False) -> AddedToken | None:
@@ -136,22 +141,20 @@ class _Added:
         self._next += 1
 
 
-def _frame(inner: Tokenizer, settings: Settings) -> None:
-    """`add_bos_token` and `add_eos_token` where they are said, whatever tokenizer.json does by itself."""
-    said = {name: settings.get(f"add_{name}_token") for name in ("bos", "eos")}
-    texts = {name: one.content for name in said if (one := token(settings.get(f"{name}_token"))) is not None}
-    ids = {name: inner.token_to_id(text) for name, text in texts.items()}
+def _begin_with_bos(inner: Tokenizer, settings: Settings) -> None:
+    """`add_bos_token` where it is said, whatever tokenizer.json does by itself: llama.cpp takes both for GGUF files.
+    `add_eos_token` counts in training alone: no text goes on behind an end."""
+    said, bos = settings.get("add_bos_token"), token(settings.get("bos_token"))
+    place = None if bos is None else inner.token_to_id(bos.content)
     before, after = _around(inner)
-    if isinstance(said["bos"], bool) and (bos := ids.get("bos")) is not None:
-        before = ([bos] if said["bos"] else []) + [i for i in before if i != bos]
-    if isinstance(said["eos"], bool) and (eos := ids.get("eos")) is not None:
-        after = [i for i in after if i != eos] + ([eos] if said["eos"] else [])
-    if (before, after) != _around(inner):
-        names = {i: str(inner.id_to_token(i)) for i in (*before, *after)}
-        inner.post_processor = processors.TemplateProcessing(
-            single=[*(names[i] for i in before), "$A", *(names[i] for i in after)],
-            special_tokens=[(name, i) for i, name in names.items()],
-        )
+    if not isinstance(said, bool) or bos is None or place is None or said == (place in before):
+        return
+    before = [place, *before] if said else [i for i in before if i != place]
+    names = {i: str(inner.id_to_token(i)) for i in (*before, *after)}
+    inner.post_processor = processors.TemplateProcessing(
+        single=[*(names[i] for i in before), "$A", *(names[i] for i in after)],
+        special_tokens=[(name, i) for i, name in names.items()],
+    )
 
 
 def _around(inner: Tokenizer) -> tuple[list[int], list[int]]:
