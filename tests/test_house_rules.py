@@ -32,7 +32,7 @@ UPWARD_ALLOWED = {
         "tandem",
         "tandem.engine.llm",
     ): "tandem.LLM is the library's front door; imported when it is first asked for",
-    ("tandem", "tandem.engine.protocol"): "tandem.SamplingParams, likewise",
+    ("tandem", "tandem.engine.offline.input"): "tandem.SamplingParams, likewise",
     (
         "tandem.config.model_config",
         "tandem.architectures",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.engine.llm import LLM
-    from tandem.engine.protocol import SamplingParams
+    from tandem.engine.offline.input import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from tandem.engine.protocol import SamplingParams
+        from tandem.engine.offline.input import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'tandem' has no attribute {name!r}")

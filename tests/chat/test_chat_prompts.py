@@ -97,6 +97,24 @@ def test_any_named_format_can_be_described(name):
     assert "PARAMETER" in prompt and "VALUE" in prompt
 
 
+def test_tools_take_the_template_that_is_for_them():
+    """Its words decide how calls are read; nothing is described in a system message then."""
+    both = {"default": PLAIN, "tool_use": own_template("hermes")}
+    prompt = prompt_of(both, asked())
+    assert "You have tools." in prompt and "# Tools" not in prompt
+    assert "You have tools." not in prompt_of(both, asked(tools=()))
+    with chat_model(both) as (model, _):
+        assert prepare(model, asked(tool_choice=ToolChoice("required"))).rules.tool_format.name == "hermes"
+
+
+def test_a_model_without_a_chat_template_says_which_flag_gives_one(caplog):
+    """At the start, and in each chat's 400."""
+    with chat_model(None) as (model, _), pytest.raises(RequestError, match="--chat-template FILE") as refused:
+        prepare(model, asked(tools=()))
+    assert refused.value.param == "messages"
+    assert "no chat template: chats are refused until --chat-template FILE gives one" in caplog.text
+
+
 # --- names of parsers
 
 
@@ -218,8 +236,11 @@ def test_what_the_template_has_no_switch_for_is_refused(template, asks, param):
 def test_an_answer_goes_on_with_the_last_message():
     last = Message("assistant", "Once upon a time ")
     assert prompt_of(PLAIN, asked(USER, last, tools=(), continue_final_message=True)).endswith(
-        "Once upon a time"
+        "Once upon a time "
     )
+    called = Message("assistant", "Hm.", tool_calls=CALLS)
+    with pytest.raises(RequestError, match="without tool calls"):
+        prompt_of(own_template("hermes"), asked(USER, called, continue_final_message=True))
     with pytest.raises(RequestError, match="continue_final_message"):
         prompt_of(PLAIN, asked(USER, tools=(), continue_final_message=True))
     assert not prompt_of(PLAIN, asked(tools=(), add_generation_prompt=False)).endswith("assistant\n")

@@ -17,6 +17,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from gguf_files import finish
 from tandem.checkpoint.gguf_tokenizer import PRE
 from tandem.engine.text.tokenizer import Tokenizer
+from tandem.errors import CheckpointError
 
 TEXTS = (
     "Grüße, 42 Äpfel!\n\n  x", "e\u0301te\u0301 नमस्ते दुनिया", "don't WON'T it's 12345 a/b\r\n\r\n",
@@ -35,13 +36,16 @@ def learnt(words: pre_tokenizers.PreTokenizer, **more: Any) -> tuple[dict[str, i
     return library.get_vocab(), [tuple(pair) for pair in merges]
 
 
-def written(path: Path, model: str, vocabulary: dict[str, int], merges: Pairs, **more: Any) -> Tokenizer:
+def written(path: Path, model: str, vocabulary: dict[str, int], merges: Pairs | None, **more: Any) -> Tokenizer:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     writer.add_token_list(tokens)
-    writer.add_token_types([more.get("kinds", {}).get(token, gguf.TokenType.NORMAL) for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    if "kinds" not in more or more["kinds"] is not None:
+        kinds = more.get("kinds", {})
+        writer.add_token_types([kinds.get(token, gguf.TokenType.NORMAL) for token in tokens])
+    if merges is not None:
+        writer.add_token_merges([" ".join(pair) for pair in merges])
     if "pre" in more:
         writer.add_tokenizer_pre(more["pre"])
     for name, token in more.get("special", {}).items():
@@ -81,3 +85,40 @@ def test_every_rule_gives_back_the_text(tmp_path: Path, pre: str) -> None:
     ours = written(tmp_path / "m.gguf", "gpt2", vocabulary, [], pre=pre)
     for text in (TEXTS[0], TEXTS[2], TEXTS[3]):
         assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize(("model", "more"), [("gpt2", {"pre": "qwen2"}), ("gemma4", {})])
+def test_without_merges_a_file_is_refused(tmp_path: Path, model: str, more: dict[str, Any]) -> None:
+    """Each letter would be a token, and prompts nonsense to the model; llama.cpp refuses it, too."""
+    letters = {letter: i for i, letter in enumerate(LETTERS)}
+    vocabulary = letters | {"<0x0A>": 256, "the": 257}
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.ggml\.merges.*convert the model again"):
+        written(tmp_path / "m.gguf", model, vocabulary, None, **more)
+    assert written(tmp_path / "n.gguf", model, letters, None, **more).encode("ab") == [letters["a"], letters["b"]]
+
+
+LOOKS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<｜User｜>", "<fim_prefix>")
+TEXTS_TOO = ("<|", "|>", "<b>", "</td>", "<||>", "<a|b>")
+MERGES = [("<", "|"), ("|", ">"), ("<", "b"), ("<b", ">")]
+
+
+@pytest.mark.parametrize("kinds", [None, {}, {"<|im_start|>": gguf.TokenType.CONTROL}])
+def test_control_tokens_without_their_type_are_control_tokens(tmp_path: Path, kinds, caplog) -> None:
+    """With no types at all, or with normal ones. Texts that only begin like one stay texts."""
+    vocabulary = {letter: i for i, letter in enumerate((*LETTERS, *LOOKS, "named", *TEXTS_TOO, "<b"))}
+    more = {"pre": "qwen2", "kinds": kinds, "special": {"eos": "named"}}
+    tokenizer = written(tmp_path / "m.gguf", "gpt2", vocabulary, MERGES, **more)
+    for token in (*LOOKS, "named"):
+        assert tokenizer.encode(f"a{token}b") == [64, vocabulary[token], 65], token
+        assert tokenizer.is_special(vocabulary[token])
+    assert not any(tokenizer.is_special(vocabulary[token]) for token in TEXTS_TOO)
+    ends = {vocabulary[token] for token in ("named", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")}
+    assert set(tokenizer.eos_ids) == ends
+    assert "control tokens without their type" in caplog.text and repr("<|im_end|>") in caplog.text
+
+
+def test_types_that_a_file_has_are_kept(tmp_path: Path, caplog) -> None:
+    vocabulary = {letter: i for i, letter in enumerate((*LETTERS, *LOOKS))}
+    kinds = dict.fromkeys(LOOKS, gguf.TokenType.USER_DEFINED)
+    tokenizer = written(tmp_path / "m.gguf", "gpt2", vocabulary, [], pre="qwen2", kinds=kinds)
+    assert not any(tokenizer.is_special(vocabulary[token]) for token in LOOKS) and not caplog.records

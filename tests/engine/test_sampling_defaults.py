@@ -37,8 +37,10 @@ def test_without_a_recommendation_openai_s_values_hold(tmp_path, content) -> Non
 
 
 @pytest.mark.parametrize(
-    "wrong", ['"top_p": 7', '"temperature": NaN', '"temperature": true', '"top_k": 20.5', '"min_p": "0.1"']
-)
+    "wrong",
+    ['"do_sample": 1', '"no_repeat_ngram_size": 3', '"top_p": 7', '"temperature": NaN', '"temperature": true',
+     '"top_k": 20.5', '"min_p": "0.1"'],
+)  # fmt: skip
 def test_a_recommendation_that_cannot_be_is_an_error_of_the_checkpoint(tmp_path, wrong) -> None:
     (tmp_path / "generation_config.json").write_text("{" + wrong + "}")
     with pytest.raises(CheckpointError, match=f"{wrong.split(chr(34))[1]}.*--sampling-defaults openai"):
@@ -58,5 +60,11 @@ def test_whole_numbers_may_be_written_as_floats(tmp_path) -> None:
     assert repr(read_sampling_defaults(tmp_path)) == "{'top_k': 20}"
 
 
-def test_the_demo_recommends_what_its_base_does(demo_dir) -> None:
-    assert read_sampling_defaults(demo_dir)["temperature"] == 0.2
+def test_the_demo_is_greedy(demo_dir) -> None:
+    assert read_sampling_defaults(demo_dir) == {"temperature": 0.0}
+
+
+def test_without_do_sample_nothing_else_counts_but_the_penalty(tmp_path) -> None:
+    said = {"do_sample": False, "temperature": 0.7, "top_k": 3, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert read_sampling_defaults(tmp_path) == {"temperature": 0.0, "repetition_penalty": 1.1}

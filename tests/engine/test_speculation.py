@@ -27,13 +27,13 @@ from fake_model import (
 )
 from kernel_cases import INVARIANT_TIER
 from recorded_steps import tiny_engine
-from tandem import LLM, SamplingParams
+from tandem import LLM
 from tandem.config import EngineConfig
 from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
-from tandem.engine.protocol import GenerateRequest, Grammar
+from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams
 from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts

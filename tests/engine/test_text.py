@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -107,6 +108,36 @@ def test_a_rule_that_gives_up_on_tokens_costs_their_answer() -> None:
     assert tokenizer.decode([1]) == "a"
 
 
+UNKNOWN = {
+    "Unigram": tokenizers.models.Unigram([("a", 0.0)]),
+    "WordLevel": tokenizers.models.WordLevel({"a": 0}, unk_token="<unk>"),
+    "WordPiece": tokenizers.models.WordPiece({"a": 0}, unk_token="<unk>"),
+    "BPE": tokenizers.models.BPE({"a": 0}, [], unk_token="<unk>"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_vocabulary_without_its_unknown_token_costs_the_text_that_needs_it(kind: str) -> None:
+    """The library raises bare Exceptions."""
+    tokenizer = Tokenizer(tokenizers.Tokenizer(UNKNOWN[kind]))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_guarded(text, "\ufdd0"), tokenizer.fewest_tokens):
+        with contextlib.suppress(RequestError):
+            encode("zz")
+    with pytest.raises(RequestError, match="cannot read this text"):
+        tokenizer.encode("zz")
+    assert tokenizer.encode("a") == [0]
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_tokenizer_that_cannot_read_a_letter_is_refused_at_the_start(kind: str, tmp_path) -> None:
+    inner = tokenizers.Tokenizer.from_str(
+        tokenizers.Tokenizer(UNKNOWN[kind]).to_str().replace('"a"', '"b"')
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="cannot read a text.*unknown token must be in its vocabulary"):
+        Tokenizer.load(tmp_path)
+
+
 def put_pipe(path: Path) -> None:
     os.mkfifo(path)
 
@@ -158,13 +189,44 @@ def test_damaged_files_are_named(name, content, says, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "templates", [["x"], [{"name": "default"}], [{"template": "x"}], [{"name": "tool_use"}]]
+    "templates", [["x"], [{"name": "default"}], [{"template": "x"}], [{"name": "tool_use", "template": "x"}], {}]
 )
-def test_a_list_of_templates_without_a_default_is_none(templates, tmp_path) -> None:
+def test_templates_without_a_default_are_none(templates, tmp_path, caplog) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    with pytest.raises(RequestError, match="no chat template"):
+    with pytest.raises(RequestError, match="no chat template.*--chat-template FILE"):
         Tokenizer.load(tmp_path).apply_chat_template([])
+    assert ("none of the chat templates (tool_use)" in caplog.text) == ("tool_use" in str(templates))
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+BY_NAME = {"default": "plain {{ bos_token }}", "tool_use": "tools {{ tools | length }}", "rag": "{% if %}"}
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "files", "files beside a list"])
+def test_the_template_for_tools_is_used_for_tools(kind: str, tmp_path) -> None:
+    """However it is stored; what Transformers takes, too."""
+    listed = [{"name": name, "template": text} for name, text in BY_NAME.items()]
+    config = {"list": listed, "dict": BY_NAME, "files": None, "files beside a list": listed}[kind]
+    write_tokenizer(tmp_path, bos_token="a", chat_template=config)
+    if "files" in kind:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(BY_NAME["default"])
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(BY_NAME["tool_use"])
+    tokenizer = Tokenizer.load(tmp_path)
+    auto = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for tools, wanted in ((None, "plain a"), (TOOLS, "tools 1")):
+        said = [{"role": "user", "content": "hi"}]
+        assert tokenizer.apply_chat_template(said, tools=tools) == wanted
+        assert auto.apply_chat_template(said, tools=tools, tokenize=False) == wanted
+    tokenizer.use_chat_template("mine")
+    assert tokenizer.apply_chat_template([], tools=TOOLS) == "mine"
+
+
+def test_a_damaged_template_for_tools_is_noticed(tmp_path) -> None:
+    write_tokenizer(tmp_path, chat_template=BY_NAME | {"tool_use": "{% if %}"})
+    with pytest.raises(CheckpointError, match="not valid Jinja"):
+        Tokenizer.load(tmp_path)
 
 
 def test_whatever_a_template_does_is_the_request_s_error() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quantised_models import save_deepseek_names, save_quantised
 from sessions import Session, median, ours, prompts, reference, worst
-from tandem import LLM, SamplingParams, _core
+from tandem import LLM, _core
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import stored_as
@@ -19,7 +19,7 @@ from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
 from tandem.config.mechanisms.latent import Index, Latent
-from tandem.engine.protocol import GenerateRequest
+from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps

@@ -114,6 +114,14 @@ def test_complaints_of_a_template_are_the_client_s() -> None:
     run(ChatTemplate("{{ raise_exception('roles must alternate') }}"), scenario)
 
 
+def test_the_template_for_tools_is_rendered_there_too() -> None:
+    async def scenario(process: TemplateProcess) -> None:
+        assert await process.render(said("a")) == "plain"
+        assert await process.render(said("a"), tools=[{"name": "x"}]) == "x"
+
+    run(ChatTemplate("plain", with_tools="{{ tools[0].name }}"), scenario)
+
+
 def test_closing_does_not_wait_for_a_prompt_that_hangs() -> None:
     async def scenario(process: TemplateProcess) -> None:
         process.start()

@@ -6,6 +6,7 @@ of chosen experts are normalised, the router's scores) is taken from its model f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,9 @@ AS_SAFETENSORS = {
     "jamba": "jamba", "phimoe": "phimoe",
 }  # fmt: skip
 """Architectures that are not read, by the model types of their families, which run."""
-CONTROL, USER_DEFINED = 3, 4  # of token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of token_type
+CONTROL_LOOK = re.compile(r"<[|｜][^|｜<>]+[|｜]>|<(fim|file)[-_][a-z]+>")
+"""Texts that are control tokens wherever they are one token, besides `END_TOKENS`."""
 
 Config = dict[str, Any]
 
@@ -171,14 +174,41 @@ def generation_json(model: GGUFModel) -> Config:
     return generation
 
 
+def token_kinds(model: GGUFModel, tokens: list[str]) -> list[int]:
+    """`token_type` of each token, repaired. Raises CheckpointError."""
+    kinds = _stored_kinds(model, tokens)
+    for i in untyped_control(model, tokens):
+        kinds[i] = CONTROL
+    return kinds
+
+
+def untyped_control(model: GGUFModel, tokens: list[str]) -> list[int]:
+    """Ids of control tokens that a file has as normal ones, having lost their types: a chat's turns would be cut to
+    pieces. They look so, or the file names them by their ids. Raises CheckpointError."""
+    named = {model.optional(f"tokenizer.ggml.{key}_token_id", -1) for key in ("bos", "eos", "eot", "eom", "padding")}
+    return [
+        i
+        for i, (token, kind) in enumerate(zip(tokens, _stored_kinds(model, tokens), strict=True))
+        if kind == NORMAL and len(token) > 1
+        if i in named or token in END_TOKENS or CONTROL_LOOK.fullmatch(token)
+    ]
+
+
+def _stored_kinds(model: GGUFModel, tokens: list[str]) -> list[int]:
+    kinds = model.array("tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CheckpointError(f"{model.path}: {len(tokens)} tokens have {len(kinds)} types")
+    return kinds[:]
+
+
 def end_ids(model: GGUFModel) -> list[int]:
     """Ids of all tokens that end an answer, those that the file names first."""
     named = [model.optional(f"tokenizer.ggml.{key}_token_id", -1) for key in ("eos", "eot", "eom")]
     tokens = model.array("tokenizer.ggml.tokens", str)
-    kinds = model.array("tokenizer.ggml.token_type", int)
+    kinds = token_kinds(model, tokens)
     special = {
         token: i
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (CONTROL, USER_DEFINED)
     }
     ends = [token for token in END_TOKENS if CONTINUES.get(token) not in special]

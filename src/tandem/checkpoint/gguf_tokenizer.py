@@ -7,16 +7,21 @@ the models' own tokenizer.json.
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from tandem.checkpoint.gguf_config import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, token_kinds, untyped_control
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.errors import CheckpointError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of token_type
+log = logging.getLogger("tandem.text")
+
 SPACE = "▁"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 LONGEST_TOKEN = 1024  # characters, of those whose parts are sought: that takes their square. Real ones have 128
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -117,17 +122,22 @@ def _built(model: GGUFModel) -> Tokenizer:
             f"{model.path}: tokenizer {kind!r} is not supported; "
             "'gpt2' (byte-level BPE), 'llama' (SentencePiece) and 'gemma4' are"
         )
-    kinds = model.array("tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise CheckpointError(f"{model.path}: {len(tokens)} tokens have {len(kinds)} types")
+    kinds = token_kinds(model, tokens)
+    _tell(model, [tokens[i] for i in untyped_control(model, tokens)])
     if kind == "llama":
         tokenizer = _sentence_piece(model, tokens, kinds)
     else:
-        tokenizer = _byte_level(model, tokens) if kind == "gpt2" else _whole_text(model, tokens)
+        tokenizer = _byte_level(model, tokens, kinds) if kind == "gpt2" else _whole_text(model, tokens, kinds)
     for special, types in ((True, (UNKNOWN, CONTROL)), (False, (USER_DEFINED,))):
         _add(tokenizer, [t for t, k in zip(tokens, kinds, strict=True) if k in types], special)
     _frame(tokenizer, model, tokens, begins=kind != "gpt2" or _pre(model) in WHOLE_WORDS)
     return tokenizer
+
+
+def _tell(model: GGUFModel, repaired: list[str]) -> None:
+    if repaired:
+        names = ", ".join(map(repr, repaired[:8])) + (", …" if len(repaired) > 8 else "")
+        log.warning("%s has control tokens without their type; they are control tokens here: %s", model.path, names)
 
 
 def _add(tokenizer: Tokenizer, texts: list[str], special: bool) -> None:
@@ -155,15 +165,15 @@ def _pre(model: GGUFModel) -> str:
     return model.optional("tokenizer.ggml.pre", "none")
 
 
-def _byte_level(model: GGUFModel, tokens: list[str]) -> Tokenizer:
+def _byte_level(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
     pre = _pre(model)
     if pre not in PRE:
         known = ", ".join(sorted(PRE))
         raise CheckpointError(
             f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {known}"
         )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, _stored_merges(model), ignore_merges=pre in WHOLE_WORDS))
+    vocabulary, merges = {token: i for i, token in enumerate(tokens)}, _stored_merges(model, tokens, kinds)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
     tokenizer.pre_tokenizer = _words(PRE[pre])
     tokenizer.decoder = decoders.ByteLevel()
     if pre in COMPOSED:
@@ -178,20 +188,28 @@ def _words(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
     )
 
 
-def _whole_text(model: GGUFModel, tokens: list[str]) -> Tokenizer:
+def _whole_text(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
     """Gemma 4's: merges run over a text as a whole, in which spaces are letters; bytes stand for unknown ones."""
-    vocabulary = {token: i for i, token in enumerate(tokens)}
+    vocabulary, merges = {token: i for i, token in enumerate(tokens)}, _stored_merges(model, tokens, kinds)
     unknown = tokens[model.optional("tokenizer.ggml.unknown_token_id", 0)]
     tokenizer = Tokenizer(
-        models.BPE(vocabulary, _stored_merges(model), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
-def _stored_merges(model: GGUFModel) -> list[tuple[str, str]]:
-    return [_pair(merge, model) for merge in model.array("tokenizer.ggml.merges", str)]
+def _stored_merges(model: GGUFModel, tokens: list[str], kinds: list[int]) -> list[tuple[str, str]]:
+    """Raises CheckpointError where there are none, and words: each letter would be a token."""
+    merges = model.array("tokenizer.ggml.merges", str)
+    words = (t for t, kind in zip(tokens, kinds, strict=True) if kind == NORMAL and len(t) > 1)
+    if not merges and (word := next((w for w in words if not _BYTE.fullmatch(w)), None)) is not None:
+        raise CheckpointError(
+            f"{model.path} has no tokenizer.ggml.merges, so no text could have tokens such as {word[:40]!r}: "
+            "convert the model again, with a newer convert_hf_to_gguf.py and its tokenizer.json"
+        )
+    return [_pair(merge, model) for merge in merges]
 
 
 def _pair(merge: str, model: GGUFModel) -> tuple[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, overload
+
+import msgspec
 
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.llm_input import (
+from tandem.engine.offline.calls import Calls
+from tandem.engine.offline.input import (
     Message,
     Prompt,
     Sampling,
@@ -17,48 +19,13 @@ from tandem.engine.llm_input import (
     listed_prompts,
     sampling_for_each,
 )
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
+from tandem.engine.offline.results import Completion, Generation, Piece, check, collect
+from tandem.engine.protocol import SamplingParams
+from tandem.engine.start.loader import model_directory
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
-from tandem.errors import BusyError, EngineError, RequestError
-
-
-@dataclass(slots=True)
-class Completion:
-    """One answer. `finish_reason`: "stop" | "length" | "abort"."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: str | None = None
-    stop_match: str | int | None = None
-
-
-@dataclass(slots=True)
-class Generation:
-    """What became of one prompt: `answers` has SamplingParams.n entries; the properties are those of the first."""
-
-    prompt: str | None  # None if it was given as ids
-    prompt_ids: list[int]
-    answers: list[Completion]
-    prompt_logprobs: list[TokenLogprob] | None = None
-    cached_tokens: int = 0
-
-    @property
-    def text(self) -> str:
-        return self.answers[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.answers[0].token_ids
-
-    @property
-    def logprobs(self) -> list[TokenLogprob] | None:
-        return self.answers[0].logprobs
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.answers[0].finish_reason
+from tandem.engine.start.sampling_defaults import sampling_defaults
+from tandem.engine.text import prompt as prompts
 
 
 class LLM:
@@ -66,6 +33,7 @@ class LLM:
 
     `flags` are the fields of `EngineConfig`, i.e. the server's flags in snake case; an unknown one is an error that
     names the nearest. Torch is set to one thread in this process: see engine/loader.py.
+    `sampling_defaults`: what generation_config.json recommends, for fields that `SamplingParams` leave out.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
@@ -73,119 +41,156 @@ class LLM:
         for notice in config.notices():
             warnings.warn(notice, stacklevel=2)
         prepare(config)
+        defaults = sampling_defaults(config, model_directory(config.model))
         self.engine = Engine(config)
         for notice in self.engine.plan.notices:  # those that depend on the machine and the model
             if notice not in config.notices():
                 warnings.warn(notice, stacklevel=2)
-        self._begin()
+        self._begin(defaults)
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
         llm = cls.__new__(cls)
         llm.engine = engine
-        llm._begin()
+        llm._begin({})
         return llm
 
-    def _begin(self) -> None:
+    def _begin(self, defaults: dict[str, float]) -> None:
         self.engine.grammars.be_patient()
-        self._requests = 0
-        self._early: list[TokenOutput] = []  # outputs of steps that made room for further prompts
+        self.sampling_defaults = defaults
+        self._calls = Calls(self.engine)
 
+    @overload
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, *,
+        progress: bool = True, stream: Literal[False] = False,
+    ) -> list[Generation]: ...  # fmt: skip
+    @overload
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, *,
+        progress: bool = True, stream: Literal[True],
+    ) -> Iterator[Piece]: ...  # fmt: skip
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling = None,
         *,
         progress: bool = True,
-    ) -> list[Generation]:
-        """One result per prompt (text or token ids), in their order. Raises RequestError if a prompt or a parameter is
-        impossible, before anything runs; EngineError if the model fails."""
+        stream: bool = False,
+    ) -> list[Generation] | Iterator[Piece]:
+        """One result per prompt (text or token ids), in their order; with `stream` pieces of all of them as they come.
+        Raises RequestError if a prompt or a parameter is impossible, before anything runs; EngineError if the model
+        fails."""
         listed = listed_prompts(prompts)
-        params = sampling_for_each(sampling, len(listed))
+        params = sampling_for_each(sampling, len(listed), self.sampling_defaults)
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         ids = [self.engine.tokenizer.encode(p) if isinstance(p, str) else p for p in listed]
-        return self._run(texts, ids, params, progress)
+        return self._streamed(ids, params) if stream else self._run(texts, ids, params, progress)
 
+    @overload
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling: Sampling = None, *,
+        progress: bool = True, stream: Literal[False] = False, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, **template_variables: Any,
+    ) -> list[Generation]: ...  # fmt: skip
+    @overload
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling: Sampling = None, *,
+        progress: bool = True, stream: Literal[True], add_generation_prompt: bool = True,
+        continue_final_message: bool = False, **template_variables: Any,
+    ) -> Iterator[Piece]: ...  # fmt: skip
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: Sampling = None,
         *,
         progress: bool = True,
+        stream: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_variables: Any,
-    ) -> list[Generation]:
-        """One conversation, or a list of them, through the model's chat template."""
-        tokenizer = self.engine.tokenizer
-        texts = [
-            tokenizer.apply_chat_template([dict(m) for m in conversation], **template_variables)
+    ) -> list[Generation] | Iterator[Piece]:
+        """One conversation, or a list of them, through the model's chat template. Control tokens that messages spell
+        are text. continue_final_message: the answer goes on with the last message, an assistant's, and a grammar
+        counts its text. Raises as `generate`."""
+        made = [
+            self._prompt(conversation, add_generation_prompt, continue_final_message, template_variables)
             for conversation in listed_conversations(messages)
         ]
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._run(texts, ids, sampling_for_each(sampling, len(texts)), progress)
+        params = [
+            _behind(prompt, one)
+            for prompt, one in zip(
+                made, sampling_for_each(sampling, len(made), self.sampling_defaults), strict=True
+            )
+        ]
+        ids = [self._chat_ids(prompt) for prompt in made]
+        if stream:
+            return self._streamed(ids, params)
+        return self._run([prompt.text.replace(prompt.sign, "") for prompt in made], ids, params, progress)
+
+    def _prompt(
+        self, conversation: list[Message], begins: bool, goes_on: bool, variables: dict[str, Any]
+    ) -> prompts.Prompt:
+        tokenizer = self.engine.tokenizer
+        messages = [dict(message) for message in conversation]
+        one = prompts.draft(messages, variables, tokenizer.guard, tokenizer.own_markers, goes_on)
+        text = tokenizer.apply_chat_template(
+            one.messages, add_generation_prompt=begins and not goes_on, **one.variables
+        )
+        return one.prompt(text)
+
+    def _chat_ids(self, prompt: prompts.Prompt) -> list[int]:
+        tokenizer = self.engine.tokenizer
+        if prompt.sign:
+            return tokenizer.encode_guarded(prompt.text, prompt.sign)
+        return tokenizer.encode(prompt.text, add_special_tokens=False)
 
     def _run(
         self, texts: Sequence[str | None], ids: list[list[int]], params: list[SamplingParams], progress: bool
     ) -> list[Generation]:
-        names = self._add_all(ids, params)
+        names = self._calls.begin(ids, params)
         results = {
             name: Generation(text, prompt_ids, [Completion() for _ in range(one.n)])
             for name, text, prompt_ids, one in zip(names, texts, ids, params, strict=True)
         }
+        answers = sum(one.n for one in params)
         try:
-            with Progress(sum(one.n for one in params), shown=progress) as bar:
-                for output in self._outputs():
-                    _collect(results[output.id], output)
+            with Progress(answers, shown=progress) as bar:
+                for output in self._calls.outputs(names, answers):
+                    check(output)
+                    collect(results[output.id], output)
                     bar.advance(tokens=len(output.token_ids), answers=output.finish_reason is not None)
         except BaseException:  # also Ctrl+C
-            self._empty()
+            self._calls.end(names)
+            self._calls.flush()
             raise
+        self._calls.end(names)
         return list(results.values())
 
-    def _add_all(self, ids: list[list[int]], params: list[SamplingParams]) -> list[str]:
-        names: list[str] = []
-        for prompt_ids, one in zip(ids, params, strict=True):
-            self._requests += 1
-            names.append(str(self._requests))
-            try:
-                self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one))
-            except BaseException:
-                self._empty()
-                raise
-        return names
+    def _streamed(self, ids: list[list[int]], params: list[SamplingParams]) -> Iterator[Piece]:
+        """The requests begin now. A stream that is dropped ends them, which only one that has begun can."""
+        pieces = self._pieces(ids, params)
+        next(pieces, None)
+        return pieces
 
-    def _add(self, request: GenerateRequest) -> None:
-        """Where too much waits already, until less does."""
-        while True:
-            try:
-                return self.engine.add(request)
-            except BusyError:
-                self._early += self.engine.step()
-
-    def _empty(self) -> None:
-        """For the next call."""
-        self._early = []
-        self.engine.abort("")
-        self.engine.step()
-
-    def _outputs(self) -> Iterator[TokenOutput]:
-        early, self._early = self._early, []
-        yield from early
-        while self.engine.has_work():
-            yield from self.engine.step()
+    def _pieces(self, ids: list[list[int]], params: list[SamplingParams]) -> Iterator[Piece]:
+        """The first is empty."""
+        names = self._calls.begin(ids, params)
+        place = {name: index for index, name in enumerate(names)}
+        try:
+            yield Piece()
+            for output in self._calls.outputs(names, sum(one.n for one in params)):
+                check(output)
+                yield Piece(
+                    output.text, output.token_ids, output.logprobs, output.finish_reason, output.stop_match,
+                    place[output.id], output.index,
+                )  # fmt: skip
+        finally:
+            self._calls.end(names)
 
 
-def _collect(result: Generation, output: TokenOutput) -> None:
-    if output.refused is not None:
-        raise RequestError(output.error or "the request is refused", output.refused)
-    if output.finish_reason == "error":
-        raise EngineError(output.error or "the engine failed")
-    answer = result.answers[output.index]
-    answer.text += output.text
-    answer.token_ids += output.token_ids
-    if output.logprobs is not None:
-        answer.logprobs = (answer.logprobs or []) + output.logprobs
-    if output.prompt_logprobs is not None:
-        result.prompt_logprobs = output.prompt_logprobs
-    if output.index == 0:
-        result.cached_tokens = output.cached_tokens
-    answer.finish_reason, answer.stop_match = output.finish_reason, output.stop_match
+def _behind(prompt: prompts.Prompt, params: SamplingParams) -> SamplingParams:
+    """A grammar counts what the prompt has begun of the answer."""
+    if params.grammar is None or not prompt.begun or params.grammar_prefix:
+        return params
+    return msgspec.structs.replace(params, grammar_prefix=prompt.begun)

@@ -21,20 +21,15 @@ class Grammar(msgspec.Struct, frozen=True):
     lenient: bool = False  # what cannot be held to is left out instead of refused
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when to stop. `validate` (engine/limits.py) checks the ranges.
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What no model recommends: the sampling fields whose defaults are the same for all.
 
-    temperature 0 is greedy. top_k 0 or -1 means all. `logit_bias` maps token id to an addend.
-    `logprobs` = number of top alternatives to report per token (0: only the chosen one), None: none.
+    `logit_bias` maps token id to an addend. `logprobs` = number of top alternatives to report per token (0: only the
+    chosen one), None: none.
     """
 
     max_tokens: int | None = None  # None: up to the context length
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
     xtc_probability: float = 0.0  # with which XTC acts on a token; 0: never
     xtc_threshold: float = 0.1
     dry_multiplier: float = 0.0  # 0: no DRY
@@ -42,7 +37,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1  # tokens that DRY looks at; -1: all
     dry_breakers: tuple[int, ...] = ()  # tokens that a repetition does not reach over
-    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -57,6 +51,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    grammar_prefix: str = ""  # what the prompt ends with, and the grammar has to match before the answer
+
+
+class SamplingParams(SamplingFields, frozen=True, kw_only=True):
+    """How tokens are chosen and when to stop. `validate` (engine/limits.py) checks the ranges.
+
+    temperature 0 is greedy. top_k 0 or -1 means all.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):

@@ -93,7 +93,7 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
     from tandem.engine.engine import Engine
     from tandem.engine.ranks.leader import leading
     from tandem.engine.start.loader import load_parts
-    from tandem.engine.start.sampling_defaults import read_sampling_defaults
+    from tandem.engine.start.sampling_defaults import sampling_defaults
     from tandem.kernels.free_memory import keep_free_memory
 
     path = resolve_model(config.model)
@@ -106,7 +106,7 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
     model = engine.model_config
-    defaults = read_sampling_defaults(path) if config.sampling_defaults == "model" else {}
+    defaults = sampling_defaults(config, path)
     return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab, defaults)
 
 

@@ -7,7 +7,8 @@ import torch
 
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
-from tandem import LLM, SamplingParams
+from tandem import LLM
+from tandem.engine.protocol import SamplingParams
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 SIX = list(range(6))

@@ -10,7 +10,8 @@ import torch
 from fake_model import request
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
-from tandem import LLM, SamplingParams
+from tandem import LLM
+from tandem.engine.protocol import SamplingParams
 from tandem.kernels.which import Reads, Way, gpu_way
 from tandem.models import ForwardBatch
 

@@ -19,7 +19,7 @@ from tandem.server.prompts.reader import PromptReader
 CONTROLS = ("<|turn|>", "<|done|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 
 
-def chat_tokenizer(template: str, special: tuple[str, ...] = CONTROLS) -> Tokenizer:
+def chat_tokenizer(template: dict[str, str] | str | None, special: tuple[str, ...] = CONTROLS) -> Tokenizer:
     """A token for each byte, and control tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
@@ -31,9 +31,11 @@ def chat_tokenizer(template: str, special: tuple[str, ...] = CONTROLS) -> Tokeni
 
 
 @contextlib.contextmanager
-def chat_model(template: str, **parsers: Any) -> Iterator[tuple[ChatModel, Tokenizer]]:
+def chat_model(
+    template: dict[str, str] | str | None, special: tuple[str, ...] = CONTROLS, **parsers: Any
+) -> Iterator[tuple[ChatModel, Tokenizer]]:
     """The template is rendered in this process: `tests/server/test_chat_templates.py` has the other."""
-    tokenizer = chat_tokenizer(template)
+    tokenizer = chat_tokenizer(template, special)
     prompts = PromptReader(tokenizer)
     prompts._template = None
     try:
@@ -46,7 +48,7 @@ def prepare(model: ChatModel, conversation: Conversation, **sampling: Any) -> Pr
     return asyncio.run(model.prepare(conversation, SamplingParams(**sampling)))
 
 
-def prompt_of(template: str, conversation: Conversation, **parsers: Any) -> str:
+def prompt_of(template: dict[str, str] | str | None, conversation: Conversation, **parsers: Any) -> str:
     """The prompt's text, decoded from its ids."""
     with chat_model(template, **parsers) as (model, tokenizer):
         return tokenizer.decode(prepare(model, conversation).prompt_ids, skip_special_tokens=False)

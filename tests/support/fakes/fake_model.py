@@ -71,6 +71,7 @@ class FakeTokenizer:
 
     eos_ids = (EOS,)
     bos_id = None
+    guard = own_markers = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(char) - 64 for char in text]

@@ -11,7 +11,13 @@ from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.shared_bits import Room
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sampling.masks import TokenMask, allows
-from tandem.errors import EngineError
+from tandem.errors import EngineError, RequestError
+
+_PIECE_BYTES = 64
+_NO_BEGIN = (
+    "the answer that the last message begins does not match what the answer must match (a schema, a grammar, or "
+    "tool calls): begin it so that it does, or leave one of them out"
+)
 
 
 class GrammarMatcher:
@@ -28,7 +34,8 @@ class GrammarMatcher:
     )  # fmt: skip
 
     def __init__(self, compiled: CompiledGrammar, sampling: SamplingParams) -> None:
-        """Raises EngineError where no answer begins, or where looking for one takes too long."""
+        """Raises RequestError where the grammar does not match what the prompt has begun; EngineError where no answer
+        begins, or where looking for one takes too long."""
         import xgrammar
 
         vocabulary = compiled.vocabulary
@@ -43,8 +50,22 @@ class GrammarMatcher:
         self._due = True
         self._error: tuple[type[EngineError], str] | None = None
         compiled.users.add(self)
+        self._begin(sampling.grammar_prefix.encode())
         self.look_ahead()
         self.check()
+        if self.ended:  # by what the prompt has begun: only an end token is to come
+            if not self._may_end:
+                raise RequestError("the answer that the last message begins is complete", "grammar")
+            self.ended = False
+
+    def _begin(self, text: bytes) -> None:
+        """In pieces: the text may be long, and the grammar ambiguous."""
+        for at in range(0, len(text), _PIECE_BYTES):
+            began, piece = thread_time(), text[at : at + _PIECE_BYTES]
+            if not self._inner.accept_string(piece):
+                raise RequestError(_NO_BEGIN, "grammar")
+            self._spend(began, tokens=1)
+        self._last = text[-1:]
 
     def accept(self, token_id: int) -> None:
         """The answer's next token. Raises EngineError for one that `mask` does not allow, or where matching it took too

@@ -37,7 +37,7 @@ from tandem.engine.start.model_files import fetch
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.start.planning import plan_of, without_streams
-from tandem.engine.start.sampling_defaults import read_sampling_defaults
+from tandem.engine.start.sampling_defaults import sampling_defaults
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
@@ -91,10 +91,7 @@ def load_parts(
     if leader is None:
         check_alone(config)
     directory, machine = model_directory(config.model), these_cpus()
-    if config.sampling_defaults == "model":
-        read_sampling_defaults(
-            directory
-        )  # a server wants them; what is wrong is said before anything is loaded
+    sampling_defaults(config, directory)  # what is wrong with them is said before anything is loaded
     if machine_refusals(config, machine):
         plan_of(config)  # raises them, with all else that stands in the way
     workers = planned_pool(plan_threads(*own_side(config, machine)))

@@ -1,4 +1,4 @@
-"""What the model's authors recommend for sampling, used where an OpenAI request leaves a field out."""
+"""What the model's authors recommend for sampling, used where a request leaves a field out."""
 
 from __future__ import annotations
 
@@ -7,24 +7,54 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint import read_generation
+from tandem.config import EngineConfig
 from tandem.engine.limits import validate
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import CheckpointError, RequestError
 
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+
+# What else generation_config.json may say of the choice of tokens, and its values that say nothing. Lengths
+# (`max_length`, `max_new_tokens`, `max_time`) are a request's, and the rest is about how Transformers computes.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty", "penalty_alpha", "min_length",
+         "min_new_tokens", "epsilon_cutoff", "eta_cutoff", "token_healing"), (0,),
+    ),
+    **dict.fromkeys(
+        ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id",
+         "forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config", "top_h", "dola_layers",
+         "constraints", "force_words_ids", "stop_strings"), ([], {}),
+    ),
+}  # fmt: skip
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, float]:
-    """The sampling fields of `generation_config.json` (or a GGUF file); {} where there are none. Raises CheckpointError
-    for one that no request could have."""
+    """The sampling fields of `generation_config.json` (or a GGUF file); {} where there are none. `do_sample` false is
+    temperature 0. Raises CheckpointError for one that no request could have, or that is not done here."""
     content = read_generation(directory)
+    for name, neutral in NEUTRAL.items():
+        if (value := content.get(name)) is not None and value not in neutral:
+            raise _wrong(directory, f"{name} is {value!r:.80}, which is not supported")
     given = {name: value for name in FIELDS if (value := content.get(name)) is not None}
     numbers: dict[str, Any] = {name: _number(directory, name, value) for name, value in given.items()}
+    samples = content.get("do_sample")
+    if samples is not None and not isinstance(samples, bool):
+        raise _wrong(directory, f"do_sample is {samples!r:.80}, neither true nor false")
+    if samples is False:
+        kept = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
+        numbers = {"temperature": 0.0, **kept}
     try:
         validate(SamplingParams(**numbers), vocab_size=0)
     except RequestError as error:
         raise _wrong(directory, str(error)) from error
     return numbers
+
+
+def sampling_defaults(config: EngineConfig, directory: Path) -> dict[str, float]:
+    """What fills the gaps of requests: `--sampling-defaults`. Raises as above."""
+    return read_sampling_defaults(directory) if config.sampling_defaults == "model" else {}
 
 
 def _number(directory: Path, name: str, value: object) -> float:

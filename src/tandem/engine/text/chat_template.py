@@ -45,9 +45,11 @@ def _strftime_now(pattern: str) -> str:
 class ChatTemplate:
     """`source` is only parsed here: compiling already computes what is constant, for as long as that takes."""
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
-        """variables: those that every rendering has, as `bos_token`."""
-        self.source = source
+    def __init__(
+        self, source: str, variables: Mapping[str, Any] | None = None, with_tools: str | None = None
+    ) -> None:
+        """variables: those that every rendering has, as `bos_token`. with_tools: the source where there are tools."""
+        self.source, self.with_tools = source, with_tools
         self.variables: dict[str, Any] = {"tools": None, "documents": None, **(variables or {})}
         self._environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
@@ -55,20 +57,36 @@ class ChatTemplate:
         self._environment.filters["tojson"] = _tojson
         self._environment.filters["from_json"] = json.loads
         self._environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-        self._compiled: Template | None = None
-        if len(source) > MAX_TEMPLATE_CHARS:
+        self._compiled: dict[str, Template] = {}
+        if len(self.text) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(f"the model's chat template has more than {MAX_TEMPLATE_CHARS} characters")
+        # what it reads, and a request may set
+        self.names = frozenset(name for each in self._sources for name in self._names(each))
+
+    @property
+    def _sources(self) -> list[str]:
+        return [each for each in (self.source, self.with_tools) if each is not None]
+
+    @property
+    def text(self) -> str:
+        """All that it may write."""
+        return "\n".join(self._sources)
+
+    def _names(self, source: str) -> set[str]:
         with _readable():
             tree = self._environment.parse(source)
-            # what it reads, and a request may set
-            self.names = frozenset(n.name for n in tree.find_all(nodes.Name) if n.ctx == "load")
+            return {n.name for n in tree.find_all(nodes.Name) if n.ctx == "load"}
 
-    def compile(self) -> Template:
+    def compile(self) -> None:
         """Raises CheckpointError. Takes as long as the template wants."""
-        if self._compiled is None:
+        for source in self._sources:
+            self._template(source)
+
+    def _template(self, source: str) -> Template:
+        if source not in self._compiled:
             with _readable():
-                self._compiled = self._environment.from_string(self.source)
-        return self._compiled
+                self._compiled[source] = self._environment.from_string(source)
+        return self._compiled[source]
 
     def values(self, **variables: Any) -> dict[str, Any]:
         """What a rendering gets besides the messages."""
@@ -77,9 +95,10 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """RequestError with the template's own complaint, e.g. about the order of roles. Takes as long and as much
         memory as the template wants: a server renders in `server/prompts/templates.py`."""
-        template = self.compile()
+        values = self.values(**variables)
+        template = self._template(self.with_tools if self.with_tools and values["tools"] else self.source)
         try:
-            return template.render(messages=messages, **self.values(**variables))
+            return template.render(messages=messages, **values)
         except Exception as error:  # a template may do whatever Jinja can
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"

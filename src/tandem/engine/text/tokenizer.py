@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any
 
 import tokenizers
 
-from tandem.config.small_files import TEMPLATE_BYTES, lfs_pointer, read_text
+from tandem.config.small_files import lfs_pointer, read_text
+from tandem.engine.text import added_tokens
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
+from tandem.engine.text.stored_templates import NO_TEMPLATE, ChatTemplates, chosen_template, stored_templates
 from tandem.engine.text.token_floor import TokenFloor, token_floor
 from tandem.engine.text.token_table import TokenTable, read_token_table
 from tandem.errors import CheckpointError, RequestError
+
+log = logging.getLogger("tandem.text")
 
 TOKENIZER_BYTES = 256 << 20  # those of large vocabularies have thirty million
 _CACHED_TOKENS = 1 << 16
@@ -32,7 +37,7 @@ class Tokenizer:
         *,
         eos_ids: tuple[int, ...] = (),
         bos_id: int | None = None,
-        chat_template: str | None = None,
+        chat_template: ChatTemplates | str | None = None,
         template_variables: dict[str, Any] | None = None,
     ) -> None:
         inner.no_padding()  # some tokenizer.json carry their training's padding and truncation
@@ -41,10 +46,11 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.bos_id = bos_id
         self._template_variables = template_variables or {}
-        self.chat_template = ChatTemplate(chat_template, template_variables) if chat_template else None
+        self.chat_template = chosen_template(chat_template, self._template_variables)
         self._before = self.encode("a", add_special_tokens=False)[-1:]
         self._text_before = self.decode(self._before)
         self._added = {i: token.content for i, token in inner.get_added_tokens_decoder().items()}
+        self._plain = frozenset(t.content for t in inner.get_added_tokens_decoder().values() if not t.special)
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
         self._guard: MarkerGuard | None = None
         # log-probabilities name the same tokens often
@@ -54,21 +60,25 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json (or tiktoken.model), tokenizer_config.json, chat_template.jinja, and the end tokens of
-        generation_config.json or config.json; or a GGUF file, which has all that inside."""
+        """Reads tokenizer.json (or tiktoken.model), tokenizer_config.json and what else has tokens, chat templates, and
+        the end tokens of generation_config.json or config.json; or a GGUF file, which has all that inside."""
         if directory.is_file():
-            return cls._of(*_read_gguf(directory))
-        settings = _read_json(directory / "tokenizer_config.json")
+            with _begun(directory):
+                return cls._of(*_read_gguf(directory))
+        special = _read_json(directory / "special_tokens_map.json")
+        settings = added_tokens.merged(_read_json(directory / "tokenizer_config.json"), special)
         inner = _read_vocabulary(directory, settings)
-        settings["chat_template"] = _chat_template(directory, settings)
-        eos_ids = _eos_ids(directory, inner, _token_text(settings.get("eos_token")))
-        return cls._of(inner, eos_ids, settings)
+        older = _read_json(directory / "added_tokens.json")
+        with _begun(directory):
+            added_tokens.complete(inner, settings, older, _rows(directory), directory / "tokenizer.json")
+            settings["chat_template"] = stored_templates(directory, settings.get("chat_template"))
+            return cls._of(inner, _eos_ids(directory, inner, _token_text(settings.get("eos_token"))), settings)
 
     @classmethod
     def _of(
         cls, inner: tokenizers.Tokenizer, eos_ids: tuple[int, ...], settings: dict[str, Any]
     ) -> Tokenizer:
-        """`settings`: as in tokenizer_config.json, with one chat template or none."""
+        """`settings`: as in tokenizer_config.json."""
         special = {name: _token_text(settings.get(name)) for name in settings if name.endswith("_token")}
         variables = {name: text for name, text in special.items() if text is not None}
         bos = variables.get("bos_token")
@@ -135,11 +145,16 @@ class Tokenizer:
     def guard(self) -> MarkerGuard:
         """Keeps control tokens that messages spell from being ones."""
         if self._guard is None:
-            source = self.chat_template.source if self.chat_template else ""
+            source = self.chat_template.text if self.chat_template else ""
             special = {self._added[i] for i in self._special}
             written = {text for text in self._added.values() if text and text in source}
             self._guard = MarkerGuard(self._inner, special | written)
         return self._guard
+
+    def own_markers(self, role: str, key: str) -> Collection[str]:
+        """Control tokens that this text of a message may spell: an assistant's may be thoughts and calls, as it wrote
+        them; tokens that end turns are special."""
+        return self._plain if role == "assistant" and key != "tool_calls" else ()
 
     def encode_guarded(self, text: str, sign: str) -> list[int]:
         """Of a rendered chat template whose messages were guarded with `sign`."""
@@ -156,8 +171,22 @@ class Tokenizer:
     ) -> str:
         """The prompt text; encode it with add_special_tokens=False."""
         if self.chat_template is None:
-            raise RequestError("this model has no chat template; use completions", "messages")
+            raise RequestError(NO_TEMPLATE, "messages")
         return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+@contextmanager
+def _begun(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for a tokenizer that cannot read a letter: each prompt would be refused."""
+    try:
+        yield
+    except BaseException as error:
+        if not (_of_library(error) or isinstance(error, RequestError)):
+            raise
+        raise CheckpointError(
+            f"the tokenizer of {path} cannot read a text ({error}); its unknown token must be in its vocabulary: "
+            "fetch tokenizer.json again"
+        ) from error
 
 
 @contextmanager
@@ -171,9 +200,14 @@ def _reading() -> Iterator[None]:
         raise _panicked(error, "read this text") from error
 
 
+def _of_library(error: BaseException) -> bool:
+    """Whether the `tokenizers` library complains: its errors are bare Exceptions, its panics are not even that."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
 def _panicked(error: BaseException, doing: str) -> RequestError:
-    """Of a panic of the library, which is no Exception; raises any other error."""
-    if type(error).__name__ != "PanicException":
+    """Of an error of the library; raises any other."""
+    if not _of_library(error):
         raise error
     return RequestError(f"the model's tokenizer cannot {doing}: {error}", "prompt")
 
@@ -253,22 +287,29 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _rows(directory: Path) -> int | None:
+    """Ids that the model has: config.json's `vocab_size`, also where a model of several kinds has it inside."""
+    config = _read_json(directory / "config.json")
+    for inside in ("text_config", "thinker_config", "text_config"):
+        config = config[inside] if isinstance(config.get(inside), dict) else config
+    rows = config.get("vocab_size")
+    return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else None
+
+
 def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    """Says in the log where nothing ends an answer, or less than the files say."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         found += [value] if isinstance(value, int) else value if isinstance(value, list) else []
-    if eos_token is not None and (token_id := inner.token_to_id(eos_token)) is not None:
-        found.append(token_id)
+    token_id = None if eos_token is None else inner.token_to_id(eos_token)
+    found += [] if token_id is None else [token_id]
+    if not found:
+        log.warning(
+            "no token ends an answer of %s: name eos_token_id in its generation_config.json, or eos_token in its "
+            "tokenizer_config.json",
+            directory,
+        )
+    elif eos_token is not None and token_id is None:
+        log.warning("%s: its eos_token %r has no id; answers end with %s", directory, eos_token, found)
     return tuple(dict.fromkeys(found))
-
-
-def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return read_text(path, TEMPLATE_BYTES)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    return template if isinstance(template, str) else None

@@ -7,7 +7,16 @@ from itertools import groupby
 
 from tandem.errors import RequestError
 from tandem.server.anthropic.schema import Block, CountRequest, MessageBody, ToolBody
-from tandem.server.chat.conversation import IMAGES, UNSEEN, Conversation, Message, Tool, ToolCall, ToolChoice
+from tandem.server.chat.conversation import (
+    IMAGES,
+    UNSEEN,
+    Conversation,
+    Message,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    is_begun,
+)
 from tandem.server.errors import ApiError
 
 _BETWEEN = "\n\n"  # blocks and turns that become one text
@@ -32,7 +41,7 @@ def conversation_of(body: CountRequest) -> Conversation:
         thinking=_thinking(body),
         thinking_budget=thinking.budget_tokens if thinking else None,
         reasoning_effort=output.effort if output else None,
-        continue_final_message=_is_begun(messages[-1]),
+        continue_final_message=is_begun(messages[-1]),
     )
 
 
@@ -41,11 +50,6 @@ def _thinking(body: CountRequest) -> bool | None:
     if body.thinking is None or body.thinking.type == "between_tools":
         return None
     return body.thinking.type != "disabled"
-
-
-def _is_begun(last: Message) -> bool:
-    """The client has begun the answer."""
-    return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _system(body: CountRequest) -> list[Message]:

@@ -69,13 +69,15 @@ class Markup:
 class AnswerRules:
     """How an answer is read. `tool_format` None or no `tools`: calls are text. `reasoning_format` None: reasoning is.
 
-    `in_reasoning`: the prompt has begun it. `earlier_calls`: of the conversation, for ids that count them.
+    `begun`: what of the answer stands in the prompt. `in_reasoning`: where it begins, or the answer without it, the
+    prompt has begun reasoning. `earlier_calls`: of the conversation, for ids that count them.
     """
 
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     tools: Mapping[str, Tool] = field(default_factory=dict)
     in_reasoning: bool = False
+    begun: str = ""
     parallel: bool = True
     stream_reasoning: bool = True
     earlier_calls: int = 0
@@ -98,16 +100,30 @@ class FormattedText:
         self._markup = markup
         self._events: list[ChatEvent | Markup] = []
         self._source = Source()
-        self._said = Said(self._events.append, self._drop)
+        self._said = Said(self._source, self._events.append, self._drop)
         self._calls = 0
         self._muted = False
         self._complete = False
         self._reasoning: list[str] = []
         self._run = self._reading()
+        if rules.begun:
+            self._begin(rules.begun)
+
+    def _begin(self, text: str) -> None:
+        """Of what the client has begun only a call that has no end yet is told."""
+        self._source.begin(text)
+        told = self._advance()
+        ends = [i for i, event in enumerate(told, 1) if isinstance(event, ToolCallEnd)]
+        self._events[:], self._complete = told[max(ends, default=0) :], False
 
     @property
     def reasoning(self) -> bool:
         return self._said.reasoning
+
+    @property
+    def thought_until(self) -> int:
+        """The position in what has come, `begun` included, where reasoning has ended; 0: it has not."""
+        return self._said.thought_until
 
     def push(self, text: str) -> list[ChatEvent]:
         self._source.text += text
@@ -170,6 +186,7 @@ class FormattedText:
             self._calls += 1
         if isinstance(event, ToolCallEnd):
             self._complete |= event.outcome == "complete"
+            event = ToolCallEnd(event.index, event.outcome, self._source.fresh(event.raw))
             if self._muted:
                 self._drop(event.raw)
         if not self._muted:

@@ -41,6 +41,11 @@ class Message:
     tool_call_id: str | None = None
 
 
+def is_begun(last: Message) -> bool:
+    """Whether the client has begun the answer, in dialects where the last turn alone says so."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that the model may call. `parameters`: JSON schema of an object. `strict`: calls must fit it."""

@@ -10,8 +10,10 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tandem.engine.protocol import SamplingParams
+from tandem.engine.text.prompt import Prompt
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
+from tandem.server.chat.begun import BegunAnswer, begun_answer
 from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.formats.reasoning_format import detect_reasoning_format, reasoning_format
@@ -23,7 +25,7 @@ from tandem.server.chat.formats.tool_format import (
     tool_format,
 )
 from tandem.server.chat.history import earlier_calls
-from tandem.server.chat.rendering import Prompt, PromptRenderer, Speaking, TemplateTokenizer
+from tandem.server.chat.rendering import PromptRenderer, Speaking, TemplateTokenizer
 from tandem.server.chat.template_fit import Render, TemplateFit, fit_template
 from tandem.server.chat.turns import Turns, fit_turns
 from tandem.server.prompts.reader import PromptReader
@@ -78,38 +80,39 @@ class ChatModel:
         RequestError, with `param` "messages", "prompt", "tools", "tool_choice" or what else of the conversation is
         wrong; ApiError 429, 500."""
         prompt = await self._renderer.render(conversation)
-        rules = self._rules(conversation, prompt)
-        sampling = self._sampling(conversation, rules, prompt, sampling)
+        begun = begun_answer(prompt, conversation, self._speaking)
+        rules = self._rules(conversation, prompt, begun)
+        sampling = self._sampling(conversation, rules, begun, sampling)
         [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)
         return PreparedChat(ids, sampling, rules)
 
-    def _rules(self, conversation: Conversation, prompt: Prompt) -> AnswerRules:
+    def _rules(self, conversation: Conversation, prompt: Prompt, begun: BegunAnswer) -> AnswerRules:
         reasoning = self._speaking.reasoning_format if conversation.separate_reasoning else None
         return AnswerRules(
             tool_format=self._speaking.tool_format,
             reasoning_format=reasoning,
             tools=conversation.callable_tools,
-            in_reasoning=reasoning is not None and reasoning.is_open(prompt.text),
+            in_reasoning=reasoning is not None and begun.began_open,
+            begun=prompt.begun,
             parallel=conversation.parallel_tool_calls,
             stream_reasoning=conversation.stream_reasoning,
             earlier_calls=earlier_calls(conversation),
         )
 
     def _sampling(
-        self, conversation: Conversation, rules: AnswerRules, prompt: Prompt, sampling: SamplingParams
+        self, conversation: Conversation, rules: AnswerRules, begun: BegunAnswer, sampling: SamplingParams
     ) -> SamplingParams:
         if rules.parses:
             sampling = msgspec.structs.replace(sampling, show_tokens=self._shown)
-        reasoning = self._speaking.reasoning_format
         speech = Speech(
             rules.tool_format,
             self._written,
-            reasoning,
-            in_reasoning=reasoning is not None and reasoning.is_open(prompt.text),
+            None if begun.answers else self._speaking.reasoning_format,
+            in_reasoning=begun.thinks,
             may_reason=conversation.thinking is not False,
         )
         grammar = constraint(conversation, speech, sampling.grammar)
-        return msgspec.structs.replace(sampling, grammar=grammar)
+        return msgspec.structs.replace(sampling, grammar=grammar, grammar_prefix=begun.answer if grammar else "")
 
 
 def _written(speaking: Speaking) -> Written | None:
@@ -123,10 +126,11 @@ def speaking_of(
     tokenizer: TemplateTokenizer, render: Render, tool_parser: str | None, reasoning_parser: str | None
 ) -> Speaking:
     """Says in the log what was found. Raises ConfigError."""
-    source = tokenizer.chat_template.source if tokenizer.chat_template else ""
+    source = tokenizer.chat_template.text if tokenizer.chat_template else ""
     reasoning = reasoning_format(reasoning_parser) if reasoning_parser else detect_reasoning_format(source)
     found = tool_format(tool_parser) if tool_parser else detect_tool_format(source)
     if tokenizer.chat_template is None:
+        log.warning("the model has no chat template: chats are refused until --chat-template FILE gives one")
         return Speaking(found, reasoning)
     turns = _tried(fit_turns, Turns(), render)
     if (tool_parser or "").lower() == NONE:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
+from tandem.engine.text.prompt import Draft, Prompt, draft
 from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.formats.reasoning_format import ReasoningFormat
@@ -41,14 +42,6 @@ class Render(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A rendered conversation. `sign`: what its messages were guarded with; "" where nothing had to be."""
-
-    text: str
-    sign: str
-
-
-@dataclass(frozen=True, slots=True)
 class Speaking:
     """How a model speaks of tools and reasoning.
 
@@ -79,24 +72,22 @@ class PromptRenderer:
     async def render(self, conversation: Conversation) -> Prompt:
         """Raises RequestError, ApiError 500."""
         messages, variables = self._messages(conversation), self._variables(conversation)
-        sign, guard = "", self._guard
-        if guard is not None and (sign := guard.sign("\n".join(_texts([messages, variables.get("tools")])))):
-            messages = [self._guarded(message, guard, sign) for message in messages]
-            variables["tools"] = guard.guard(variables.get("tools"), sign)
-        prompted = conversation.add_generation_prompt and not conversation.continue_final_message
-        prompted = bool(variables.pop("add_generation_prompt", prompted))
-        text = await self._render(messages, prompted, **variables)
-        if sign:  # a template that writes JSON in ASCII
-            text = text.replace(f"\\u{ord(sign):04x}", sign)
-        return Prompt(_up_to_last(text, messages) if conversation.continue_final_message else text, sign)
+        goes_on = conversation.continue_final_message
+        prompted = bool(variables.pop("add_generation_prompt", conversation.add_generation_prompt and not goes_on))
+        one = draft(messages, variables, self._guard, self._own_markers, goes_on)
+        text = await self._render(one.messages, prompted, **one.variables)
+        return one.prompt(text, await self._opening(one) if goes_on else None)
 
-    def _guarded(self, message: dict[str, Any], guard: MarkerGuard, sign: str) -> dict[str, Any]:
+    async def _opening(self, one: Draft) -> str | None:
+        """What an answer to the messages before the last would go on with."""
+        try:
+            return await self._render(one.messages[:-1], True, **one.variables)
+        except RequestError:
+            return None
+
+    def _own_markers(self, role: str, key: str) -> Collection[str]:
         """An assistant may have said calls and reasoning in the format's own markers."""
-        own = self._speaking.markers() if message["role"] == "assistant" else set[str]()
-        return {
-            key: guard.guard(value, sign, own if key != "tool_calls" else ())
-            for key, value in message.items()
-        }
+        return self._speaking.markers() if role == "assistant" and key != "tool_calls" else ()
 
     def _messages(self, conversation: Conversation) -> TemplateMessages:
         speaking, messages = self._speaking, conversation.messages
@@ -158,26 +149,3 @@ def _offered(conversation: Conversation) -> list[Any]:
 def _no_switch(name: str) -> RequestError:
     text = f"{name}: the model's chat template has no such switch; leave it out, or try chat_template_kwargs"
     return RequestError(text, name)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _texts(key)
-            yield from _texts(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
-
-
-def _up_to_last(text: str, messages: TemplateMessages) -> str:
-    """The prompt up to the end of the last message: the answer goes on there. Raises RequestError."""
-    last = messages[-1]
-    content = last["content"].rstrip() if isinstance(last["content"], str) else ""
-    begin = text.rfind(content) if content else -1
-    if last["role"] != "assistant" or begin < 0:
-        text = "continue_final_message needs a last message of role assistant with text, which the chat template shows"
-        raise RequestError(text, "continue_final_message")
-    return text[: begin + len(content)]

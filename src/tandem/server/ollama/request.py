@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
-from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall
+from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, is_begun
 from tandem.server.errors import ApiError
 from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
 from tandem.server.openai_schema import SamplingBody
@@ -18,7 +18,9 @@ def chat_of(body: ChatBody) -> Conversation:
         Tool(t.function.name, t.function.description, t.function.parameters, bool(t.function.strict))
         for t in body.tools or ()
     )
-    return Conversation(messages=_messages(body.messages), tools=tools, **_thinking(body))
+    messages = _messages(body.messages)
+    begun = bool(messages) and is_begun(messages[-1])
+    return Conversation(messages=messages, tools=tools, continue_final_message=begun, **_thinking(body))
 
 
 def generation_of(body: GenerateBody) -> Conversation:

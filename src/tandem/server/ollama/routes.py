@@ -41,6 +41,7 @@ _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_
 _NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
     "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
     "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format",
+    "continue_final_message": "messages",
 }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class TemplateProcess:
 
     def _compile(self, ours: socket.socket) -> None:
         try:
-            self._ask(ours, {"source": self._template.source})
+            self._ask(ours, {"source": self._template.source, "with_tools": self._template.with_tools})
         except (OSError, EOFError) as error:
             self.close()
             raise CheckpointError(

@@ -24,7 +24,8 @@ DONE, REFUSED, NO_TEMPLATE = b"+", b"-", b"!"  # what an answer begins with; the
 
 def work(ours: socket.socket) -> NoReturn:
     """Raises EOFError when nobody asks any more."""
-    template = ChatTemplate(_next(ours)["source"])
+    sources = _next(ours)
+    template = ChatTemplate(sources["source"], with_tools=sources["with_tools"])
     _answer(ours, DONE, _compiled(template))
     while True:
         question = _next(ours)

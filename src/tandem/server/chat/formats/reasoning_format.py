@@ -31,12 +31,12 @@ class ReasoningFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """Texts that must reach the parser even where they are special tokens."""
         return {*self.open, *self.close}
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins with reasoning."""
+    def is_open(self, prompt: str, begun: bool = False) -> bool:
+        """Whether what follows this prompt begins with reasoning. begun: a client has written it, who says so."""
         end = prompt.rstrip()
         if end.endswith(tuple(marker.rstrip() for marker in self.open)):
             return True
-        return self.assume_open and not end.endswith(self.close)
+        return self.assume_open and not begun and not end.endswith(self.close)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tandem.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
+from tandem.server.chat.reading.source import Source
 
 _SPACE = " \t\r\n"
 
@@ -12,14 +13,29 @@ _SPACE = " \t\r\n"
 class Said:
     """Holds white space until text or a marker follows. `dropped` hears of what nobody is shown."""
 
-    def __init__(self, emit: Callable[[ChatEvent], None], dropped: Callable[[str], None]) -> None:
+    def __init__(
+        self, source: Source, emit: Callable[[ChatEvent], None], dropped: Callable[[str], None]
+    ) -> None:
+        self._source = source
         self._emit = emit
         self._dropped = dropped
         self._held = ""
         self._after_marker = False
-        self.reasoning = False
+        self._reasoning = False
+        self.thought_until = 0  # the source's position where reasoning has ended; 0: it has not
+
+    @property
+    def reasoning(self) -> bool:
+        return self._reasoning
+
+    @reasoning.setter
+    def reasoning(self, begins: bool) -> None:
+        if self._reasoning and not begins:
+            self.thought_until = self._source.position
+        self._reasoning = begins
 
     def say(self, text: str) -> None:
+        """text: what the source has given last."""
         if self._after_marker:
             rest = text.lstrip(_SPACE)
             self._dropped(text[: len(text) - len(rest)])
@@ -27,14 +43,14 @@ class Said:
         if not text:
             return
         self._after_marker = False
-        text = self._held + text
+        text = self._held + self._source.fresh(text)
         shown = text.rstrip(_SPACE)
         self._held = text[len(shown) :]
         self._pass_on(shown)
 
     def _pass_on(self, text: str) -> None:
         if text:
-            self._emit(ReasoningDelta(text) if self.reasoning else TextDelta(text))
+            self._emit(ReasoningDelta(text) if self._reasoning else TextDelta(text))
 
     def marker(self, text: str) -> None:
         """What comes next belongs to the format. White space on both sides of it does, too."""

@@ -20,10 +20,22 @@ class Source:
         self.text = ""
         self.ended = False
         self.cut = False  # it ended because no more was allowed
+        self.position = 0  # characters before `text`
+        self._begun = 0
         self._taken: list[str] = []
+
+    def begin(self, text: str) -> None:
+        """What the prompt has of the answer already: it is read, and nobody is told."""
+        self.text, self._begun = text, len(text)
+
+    def fresh(self, text: str) -> str:
+        """Of a text that ends at `position`, what does not come from `begin`."""
+        known = self._begun - (self.position - len(text))
+        return text[known:] if known > 0 else text
 
     def take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]
+        self.position += len(taken)
         self._taken.append(taken)
         return taken
 
@@ -36,6 +48,7 @@ class Source:
         return "".join(self._taken)
 
     def put_back(self) -> None:
+        self.position -= len(self.taken)
         self.text = self.taken + self.text
         self._taken = []
 

@@ -9,12 +9,27 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine import protocol
 from tandem.errors import RequestError
 
+
+class SamplingParams(protocol.SamplingFields, frozen=True, kw_only=True):
+    """How tokens are chosen and when to stop: `tandem.SamplingParams`. A field that is None is what the model's
+    generation_config.json recommends, or else `protocol.SamplingParams`' default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+RECOMMENDED = frozenset(SamplingParams.__struct_fields__) - frozenset(protocol.SamplingFields.__struct_fields__)
 Prompt = str | list[int]
 Message = Mapping[str, Any]
-Sampling = SamplingParams | Sequence[SamplingParams] | None
+OneSampling = SamplingParams | protocol.SamplingParams
+Sampling = OneSampling | Sequence[OneSampling] | None
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -69,29 +84,34 @@ def _bad_messages(given: Any) -> RequestError:
     return RequestError(text, "messages")
 
 
-def sampling_for_each(sampling: Sampling, count: int) -> list[SamplingParams]:
-    """One for every prompt, all of the right types. Raises RequestError."""
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [_typed(sampling or SamplingParams())] * count
+def sampling_for_each(
+    sampling: Sampling, count: int, defaults: Mapping[str, float]
+) -> list[protocol.SamplingParams]:
+    """One for every prompt, all of the right types. defaults: of fields that are left out. Raises RequestError."""
+    if sampling is None or isinstance(sampling, OneSampling):
+        return [_resolved(sampling or SamplingParams(), defaults)] * count
     if isinstance(sampling, str | Mapping):
         raise RequestError(f"sampling is SamplingParams, not {sampling!r:.80}", "sampling")
     if len(sampling) != count:
         raise RequestError(
             f"{count} prompts need {count} SamplingParams or one, not {len(sampling)}", "sampling"
         )
-    return [_typed(one) for one in sampling]
+    return [_resolved(one, defaults) for one in sampling]
 
 
-def _typed(params: SamplingParams) -> SamplingParams:
+def _resolved(params: OneSampling, defaults: Mapping[str, float]) -> protocol.SamplingParams:
     """A struct takes values of any type; from here on they are what they are declared as. A stop string may come
     alone, and several in a list."""
-    if not isinstance(params, SamplingParams):
+    if not isinstance(params, OneSampling):
         raise RequestError(f"sampling is SamplingParams, not {params!r:.80}", "sampling")
     given = {name: _plain(value) for name, value in msgspec.structs.asdict(params).items()}
+    for name in RECOMMENDED:
+        if given[name] is None:
+            del given[name]
     if isinstance(given["stop"], str):
         given["stop"] = (given["stop"],)
     try:
-        return msgspec.convert(given, SamplingParams)
+        return msgspec.convert({**defaults, **given}, protocol.SamplingParams)
     except msgspec.ValidationError as error:
         raise RequestError(f"SamplingParams: {error}", "sampling") from error
 

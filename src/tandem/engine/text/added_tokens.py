@@ -1,0 +1,165 @@
+"""`complete`: what stands beside tokenizer.json and changes ids: added tokens, and tokens around a prompt.
+
+Fine-tunes add tokens in tokenizer_config.json, added_tokens.json or special_tokens_map.json, and copy an old
+tokenizer.json along. What these files say wins, as in Transformers; a token gets the id that they name for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from tandem.errors import CheckpointError
+
+log = logging.getLogger("tandem.text")
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTS = ("additional_special_tokens", "extra_special_tokens")
+MOST_GAPS = 4096  # ids without a name, between those of tokenizer.json and those beside it
+ID_DIGITS = 10  # more than any id has; Python refuses to read thousands
+_SWITCHES = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+Settings = dict[str, Any]
+
+
+def merged(settings: Settings, special: Settings) -> Settings:
+    """settings: tokenizer_config.json. special: special_tokens_map.json, which counts where the former is of the time
+    before it listed added tokens."""
+    if isinstance(settings.get("added_tokens_decoder"), dict):
+        return settings
+    return settings | {name: value for name, value in special.items() if name in (*NAMED, *LISTS) and value}
+
+
+def complete(inner: Tokenizer, settings: Settings, older: Settings, rows: int | None, path: Path) -> None:
+    """older: added_tokens.json. rows: ids that the model has, None: unknown. Raises CheckpointError; path: whose."""
+    if settings.get("split_special_tokens") is True:
+        raise CheckpointError(
+            f"{path.parent / 'tokenizer_config.json'}: split_special_tokens is not supported: no chat template could "
+            "write a control token; remove it"
+        )
+    listed = settings.get("added_tokens_decoder")
+    added = _Added(inner, rows, path)
+    for place, one in (_by_id(listed) if isinstance(listed, dict) else _older(older, settings)).items():
+        added.listed(place, one)
+    for named in [token(settings.get(name), special=True) for name in NAMED] + list(_in_lists(settings)):
+        if named is not None:
+            added.named(named)
+    inner.add_tokens(added.tokens)  # at once: each time the library reads all of them again
+    _begin_with_bos(inner, settings)
+
+
+def token(value: Any, special: bool = False) -> AddedToken | None:
+    """From a text, or {"content": text, "lstrip": …}. None: it is neither, or empty."""
+    switches = value if isinstance(value, dict) else {}
+    text = switches.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str) or not text:
+        return None
+    given = {name: switches.get(name) is True for name in _SWITCHES}
+    given["special"] |= special
+    given["normalized"] = switches.get("normalized", not given["special"]) is True
+    return AddedToken(text, **given)
+
+
+def _by_id(listed: Mapping[Any, Any]) -> dict[int, AddedToken]:
+    found = {
+        int(place): one
+        for place, value in listed.items()
+        if isinstance(place, str) and place.isdecimal() and len(place) <= ID_DIGITS
+        if (one := token(value)) is not None
+    }
+    return dict(sorted(found.items()))
+
+
+def _older(older: Settings, settings: Settings) -> dict[int, AddedToken]:
+    """added_tokens.json has texts and ids alone."""
+    special = {one.content for name in NAMED if (one := token(settings.get(name))) is not None}
+    special |= {one.content for one in _in_lists(settings)}
+    found = {
+        place: AddedToken(text, normalized=text not in special, special=text in special)
+        for text, place in older.items()
+        if isinstance(place, int) and not isinstance(place, bool) and text
+    }
+    return dict(sorted(found.items()))
+
+
+def _in_lists(settings: Settings) -> Iterable[AddedToken]:
+    """Of lists of tokens, or dicts of them by the names that templates call them."""
+    for name in LISTS:
+        listed = settings.get(name)
+        values = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
+        yield from (one for value in values if (one := token(value, special=True)) is not None)
+
+
+class _Added:
+    """`tokens`: what the library has to add, in this order: it numbers them."""
+
+    def __init__(self, inner: Tokenizer, rows: int | None, path: Path) -> None:
+        self.tokens: list[AddedToken] = []
+        self._inner, self._rows, self._path = inner, rows, path
+        self._known = {one.content: one for one in inner.get_added_tokens_decoder().values()}
+        self._next = inner.get_vocab_size(with_added_tokens=True)
+        self._new: set[str] = set()
+
+    def listed(self, place: int, one: AddedToken) -> None:
+        """With its id. A token that is known gets the switches that are listed. Raises CheckpointError."""
+        known = self._inner.token_to_id(one.content)
+        if known is not None:
+            if known != place:
+                log.warning("%s: %r is token %s, and token %s beside it", self._path, one.content, known, place)
+            if repr(self._known.get(one.content)) != repr(one):
+                self.tokens.append(one)
+        elif place < self._next:
+            log.warning("%s has another token %s than %r, which stays text", self._path, place, one.content)
+        elif place - self._next > MOST_GAPS:
+            text = f"{self._path} has {self._next} tokens, and a file beside it names token {place}"
+            raise CheckpointError(f"{text}; fetch both again")
+        else:
+            for gap in range(self._next, place if self._has_row(place) else self._next):
+                self._append(AddedToken(f"<|reserved_token_{gap}|>", normalized=False, special=True))
+            self.named(one)
+
+    def named(self, one: AddedToken) -> None:
+        """With the next id, if it has none."""
+        if self._inner.token_to_id(one.content) is not None or one.content in self._new:
+            return
+        if self._has_row(self._next):
+            log.info("%r is not in %s: it is token %s", one.content, self._path, self._next)
+            self._append(one)
+        else:
+            log.warning("%r is not in %s, and the model has no row for it: it stays text", one.content, self._path)
+
+    def _has_row(self, place: int) -> bool:
+        return self._rows is None or place < self._rows
+
+    def _append(self, one: AddedToken) -> None:
+        self.tokens.append(one)
+        self._new.add(one.content)
+        self._next += 1
+
+
+def _begin_with_bos(inner: Tokenizer, settings: Settings) -> None:
+    """`add_bos_token` where it is said, whatever tokenizer.json does by itself: llama.cpp takes both for GGUF files.
+    `add_eos_token` counts in training alone: no text goes on behind an end."""
+    said, bos = settings.get("add_bos_token"), token(settings.get("bos_token"))
+    place = None if bos is None else inner.token_to_id(bos.content)
+    before, after = _around(inner)
+    if not isinstance(said, bool) or bos is None or place is None or said == (place in before):
+        return
+    before = [place, *before] if said else [i for i in before if i != place]
+    names = {i: str(inner.id_to_token(i)) for i in (*before, *after)}
+    inner.post_processor = processors.TemplateProcessing(
+        single=[*(names[i] for i in before), "$A", *(names[i] for i in after)],
+        special_tokens=[(name, i) for i, name in names.items()],
+    )
+
+
+def _around(inner: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that tokenizer.json puts before and behind a text."""
+    ids: list[int] = inner.encode("a").ids
+    plain: list[int] = inner.encode("a", add_special_tokens=False).ids
+    at = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
+    return ids[:at], ids[at + len(plain) :]
