@@ -190,7 +190,7 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
             Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, logits=[], best=[])
         )
     }
-    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None))
+    runner._handoff = cast(Any, SimpleNamespace(slot=0, begin=lambda posts: None, finish=lambda: None))
     monkeypatch.setattr(runner, "_done", lambda *result, masked=(): None)
     monkeypatch.setattr(runner, "_forward", lambda batch, counted, long: torch.zeros(1, 4))
     runner.logits(batch(4, 2, 7))
@@ -215,7 +215,10 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     runner._handoff = cast(
         Any,
         SimpleNamespace(
-            slot=0, serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check")
+            slot=0,
+            begin=lambda posts: calls.append("begin"),
+            finish=lambda: calls.append("finish"),
+            check=lambda: calls.append("check"),
         ),
     )
     names = ("beside_step", "after_step")
@@ -226,7 +229,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     monkeypatch.setattr(runner._end, "mark", lambda: calls.append("mark"))
     monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     runner.logits(batch(4, 2, 7))
-    assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "after_step", "end", "check"]
+    assert calls == ["inputs", "begin", "graph", "mark", "beside_step", "finish", "after_step", "end", "check"]
     calls.clear()
     monkeypatch.setattr(
         runner, "_forward", lambda batch, counted, long: calls.append("layers") or torch.zeros(1, 4)
@@ -308,16 +311,18 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
     runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     runner._begin_step = lambda batch, captured: None
     graph = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
-    masks = SimpleNamespace(slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"), make=lambda make: make())
+    masks = SimpleNamespace(
+        slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"), make=lambda make: make(), check=lambda: None
+    )  # fmt: skip
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
     runner._graphs = {
         SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=graph, posts=0, masks=masks, **results))
     }
-    serve = lambda posts: calls.append("experts")  # noqa: E731
-    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=serve, check=lambda: None))
+    begin, finish = lambda posts: calls.append("begin"), lambda: calls.append("experts")
+    runner._handoff = cast(Any, SimpleNamespace(slot=0, begin=begin, finish=finish, check=lambda: None))
     runner._rows = HostRows(torch.device("cpu"))
     made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)], lambda: calls.append("made"))
-    assert calls == ["2 masks", "graph", "made", "experts"] and made._masked == [False, True]
+    assert calls == ["2 masks", "begin", "graph", "made", "experts"] and made._masked == [False, True]
 
 
 @pytest.mark.parametrize("where", ["graph", "make"])
@@ -334,11 +339,15 @@ def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch
     masks, graph = GraphMasks(SIZE, torch.device("cpu")), SimpleNamespace(replay=lambda: noted("graph"))
     runner._begin_step = lambda batch, captured: None
     runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
-    runner._handoff = cast(Any, SimpleNamespace(serve=lambda posts: calls.append(f"{posts} posts")))
+    runner._handoff = cast(Any, SimpleNamespace(
+        begin=lambda posts: calls.append(f"{posts} posts"), finish=lambda: calls.append("answered"),
+        cancel=lambda: calls.append("cancelled"),
+    ))  # fmt: skip
     monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     with pytest.raises(KeyboardInterrupt):
         runner.logits(batch(1, 2, 7), [bits_of({1}, VOCAB)], lambda: noted("make"))
-    assert calls == [*(["graph"] if where == "graph" else ["graph", "make"]), "7 posts", "end"]
+    between = {"graph": ["cancelled"], "make": ["make", "answered"]}[where]
+    assert calls == ["7 posts", "graph", *between, "end"]
     assert word_of(masks) == 1
 
 

@@ -181,11 +181,12 @@ class PlayedMailbox(module._Mailbox):
         room = np.zeros(size + 128, dtype=np.uint8)
         self._memory = torch.from_numpy(room[-room.ctypes.data % 128 :][:size])
         self._words = self._memory.numpy()[:640].view(np.uint32)
-        self._core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.thread = _core.PostThread(self.core)
         for layer in layers:
             self.add(layer)
         self._sizes, self._patience, self._number = sizes, 20.0, 0
-        self.posted = []
+        self.posted, self.rows = [], None
 
     def post(self, layer: int, x: Tensor, routing: Routing, slots: Tensor) -> None:
         half = self._half(len(self.posted))
@@ -194,6 +195,7 @@ class PlayedMailbox(module._Mailbox):
             self._memory[self._at[part] + half :][: len(data)] = data
         self._number += 1
         self._words[1], self._words[2] = layer, len(x)
+        self._words[3] = _core.SECOND_HALF if len(self.posted) % 2 else 0
         self._words[0] = self._number
         self.posted.append(layer)
 
@@ -276,8 +278,9 @@ def play(handoff: Handoff, posts: int, step: Callable[[], Tensor]) -> Tensor:
             assert len(posted) == posts
 
     thread = threading.Thread(target=gpu)
+    handoff.begin(posts)
     thread.start()
-    handoff.serve(posts)
+    handoff.finish()
     thread.join()
     return found[0]
 

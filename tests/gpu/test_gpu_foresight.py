@@ -50,11 +50,12 @@ class PlayedMailbox(module._Mailbox):
         room = np.zeros(size + 128, dtype=np.uint8)
         self._memory = torch.from_numpy(room[-room.ctypes.data % 128 :][:size])
         self._words = self._memory.numpy()[: 4 * WORDS].view(np.uint32)
-        self._core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.thread = _core.PostThread(self.core)
         for layer in layers:
             self.add(layer)
         self._sizes, self._patience, self._number = sizes, PATIENCE, 0
-        self.posted = []
+        self.posted, self.rows = [], None
 
     def _put(self, part: int, values: Tensor) -> None:
         data = values.contiguous().flatten().view(torch.uint8)
@@ -117,8 +118,9 @@ def run(model: Any, handoff: Handoff) -> Tensor:
             found.append(model.forward(batch, states))
 
     thread = threading.Thread(target=gpu)
+    handoff.begin(len(model.config.moe_layers))
     thread.start()
-    handoff.serve(len(model.config.moe_layers))
+    handoff.finish()
     thread.join(PATIENCE)
     return found[0]
 

@@ -109,7 +109,7 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[in
 
 
 def begins(work: _core.Meanwhile) -> None:
-    work.next()
+    work.next_of_step()
 
 
 @needs_cuda

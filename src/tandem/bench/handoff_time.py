@@ -28,8 +28,9 @@ def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:
             side.handoff.collect(1)
 
     def replay() -> None:
+        side.handoff.begin(len(posted))
         graph.replay()
-        side.handoff.serve(len(posted))
+        side.handoff.finish()
         torch.cuda.synchronize(device)
 
     times = []

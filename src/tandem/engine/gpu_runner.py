@@ -92,15 +92,6 @@ class _Graph:
     posts: int  # hand-offs to the CPU's experts
 
 
-def _let_end(graph: _Graph, handoff: Handoff, end: StepEnd) -> None:
-    """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
-    graph.masks.make(_nothing)
-    with suppress(EngineError):  # it had not begun
-        handoff.serve(graph.posts)
-    end.mark()
-    end.wait()
-
-
 class GpuRunner:
     """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel. A row of a guess
     is a decode row, too (`BatchArrays`).
@@ -191,19 +182,35 @@ class GpuRunner:
         graph.inputs.fill(batch)
         graph.masks.send(masks)
         self._begin_step(graph.inputs.image, True)
+        self._replay(graph)
+        try:
+            graph.masks.make(make)  # before any call of the driver: it may wait for what waits for the masks
+            self._end.mark()
+            self._move_experts()
+            with nullcontext() if self._feeder is None else self._feeder.opened():
+                self._handoff.finish()
+                with torch.inference_mode(False):  # what begins and ends in it is no part of the step
+                    meanwhile()
+        except BaseException:
+            self._let_end(graph, self._handoff.finish)
+            raise
+        return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
+
+    def _replay(self, graph: _Graph) -> None:
+        self._handoff.begin(graph.posts)
         try:
             graph.graph.replay()
-            self._end.mark()
-            graph.masks.make(make)
-            self._move_experts()
-        except (KeyboardInterrupt, SystemExit):
-            _let_end(graph, self._handoff, self._end)
+        except BaseException:  # it may have begun
+            self._let_end(graph, self._handoff.cancel)
             raise
-        with nullcontext() if self._feeder is None else self._feeder.opened():
-            self._handoff.serve(graph.posts)
-            with torch.inference_mode(False):  # what begins and ends in it is no part of the step
-                meanwhile()
-            return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
+
+    def _let_end(self, graph: _Graph, answer: Callable[[], None]) -> None:
+        """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
+        graph.masks.make(_nothing)
+        with suppress(EngineError):
+            answer()
+        self._end.mark()
+        self._end.wait()
 
     def _alone(
         self, batch: ForwardBatch, make: Callable[[], None], long: LongChunk | None = None
@@ -280,7 +287,14 @@ class GpuRunner:
         most = max(self._graphs, default=0)
         return len(chunks) <= most and all(chunk.length == 1 for chunk in chunks)
 
-    def _done(self, logits: Tensor, best: Tensor, tokens: int, *, masked: RowMasks = ()) -> DeviceLogits:
+    def _done(
+        self,
+        logits: Tensor,
+        best: Tensor,
+        tokens: int,
+        graph_masks: GraphMasks | None = None,
+        masked: RowMasks = (),
+    ) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
         guesses they wait until wrong ones are no longer counted (`settled`)."""
@@ -289,6 +303,8 @@ class GpuRunner:
         made = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()
         self._handoff.check()
+        if graph_masks is not None:
+            graph_masks.check()
         return made
 
     def _move_experts(self) -> None:
@@ -355,7 +371,7 @@ class GpuRunner:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (
-            self._handoff.recording() as posted,
+            self._handoff.recording(inputs.counted) as posted,
             torch.cuda.graph(graph, pool=pool, stream=self._streams.steps, capture_error_mode="thread_local"),
         ):
             inputs.send()

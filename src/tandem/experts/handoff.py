@@ -2,8 +2,9 @@
 
 Two ways. Outside CUDA graphs the stream copies into pinned memory, the calling thread waits for it, computes, and the
 stream copies back. Inside a graph nobody can be called: kernels post into mapped memory and wait for the answer
-(`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and after replaying the graph the calling thread serves the posts.
-Host function nodes would do the same at 50 us a layer (measured on an H200; this way 8 us).
+(`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and a thread of its own answers the posts: the calling one may
+stand in a call of the driver that waits for the graph. Host function nodes would do the same at 50 us a layer (measured
+on an H200; this way 8 us).
 
 Every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after `patience_seconds`, the
 stream runs to its end and the step raises EngineError.
@@ -17,8 +18,9 @@ while it waits for that layer's post (csrc/experts/run/foresight.h). No result d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -78,11 +80,19 @@ class Handoff:
     """Shared by all layers of a model; one batch at a time."""
 
     def __init__(
-        self, sizes: HandoffSizes, device: torch.device, patience_seconds: float, foresight: bool = True
+        self,
+        sizes: HandoffSizes,
+        device: torch.device,
+        patience_seconds: float,
+        foresight: bool = True,
+        cpu: int = -1,
     ) -> None:
-        """foresight: graphs that are recorded from now on say which experts the next layer will probably want."""
+        """foresight: graphs that are recorded from now on say which experts the next layer will probably want. cpu: of
+        the pool's worker 0, where posts are answered; -1: anywhere."""
         self.sizes, self.device, self.patience_seconds = sizes, device, patience_seconds
         self.foresight = foresight
+        self.caller = CallerCpus()
+        self._cpu = cpu
         self._layers: list[PackedExperts] = []
         self._deferring: dict[int, Deferral] = {}  # by layer
         self._copies: Copies | None = None
@@ -108,15 +118,16 @@ class Handoff:
         return self._layers
 
     @contextmanager
-    def recording(self) -> Iterator[list[int]]:
-        """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted."""
+    def recording(self, rows: Tensor | None = None) -> Iterator[list[int]]:
+        """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted. rows
+        int32 [1] on the device: how many of the graph's rows are real; the others are not posted. None: all are."""
         if self._mailbox is None and self._layers:
-            self._mailbox = _Mailbox(self.sizes, self.device, self._layers, self.patience_seconds)
+            self._mailbox = _Mailbox(self.sizes, self.device, self._layers, self.patience_seconds, self._cpu)
             for layer, deferral in self._deferring.items():
                 self._mailbox.defer(layer, deferral)
         posted: list[int] = []
         if self._mailbox is not None:
-            self._mailbox.posted = posted
+            self._mailbox.posted, self._mailbox.rows = posted, rows
         self._in_graph = True
         try:
             yield posted
@@ -135,7 +146,7 @@ class Handoff:
     def copies(self) -> Copies:
         """Of posts outside graphs of steps; graphs of prompts use them piece by piece."""
         if self._copies is None:
-            self._copies = Copies(self.sizes, self.device)
+            self._copies = Copies(self.sizes, self.device, self._compute_here)
         return self._copies
 
     def collect(self, tokens: int, in_place: bool = False) -> Tensor:
@@ -186,19 +197,41 @@ class Handoff:
         return self._mailbox.times().serve_seconds / experts if self._mailbox and experts else 0.0
 
     def meanwhile(self, work: _core.Meanwhile) -> None:
-        """Pieces of it are done in the next `serve`, between an answer and the next post."""
+        """Pieces of it are done until the next `finish`, between an answer and the next post, and while that waits."""
         if self._mailbox is not None:
-            self._mailbox.meanwhile(work)
+            self._mailbox.core.meanwhile(work)
 
-    def serve(self, posts: int) -> None:
-        """After a graph was replayed: answers its posts. Raises EngineError when that fails; the stream goes on."""
+    def begin(self, posts: int) -> None:
+        """Before a graph, or several, with so many posts in all is replayed: another thread answers them, whatever
+        this one waits for. `finish` or `cancel` follows; until then this thread computes nothing on the pool."""
         if posts and self._mailbox is not None:
-            self._mailbox.serve(posts)
+            self.caller.leave()
+            self._mailbox.thread.begin(posts, self.patience_seconds)
+
+    def finish(self) -> None:
+        """Returns when all posts are answered. Raises EngineError when that fails; the stream goes on."""
+        if self._mailbox is not None:
+            self._mailbox.finish()
+
+    def cancel(self) -> None:
+        """In place of `finish`, where the graph may not have begun: it need not wait, and what it computes is void."""
+        if self._mailbox is not None:
+            self._mailbox.cancel()
+
+    def _compute_here(self) -> None:
+        """Before this thread computes on the pool. Raises EngineError between `begin` and `finish`."""
+        if self._mailbox is not None and self._mailbox.core.is_open:
+            raise EngineError("experts were asked for outside a graph while the posts of one are answered")
+        self.caller.compute()
 
     def check(self) -> None:
         """After the stream has ended a graph: raises EngineError if the GPU did not wait for an answer."""
         if self._mailbox is not None:
             self._mailbox.check()
+
+
+def nothing() -> None:
+    """Where nothing comes before a computation."""
 
 
 def plain(pinned: Tensor) -> Tensor:
@@ -210,8 +243,9 @@ class Copies:
     """Pinned buffers for steps outside graphs. Graphs of prompts record `send` and what reads `result`; the host calls
     `sent` and `compute` between them."""
 
-    def __init__(self, sizes: HandoffSizes, device: torch.device) -> None:
-        self.times = HandoffTimes()
+    def __init__(self, sizes: HandoffSizes, device: torch.device, begin: Callable[[], None] = nothing) -> None:
+        """begin: called before the calling thread computes."""
+        self.times, self._begin = HandoffTimes(), begin
         pinned = device.type == "cuda"
         t, h, k = sizes.tokens, sizes.hidden, sizes.top_k
         self._x = torch.empty(t, h, dtype=torch.bfloat16, pin_memory=pinned)
@@ -236,6 +270,7 @@ class Copies:
 
     def compute(self, tokens: int) -> None:
         """Of the first rows; waits for them."""
+        self._begin()
         started = perf_counter()
         if self._event is not None:
             self._event.synchronize()
@@ -255,11 +290,35 @@ class Copies:
         return self._there[:tokens].copy_(self._result[:tokens], non_blocking=True)
 
 
+class CallerCpus:
+    """CPUs of the thread that runs steps. It is worker 0 of the pool in what it computes itself, and has that worker's
+    CPU then. While posts are answered, another thread is worker 0, and this one has all other CPUs."""
+
+    def __init__(self, cpu: int = -1) -> None:
+        """cpu: worker 0's; -1: the thread stays where it is. Made by the thread itself."""
+        others = os.sched_getaffinity(0) - {cpu}
+        self._cpus = ({cpu}, others) if cpu >= 0 and others else None
+        self._is_own: bool | None = None
+
+    def compute(self) -> None:
+        """Worker 0's."""
+        self._take(True)
+
+    def leave(self) -> None:
+        """All others."""
+        self._take(False)
+
+    def _take(self, own: bool) -> None:
+        if self._cpus is not None and own != self._is_own:
+            os.sched_setaffinity(0, self._cpus[not own])
+            self._is_own = own
+
+
 class _Mailbox:
     """Mapped memory, the kernels around it, and the CPU's end of it."""
 
     def __init__(
-        self, sizes: HandoffSizes, device: torch.device, layers: list[PackedExperts], patience: float
+        self, sizes: HandoffSizes, device: torch.device, layers: list[PackedExperts], patience: float, cpu: int
     ) -> None:
         # Before a capture: compiling and loading a module may allocate and synchronise.
         self._kernels = kernels(device.index)
@@ -268,24 +327,30 @@ class _Mailbox:
         # Pinned memory is mapped into the GPU's address space at the same address (unified addressing).
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._words = self._memory.numpy().view(np.uint32)
-        self._core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.core = _core.Mailbox(self._memory.numpy(), *shape)
         for layer in layers:
             self.add(layer)
+        self.thread = _core.PostThread(self.core, cpu)
         self._state = torch.zeros(
             2, dtype=torch.int32, device=device
         )  # posts so far; whether the GPU gave up
         self._sizes, self._device, self._patience = sizes, device, patience
         self.posted: list[int] = []
+        self.rows: Tensor | None = None
 
     def add(self, layer: PackedExperts) -> None:
-        self._core.add(layer.core)
+        self.core.add(layer.core)
 
     def defer(self, layer: int, deferral: Deferral) -> None:
-        self._core.defer(layer, deferral.kept, deferral.routed)
+        self.core.defer(layer, deferral.kept, deferral.routed)
 
     def _half(self, post: int) -> int:
-        """Bytes to the half that a graph's post lies in; `serve` counts them as well."""
+        """Bytes to the half that a graph's post lies in."""
         return post % 2 * int(self._at[5])
+
+    def _rows(self) -> int:
+        """Address of the number of real rows; 0: all are."""
+        return 0 if self.rows is None else self.rows.data_ptr()
 
     def post(self, layer: int, x: Tensor, routing: Routing, slots: Tensor) -> None:
         tokens, hidden = x.shape
@@ -293,24 +358,26 @@ class _Mailbox:
             raise EngineError(
                 f"the mailbox does not take {list(x.shape)} tokens with {slots.shape[1]} experts"
             )
-        mail_x, mail_ids, mail_weights, *_ = (at + self._half(len(self.posted)) for at in self._at)
+        index = len(self.posted)
+        mail_x, mail_ids, mail_weights, *_ = (at + self._half(index) for at in self._at)
         base = self._memory.data_ptr()
-        numbers = [np.int32(n) for n in (x.numel() // 8, slots.numel(), layer, tokens)]
+        flags = _core.SECOND_HALF if index % 2 else 0
+        numbers = [np.int32(n) for n in (tokens, hidden // 8, slots.shape[1], layer, flags)]
         launch(
             self._kernels[0], 1, POST_THREADS, self._stream(), base, self._state.data_ptr(), x.data_ptr(),
             routing.ids.data_ptr(), slots.data_ptr(), routing.weights.data_ptr(), base + mail_x, base + mail_ids,
-            base + mail_weights, *numbers,
+            base + mail_weights, self._rows(), *numbers,
         )  # fmt: skip
         self.posted.append(layer)
 
     def collect(self, tokens: int) -> Tensor:
         out = torch.empty(tokens, self._sizes.hidden, device=self._device)
-        units = out.numel() // 4
         base, patience = self._memory.data_ptr(), np.uint64(self._patience * 1e9)
         result = base + self._at[3] + self._half(len(self.posted) - 1)
         launch(
-            self._kernels[1], -(-units // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base,
-            self._state.data_ptr(), result, out.data_ptr(), np.int32(units), patience,
+            self._kernels[1], -(-out.numel() // 4 // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base,
+            self._state.data_ptr(), result, out.data_ptr(), self._rows(), np.int32(tokens),
+            np.int32(self._sizes.hidden // 4), patience,
         )  # fmt: skip
         return out
 
@@ -324,20 +391,23 @@ class _Mailbox:
         )  # fmt: skip
 
     def hints(self) -> HintCounts:
-        return HintCounts(self._core.hinted, self._core.hits, self._core.bytes_ahead)
+        return HintCounts(self.core.hinted, self.core.hits, self.core.bytes_ahead)
 
-    def meanwhile(self, work: _core.Meanwhile) -> None:
-        self._core.meanwhile(work)
-
-    def serve(self, posts: int) -> None:
+    def finish(self) -> None:
         try:
-            self._core.serve(posts, self._patience)
+            self.thread.finish()
         except Exception as error:
             self._recover()
             raise EngineError(f"the experts in CPU memory failed: {error}") from error
 
+    def cancel(self) -> None:
+        if self.core.is_open:
+            self.thread.cancel()
+            with suppress(EngineError):
+                self.finish()
+
     def check(self) -> None:
-        """Patience may end in the last `collect`, while the CPU computes: `serve` answers and sees nothing of it."""
+        """Patience may end in the last `collect`, while the CPU computes: it answers and sees nothing of it."""
         if self._words[GAVE_UP]:
             self._recover()
             raise EngineError(
@@ -348,17 +418,17 @@ class _Mailbox:
         self._synchronize()  # ends within the kernels' patience
         self._state.zero_()
         self._synchronize()
-        self._core.reset()
+        self.core.reset()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def used(self) -> tuple[int, int]:
-        return self._core.posts, self._core.experts_used
+        return self.core.posts, self.core.experts_used
 
     def times(self) -> HandoffTimes:
-        return HandoffTimes(self._core.posts, self._core.wait_seconds, self._core.serve_seconds)
+        return HandoffTimes(self.core.posts, self.core.wait_seconds, self.core.serve_seconds)
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)

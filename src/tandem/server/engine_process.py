@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 import zmq
@@ -54,6 +54,9 @@ from tandem.server.messages import (
     ToEngine,
 )
 from tandem.server.terminal import outlive_terminal
+
+if TYPE_CHECKING:
+    from tandem.engine.start.parts import EngineParts
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
@@ -98,16 +101,26 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
 
     path = resolve_model(config.model)
     with LoadProgress() as progress, leading(ranks, config.tensor_parallel_size) as leader:
-        engine = Engine.from_parts(
-            load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader)
-        )
-    pin_main_thread(engine.plan.cpus[0])
+        parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader)
+        engine = Engine.from_parts(parts)
+    take_cpus(parts)
     keep_free_memory()
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
     model = engine.model_config
     defaults = read_sampling_defaults(path) if config.sampling_defaults == "model" else {}
     return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab, defaults)
+
+
+def take_cpus(parts: EngineParts) -> None:
+    """This thread runs steps from now on. Beside a GPU another one answers posts on worker 0's CPU."""
+    from tandem.experts.handoff import CallerCpus  # a dense model on a CPU has no use for it
+
+    cpu = parts.plan.cpus[0]
+    if parts.handoff is None:
+        pin_main_thread(cpu)
+    else:
+        parts.handoff.caller = CallerCpus(cpu)
 
 
 def pin_main_thread(cpu: int) -> None:

@@ -35,7 +35,7 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.packed.cache import KeptLayer
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
-from tandem.server.engine_process import LoadedEngine, pin_main_thread, print_plan, warm_up
+from tandem.server.engine_process import LoadedEngine, print_plan, take_cpus, warm_up
 
 if TYPE_CHECKING:
     from tandem.experts.handoff import Handoff
@@ -103,7 +103,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     """In the engine's process, instead of `engine_process.load_engine`."""
     parts = made_up_parts(config, lambda plan: print_plan(plan, config.notices()), embedded=FAR)
     model, engine = parts.model_config, Engine.from_parts(parts)
-    pin_main_thread(engine.plan.cpus[0])
+    take_cpus(parts)
     warm_up(engine, model.vocab)
     return LoadedEngine(engine, engine.plan, config.model, model.model_type, model.vocab)
 
