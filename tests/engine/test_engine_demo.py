@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 import tandem
+from kernel_cases import INVARIANT_TIER
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import demo_dir
-from tandem.config import EngineConfig, Machine
+from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.start.loader import load_parts
@@ -28,9 +29,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
 @pytest.fixture(scope="module")
 def parts() -> EngineParts:
     """One loaded model; engines with other plans are made around it. AMX promises no equal bits, so it is left out."""
-    tier = "avx512_bf16" if "amx" in Machine.detect().tiers else "auto"
     return load_parts(
-        EngineConfig(model="demo", max_total_tokens=8192, max_running_requests=16, kernel_tier=tier)
+        EngineConfig(model="demo", max_total_tokens=8192, max_running_requests=16, kernel_tier=INVARIANT_TIER)
     )
 
 

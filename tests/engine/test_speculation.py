@@ -25,9 +25,10 @@ from fake_model import (
     text,
     token_ids,
 )
+from kernel_cases import INVARIANT_TIER
 from recorded_steps import tiny_engine
 from tandem import LLM, SamplingParams
-from tandem.config import EngineConfig, Machine
+from tandem.config import EngineConfig
 from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.engine import Engine
@@ -368,9 +369,8 @@ FAMILIES = (
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant: str) -> None:
     """Windows, latents, indexers, sinks, delta nets; answers longer than the windows. Half the guesses are right."""
-    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
     engine = tiny_engine(
-        tiny_models[variant], tmp_path, speculative_algorithm="NGRAM", kernel_tier=tier,
+        tiny_models[variant], tmp_path, speculative_algorithm="NGRAM", kernel_tier=INVARIANT_TIER,
         disable_speculative_governor=True,
     )  # fmt: skip
     asks = [
@@ -391,9 +391,8 @@ def test_every_family_answers_the_same_bits(tiny_models, tmp_path: Path, variant
 @pytest.mark.parametrize("variant", ["deepseek_v4", "lfm2_moe", "qwen3_next"])
 def test_what_lies_in_slots_is_taken_back(tiny_models, tmp_path: Path, variant: str, acceptance: float) -> None:
     """Bit for bit, where prefixes are found at snapshots, and where sequences lose their slots."""
-    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
-    flags = {"speculative_algorithm": "NGRAM", "kernel_tier": tier, "disable_speculative_governor": True,
-             "page_size": 8}  # fmt: skip
+    flags = {"speculative_algorithm": "NGRAM", "kernel_tier": INVARIANT_TIER, "page_size": 8,
+             "disable_speculative_governor": True}  # fmt: skip
     prompts = [[(7 * i + s) % 250 for i in range(26)] for s in range(3)]
     calls = [[request(f"{tail}{s}", [*prompt, *range(tail)], max_tokens=30, ignore_eos=True, logprobs=1)
               for s, prompt in enumerate(prompts)] for tail in (1, 5)]  # fmt: skip
@@ -420,9 +419,8 @@ def test_rows_that_are_sequences_of_their_own_answer_the_same(
     tiny_models, tmp_path: Path, variant: str, acceptance: float
 ) -> None:
     """As a GPU has them in its graphs, here on the CPU."""
-    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
     engine = tiny_engine(
-        tiny_models[variant], tmp_path, speculative_algorithm="NGRAM", kernel_tier=tier,
+        tiny_models[variant], tmp_path, speculative_algorithm="NGRAM", kernel_tier=INVARIANT_TIER,
         disable_speculative_governor=True, expert_distribution_recorder_mode="per_token",
     )  # fmt: skip
     asks = [request(name, prompt, max_tokens=30, ignore_eos=True, logprobs=3)
@@ -464,8 +462,7 @@ WISHES = {
 @pytest.fixture(scope="module")
 def parts() -> EngineParts:
     """AMX promises no equal bits, so it is left out."""
-    tier = "avx512_bf16" if "amx" in Machine.detect().tiers else "auto"
-    flags = {"max_total_tokens": 4096, "max_running_requests": 8, "kernel_tier": tier, "device": "cpu"}
+    flags = {"max_total_tokens": 4096, "max_running_requests": 8, "kernel_tier": INVARIANT_TIER, "device": "cpu"}
     return load_parts(EngineConfig(model="demo", speculative_algorithm="NGRAM", **flags))
 
 

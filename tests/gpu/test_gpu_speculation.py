@@ -15,8 +15,9 @@ import torch
 from fake_model import request, run, token_ids
 from gpu import needs_cuda
 from gpu_sessions import logprobs
+from kernel_cases import INVARIANT_TIER
 from tandem import LLM, SamplingParams
-from tandem.config import EngineConfig, Machine
+from tandem.config import EngineConfig
 from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import Grammar
@@ -33,12 +34,11 @@ PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
 
 def parts_of(path: Path, share: float, **flags) -> EngineParts:
     """AMX promises no equal bits: an expert with many rows sums in another order. So it is left out."""
-    flags["kernel_tier"] = "avx512_bf16" if "amx" in Machine.detect().tiers else "auto"
     return load_parts(
         EngineConfig.from_keywords(
             str(path), device="cuda", kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=512,
             max_running_requests=2, speculative_algorithm="NGRAM", speculative_num_steps=MOST,
-            disable_speculative_governor=True, **flags,
+            disable_speculative_governor=True, kernel_tier=INVARIANT_TIER, **flags,
         )
     )  # fmt: skip
 

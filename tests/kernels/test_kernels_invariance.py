@@ -149,3 +149,10 @@ def test_without_it_amx_sums_in_another_order(tier: str) -> None:
     cases.require_tier(tier)
     x, matrix = cases.activations(70, K, "int4"), matrix_of("int4", 64, tier)
     assert not torch.equal(matrix(x, torch.float32)[:1], matrix(x[:1], torch.float32))
+
+
+def test_tests_of_equal_bits_take_a_tier_that_can_be_run() -> None:
+    """Built for one AMX machine alone, the extension has `scalar` and `amx`."""
+    assert cases.runs(cases.INVARIANT_TIER)
+    assert cases.invariant_tier(["scalar", "amx"]) == "scalar"
+    assert cases.invariant_tier(cases.TIERS[:5]) == "avx512_bf16"

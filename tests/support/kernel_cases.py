@@ -62,6 +62,14 @@ def runs(tier: str) -> bool:
 PLAIN_TIER = "avx2" if runs("avx2") else "scalar"  # where any tier will do that rounds as float does
 
 
+def invariant_tier(runnable: Iterable[str]) -> str:
+    """The best of those tiers for tests that compare bits: an extension may have none but `scalar` and `amx`."""
+    return [tier for tier in runnable if tier in INVARIANT_TIERS][-1]
+
+
+INVARIANT_TIER = invariant_tier(_core.supported_tiers())
+
+
 def pairwise(*axes: Iterable[Any]) -> list[Any]:
     """`covering.pairwise`, where tiers that are skipped here cover nothing."""
     return covering.pairwise(*axes, skipped=[tier for tier in TIERS if not runs(tier)])

@@ -12,7 +12,8 @@ from block_draft_models import block_drafted
 from draft_models import Drafted, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
-from tandem.config import EngineConfig, Machine, gpu_plan
+from kernel_cases import INVARIANT_TIER
+from tandem.config import EngineConfig, gpu_plan
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.gpu_chains import GpuChains
 from tandem.engine.start.loader import load_parts
@@ -41,9 +42,8 @@ def made(tiny_models, tmp_path_factory):
 def parts_of(path: Path, share: float, **flags) -> EngineParts:
     """AMX promises no equal bits, so it is left out."""
     flags = {
-        "kernel_tier": "avx512_bf16" if "amx" in Machine.detect().tiers else "auto", "kt_cpuinfer": 2,
-        "max_total_tokens": 512, "max_running_requests": 3, "speculative_algorithm": "NEXTN",
-        "disable_speculative_governor": True,
+        "kernel_tier": INVARIANT_TIER, "kt_cpuinfer": 2, "max_total_tokens": 512, "max_running_requests": 3,
+        "speculative_algorithm": "NEXTN", "disable_speculative_governor": True,
     } | flags  # fmt: skip
     return load_parts(EngineConfig.from_keywords(str(path), device="cuda", kt_gpu_experts_ratio=share, **flags))
 

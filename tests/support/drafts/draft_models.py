@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from kernel_cases import INVARIANT_TIER
 from recorded_steps import tiny_engine
 from stream_draft_models import StreamDrafted, stream_drafted
-from tandem.config import Machine
 from tandem.engine.engine import Engine
 from tiny import file_tensors
 
@@ -156,8 +156,7 @@ def engine_of(path: Path, tmp_path: Path, **flags) -> Engine:
 
 def draft_flags(**flags) -> dict[str, object]:
     """Three guesses in every step, on a tier whose bits do not depend on the batch."""
-    tier = "avx512" if "amx" in Machine.detect().tiers else "auto"
-    return {"speculative_algorithm": "NEXTN", "kernel_tier": tier, "disable_speculative_governor": True,
+    return {"speculative_algorithm": "NEXTN", "kernel_tier": INVARIANT_TIER, "disable_speculative_governor": True,
             "page_size": 4} | flags  # fmt: skip
 
 
