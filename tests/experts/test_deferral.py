@@ -23,10 +23,11 @@ from tandem.config import ModelConfig
 from tandem.config.layers import SILU, Activation
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
-from tandem.experts import handoff as module
+from tandem.experts import mailbox as module
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
 from tandem.experts.feed import feed_of
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.cpu_ops import CpuOps
@@ -172,7 +173,7 @@ def test_models_equal_the_definition(tiny_models: Any, variant: str, most: int, 
 # -- graphs' hand-off ---
 
 
-class PlayedMailbox(module._Mailbox):
+class PlayedMailbox(module.Mailbox):
     """The kernels, as the thread that calls them."""
 
     def __init__(self, sizes: HandoffSizes, layers: list[PackedExperts]) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
-from tandem.experts import handoff as module
-from tandem.experts.handoff import Handoff, HandoffSizes, HintCounts
+from tandem.experts import mailbox as module
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes, HintCounts
 from tandem.experts.mailbox_kernels import GAVE_UP, SOURCE
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
@@ -33,7 +34,7 @@ class Replay:
         self.launched: list[Any] = []
         monkeypatch.setattr(module, "kernels", self._kernels)
         monkeypatch.setattr(module, "launch", lambda kernel, *rest: self.launched.append((kernel, rest)))
-        monkeypatch.setattr(module._Mailbox, "_stream", lambda _self: 0)
+        monkeypatch.setattr(module.Mailbox, "_stream", lambda _self: 0)
         monkeypatch.setattr(module.torch, "zeros", aligned_zeros(torch.zeros))
         self.handoff = Handoff(SIZES, torch.device("cpu"), 20.0)
 
@@ -52,7 +53,7 @@ class Replay:
         return layer
 
     @property
-    def mailbox(self) -> module._Mailbox:
+    def mailbox(self) -> module.Mailbox:
         assert self.handoff._mailbox is not None
         return self.handoff._mailbox
 

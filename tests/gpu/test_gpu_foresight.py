@@ -18,8 +18,9 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.state.arrays import allocate
-from tandem.experts import handoff as module
-from tandem.experts.handoff import Handoff, HandoffSizes, HintCounts
+from tandem.experts import mailbox as module
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes, HintCounts
 from tandem.experts.mailbox_kernels import GAVE_UP
 from tandem.experts.placement import place
 from tandem.kernels.cpu_ops import CpuOps
@@ -41,7 +42,7 @@ POSTED, LAYER, COUNT, DONE, HINTED, HINT_LAYER, HINT_IDS = 0, 1, 2, 32, 128, 129
 PATIENCE = 60.0
 
 
-class PlayedMailbox(module._Mailbox):
+class PlayedMailbox(module.Mailbox):
     """The kernels, as the thread that calls them."""
 
     def __init__(self, sizes: HandoffSizes, layers: list[Any]) -> None:

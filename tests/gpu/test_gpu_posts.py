@@ -28,7 +28,8 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 
 if AVAILABLE:
-    from tandem.experts.handoff import Handoff, HandoffSizes
+    from tandem.experts.handoff import Handoff
+    from tandem.experts.handoff_counts import HandoffSizes
     from tandem.experts.hybrid_store import HybridStore
     from tandem.kernels.gpu import best, nvrtc
     from tandem.kernels.gpu.ops import GpuOps

@@ -20,7 +20,8 @@ from fake_copies import FakeCopies, FakeTables
 from fake_layers import Layer
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.experts.handoff import Handoff, HandoffSizes, HandoffTimes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
 

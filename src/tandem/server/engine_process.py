@@ -114,7 +114,7 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
 
 def take_cpus(parts: EngineParts) -> None:
     """This thread runs steps from now on. Beside a GPU another one answers posts on worker 0's CPU."""
-    from tandem.experts.handoff import CallerCpus  # a dense model on a CPU has no use for it
+    from tandem.experts.mailbox import CallerCpus  # a dense model on a CPU has no use for it
 
     cpu = parts.plan.cpus[0]
     if parts.handoff is None:
