@@ -697,8 +697,9 @@ class Mailbox:
 class PostThread:
     """Answers a mailbox's posts, see csrc/experts/handoff/post_thread.h."""
 
-    def __init__(self, mailbox: Mailbox, cpu: int = -1) -> None:
-        """cpu: that the thread is pinned to; -1: it is not."""
+    def __init__(self, mailbox: Mailbox) -> None: ...
+    def pin(self, cpu: int) -> None:
+        """To a CPU."""
 
     def begin(self, posts: int, timeout_seconds: float) -> None:
         """

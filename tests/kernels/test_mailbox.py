@@ -562,7 +562,7 @@ def test_an_interpreter_ends_with_a_post_open(posts: int) -> None:
 
 def test_a_cpu_that_may_not_be_used_is_refused() -> None:
     with pytest.raises((ValueError, KernelError), match="CPU 99999"):
-        _core.PostThread(FakeGpu().mailbox, 99999)
+        FakeGpu().thread.pin(99999)
 
 
 def test_batches_outside_graphs_are_timed_too() -> None:

@@ -131,6 +131,10 @@ void Mailbox::answer_all(int64_t posts, double timeout_seconds) {
   }
 }
 
+void Mailbox::wake_workers() {
+  if (!layers_.empty()) layers_.front()->workspace().pool().wake();
+}
+
 bool Mailbox::posted(uint32_t number) { return word(memory_, kPosted).load(std::memory_order_acquire) == number; }
 
 void Mailbox::meanwhile(std::shared_ptr<Meanwhile> work) {

@@ -1,6 +1,6 @@
 // The CPU's end of a hand-off from a CUDA stream. A kernel of the stream posts a layer's tokens into memory that both
-// see, and raises a number. A thread polls for it here (post_thread.h), runs the layer, and answers with the same number.
-// Another kernel waits for that. Neither side enters the driver: it costs microseconds, inside CUDA graphs too.
+// see, and raises a number. A thread polls for it here (post_thread.h), runs the layer, and answers with the same
+// number. Another kernel waits for that. Neither side enters the driver: it costs microseconds, inside CUDA graphs too.
 //
 //   words (32 bits)   0 posted, 1 layer, 2 tokens,   written by the GPU; `posted` last
 //                     3 flags (PostFlag)
@@ -89,6 +89,9 @@ class Mailbox {
   // for kSpin.
   void serve(int64_t posts, double timeout_seconds);
 
+  // Workers are awake when the first post comes.
+  void wake_workers();
+
   // By any thread: what runs in `serve` ends, and what is posted then is not answered.
   void cancel() { cancelled_.store(true, std::memory_order_release); }
   // By any thread: `serve(kUntilStopped)` returns as soon as nothing is posted.
@@ -113,7 +116,8 @@ class Mailbox {
   void close() { is_open_.store(false, std::memory_order_release); }
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
 
-  // After a failure, when no kernel of the stream is running any more. Throws std::logic_error while posts are answered.
+  // After a failure, when no kernel of the stream is running any more. Throws std::logic_error while posts are
+  // answered.
   void reset();
 
   static constexpr std::chrono::microseconds kSpin{200}, kNap{50};

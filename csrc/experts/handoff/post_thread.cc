@@ -44,14 +44,8 @@ std::thread* without_signals(Body body) {
 
 }  // namespace
 
-PostThread::PostThread(std::shared_ptr<Mailbox> mailbox, int cpu)
+PostThread::PostThread(std::shared_ptr<Mailbox> mailbox)
     : mailbox_(std::move(mailbox)), process_(getpid()), thread_(without_signals([this] { run(); })) {
-  try {
-    pin(*thread_, 0, cpu);
-  } catch (...) {
-    end();
-    throw;
-  }
   std::lock_guard lock(living().mutex);
   living().threads.push_back(this);
 }
@@ -64,6 +58,8 @@ PostThread::~PostThread() {
   }
   end();
 }
+
+void PostThread::pin(int cpu) { tandem::pin(*thread_, 0, cpu); }
 
 bool PostThread::is_forked() const { return getpid() != process_; }
 
@@ -80,6 +76,7 @@ void PostThread::begin(int64_t posts, double timeout_seconds) {
 
 void PostThread::finish() {
   if (!mailbox_->is_open()) return;
+  mailbox_->wake_workers();  // while the GPU computes up to its first post
   for (;;) {
     const uint32_t seen = ended_.load();
     if (!runs_.load(std::memory_order_acquire)) break;

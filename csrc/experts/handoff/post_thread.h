@@ -1,10 +1,11 @@
 // Answers a mailbox's posts on a thread of its own, which is worker 0 of the pool while it does so. A step's thread
-// stands in calls of the driver, which may wait until the graph has ended, or for Python's lock; the graph waits for its
-// posts. So this thread calls no driver and frees no object of Python's.
+// stands in calls of the driver, which may wait until the graph has ended, or for Python's lock; the graph waits for
+// its posts. So this thread calls no driver and frees no object of Python's.
 //
 //   step's thread     begin(posts) ── replay ── ... ── finish()
 //   this thread            └─ answers ──────────────────┘ then sleeps
 //
+// Both may have the same CPU: this one yields it until the first post has come, and the other one sleeps in `finish`.
 // Between `begin` and `finish` nobody else may run a region of the pool.
 #pragma once
 
@@ -23,18 +24,20 @@ namespace tandem {
 
 class PostThread {
  public:
-  // cpu: that the thread is pinned to; -1: it is not. Throws std::invalid_argument for one that may not be used.
-  PostThread(std::shared_ptr<Mailbox> mailbox, int cpu);
+  explicit PostThread(std::shared_ptr<Mailbox> mailbox);
   ~PostThread();
   PostThread(const PostThread&) = delete;
   PostThread& operator=(const PostThread&) = delete;
+
+  // To a CPU. Throws std::invalid_argument for one that may not be used.
+  void pin(int cpu);
 
   // Before a graph with so many posts is started, or kUntilStopped. timeout_seconds: for each post, see
   // `Mailbox::serve`. Throws std::logic_error before `finish`; std::runtime_error in a forked child, and after `end`.
   void begin(int64_t posts, double timeout_seconds);
 
-  // Sleeps until all posts are answered. Does the step's pieces of the mailbox's work meanwhile, and drops it then.
-  // Throws what `Mailbox::serve` has thrown. Nothing where nothing was begun.
+  // Wakes the pool's workers, and sleeps until all posts are answered. Does the step's pieces of the mailbox's work
+  // meanwhile, and drops it then. Throws what `Mailbox::serve` has thrown. Nothing where nothing was begun.
   void finish();
 
   // By any thread: ends what was begun with an error for `finish`. The GPU is told not to wait.

@@ -1,6 +1,7 @@
 // A batch of exchanges from its first copy to its last, a piece of microseconds at a time. Copies and queries call the
-// driver, which may stand still until a running graph has ended; so they belong to the step's thread. What changes places
-// in CPU memory belongs to the thread that answers the GPU's posts, between two answers. `stage_` says whose turn it is.
+// driver, which may stand still until a running graph has ended; so they belong to the step's thread. What changes
+// places in CPU memory belongs to the thread that answers the GPU's posts, between two answers. `stage_` says whose
+// turn it is.
 //
 // All of it may be done while a step runs, but for forgetting the coming experts: that step still uses them in CPU
 // memory. The computing stream gets new tables after the step; up to there its tables say what they said.
@@ -53,7 +54,7 @@ class ExchangeTurn final : public Meanwhile {
   std::unique_ptr<ExpertMoves> moves_;
   Device device_;
   std::atomic<Stage> stage_;  // the other members belong to whose turn it is
-  size_t index_ = 0;  // of the next move
+  size_t index_ = 0;          // of the next move
   int64_t bytes_given_ = 0;
   bool forgotten_ = false;
 };

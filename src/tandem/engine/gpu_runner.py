@@ -150,6 +150,27 @@ class GpuRunner:
                 return self._alone(batch, make, long)
             return self.logits(batch, _masks(chunks), make, meanwhile)
 
+    @contextmanager
+    def unseen(self, model: StepModel) -> Iterator[None]:
+        """Meanwhile steps are this model's, and neither counted nor followed by exchanges of experts."""
+        before = self._model, self._usage, self._live
+        self._model, self._usage, self._live = model, None, None
+        try:
+            yield
+        finally:
+            self._model, self._usage, self._live = before
+
+    def run_kernels(self, chunks: Rows[Chunk]) -> DeviceLogits:
+        """As `run`, kernel by kernel, whatever graphs there are, and no experts travel."""
+        with torch.inference_mode(), self._streams.aside():
+            batch = self._arrays.fill(chunks)
+            there = moved(batch, self._device)
+            self._begin_step(batch, True)
+            logits = self._forward(there, len(batch.input_ids))
+            best = self._best.fetch(logits)
+            self._end.mark()
+            return self._done(logits, best, len(batch.input_ids))
+
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
         if self._guessing and self._live is not None:
@@ -179,10 +200,7 @@ class GpuRunner:
         graph, rows = self._graph_of(batch), batch.seq_lens.shape[0]
         if graph is None:
             return self._prompt(batch, make) or self._alone(batch, make)
-        graph.inputs.fill(batch)
-        graph.masks.send(masks)
-        self._begin_step(graph.inputs.image, True)
-        self._replay(graph)
+        self._replay(graph, batch, masks)
         try:
             graph.masks.make(make)  # before any call of the driver: it may wait for what waits for the masks
             self._end.mark()
@@ -196,9 +214,12 @@ class GpuRunner:
             raise
         return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
 
-    def _replay(self, graph: _Graph) -> None:
-        self._handoff.begin(graph.posts)
+    def _replay(self, graph: _Graph, batch: ForwardBatch, masks: RowMasks) -> None:
+        self._handoff.begin(graph.posts)  # first: who answers needs a while to wake up
         try:
+            graph.inputs.fill(batch)
+            graph.masks.send(masks)
+            self._begin_step(graph.inputs.image, True)
             graph.graph.replay()
         except BaseException:  # it may have begun
             self._let_end(graph, self._handoff.cancel)

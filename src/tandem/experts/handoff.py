@@ -29,7 +29,7 @@ from tandem.errors import EngineError
 from tandem.experts.deferral import Deferral
 from tandem.experts.eager_copies import Copies
 from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, HintCounts
-from tandem.experts.mailbox import CallerCpus, Mailbox
+from tandem.experts.mailbox import Mailbox
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
 
@@ -43,14 +43,10 @@ class Handoff:
         device: torch.device,
         patience_seconds: float,
         foresight: bool = True,
-        cpu: int = -1,
     ) -> None:
-        """foresight: graphs that are recorded from now on say which experts the next layer will probably want. cpu: of
-        the pool's worker 0, where posts are answered; -1: anywhere."""
+        """foresight: graphs that are recorded from now on say which experts the next layer will probably want."""
         self.sizes, self.device, self.patience_seconds = sizes, device, patience_seconds
         self.foresight = foresight
-        self.caller = CallerCpus()
-        self._cpu = cpu
         self._layers: list[PackedExperts] = []
         self._deferring: dict[int, Deferral] = {}  # by layer
         self._copies: Copies | None = None
@@ -80,7 +76,7 @@ class Handoff:
         """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted. rows
         int32 [1] on the device: how many of the graph's rows are real; the others are not posted. None: all are."""
         if self._mailbox is None and self._layers:
-            self._mailbox = Mailbox(self.sizes, self.device, self._layers, self.patience_seconds, self._cpu)
+            self._mailbox = Mailbox(self.sizes, self.device, self._layers, self.patience_seconds)
             for layer, deferral in self._deferring.items():
                 self._mailbox.defer(layer, deferral)
         posted: list[int] = []
@@ -104,7 +100,7 @@ class Handoff:
     def copies(self) -> Copies:
         """Of posts outside graphs of steps; graphs of prompts use them piece by piece."""
         if self._copies is None:
-            self._copies = Copies(self.sizes, self.device, self._compute_here)
+            self._copies = Copies(self.sizes, self.device, self._check_parked)
         return self._copies
 
     def collect(self, tokens: int, in_place: bool = False) -> Tensor:
@@ -124,6 +120,15 @@ class Handoff:
             yield
         finally:
             self._rehearsing = False
+
+    @contextmanager
+    def computing_nothing(self) -> Iterator[None]:
+        """Around steps outside graphs whose results nobody looks at: only what the GPU computes is computed."""
+        self.copies.computes = False
+        try:
+            yield
+        finally:
+            self.copies.computes = True
 
     def takes_hints(self, tokens: int) -> bool:
         """Whether `hint` is worth asking a router for so many tokens."""
@@ -159,11 +164,15 @@ class Handoff:
         if self._mailbox is not None:
             self._mailbox.core.meanwhile(work)
 
+    def pin(self, cpu: int) -> None:
+        """The thread that answers posts is worker 0 of the pool, and gets that worker's CPU."""
+        if self._mailbox is not None and cpu >= 0:
+            self._mailbox.thread.pin(cpu)
+
     def begin(self, posts: int) -> None:
         """Before a graph, or several, with so many posts in all is replayed: another thread answers them, whatever
         this one waits for. `finish` or `cancel` follows; until then this thread computes nothing on the pool."""
         if posts and self._mailbox is not None:
-            self.caller.leave()
             self._mailbox.thread.begin(posts, self.patience_seconds)
 
     def finish(self) -> None:
@@ -176,11 +185,10 @@ class Handoff:
         if self._mailbox is not None:
             self._mailbox.cancel()
 
-    def _compute_here(self) -> None:
+    def _check_parked(self) -> None:
         """Before this thread computes on the pool. Raises EngineError between `begin` and `finish`."""
         if self._mailbox is not None and self._mailbox.core.is_open:
             raise EngineError("experts were asked for outside a graph while the posts of one are answered")
-        self.caller.compute()
 
     def check(self) -> None:
         """After the stream has ended a graph: raises EngineError if the GPU did not wait for an answer."""

@@ -1,11 +1,7 @@
-"""`Mailbox`: mapped memory through which CUDA graphs ask for the CPU's experts, and the thread that answers.
-
-`CallerCpus`: which CPUs the thread that replays them has.
-"""
+"""`Mailbox`: mapped memory through which CUDA graphs ask for the CPU's experts, and the thread that answers."""
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
 import numpy as np
@@ -25,40 +21,11 @@ POST_THREADS, COLLECT_THREADS, HINT_THREADS = 1024, 512, 64
 UNITS_PER_BLOCK = 1024  # of 16 bytes, of the answer: more blocks would only poll
 
 
-class CallerCpus:
-    """CPUs of the thread that runs steps. It is worker 0 of the pool in what it computes itself, and has that worker's
-    CPU then. While posts are answered, another thread is worker 0, and this one has all other CPUs."""
-
-    def __init__(self, cpu: int = -1) -> None:
-        """cpu: worker 0's; -1: the thread stays where it is. Made by the thread itself."""
-        others = os.sched_getaffinity(0) - {cpu}
-        self._cpus = ({cpu}, others) if cpu >= 0 and others else None
-        self._is_own: bool | None = None
-
-    def compute(self) -> None:
-        """Worker 0's."""
-        self._take(True)
-
-    def leave(self) -> None:
-        """All others."""
-        self._take(False)
-
-    def _take(self, own: bool) -> None:
-        if self._cpus is not None and own != self._is_own:
-            os.sched_setaffinity(0, self._cpus[not own])
-            self._is_own = own
-
-
 class Mailbox:
     """Mapped memory, the kernels around it, and the CPU's end of it."""
 
     def __init__(
-        self,
-        sizes: HandoffSizes,
-        device: torch.device,
-        layers: list[PackedExperts],
-        patience: float,
-        cpu: int,
+        self, sizes: HandoffSizes, device: torch.device, layers: list[PackedExperts], patience: float
     ) -> None:
         # Before a capture: compiling and loading a module may allocate and synchronise.
         self._kernels = kernels(device.index)
@@ -70,7 +37,7 @@ class Mailbox:
         self.core = _core.Mailbox(self._memory.numpy(), *shape)
         for layer in layers:
             self.add(layer)
-        self.thread = _core.PostThread(self.core, cpu)
+        self.thread = _core.PostThread(self.core)
         self._state = torch.zeros(
             2, dtype=torch.int32, device=device
         )  # posts so far; whether the GPU gave up

@@ -68,7 +68,7 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     attention = attention_of(plan.gpu.attention, attention_shape(plan, model), device)
     ops = GpuOps(device, cpu, attention, plan.deterministic)
     sizes, patience = handoff_sizes(plan, model), plan.gpu.patience_seconds
-    handoff = Handoff(sizes, device, patience, plan.gpu.foresight, cpu=plan.cpus[0])
+    handoff = Handoff(sizes, device, patience, plan.gpu.foresight)
     streams = plan.gpu.ring_bytes > 0
     store = HybridStore(ops, placement, handoff, model.expert_channels, plan.gpu.live, own_memory=streams)
     return GpuSide(ops, store, handoff, placement)
