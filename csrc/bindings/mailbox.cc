@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/tensor.h"
 #include "experts/handoff/mailbox.h"
+#include "experts/handoff/post_thread.h"
 
 namespace nb = nanobind;
 
@@ -33,7 +34,10 @@ void bind_mailbox(nb::module_& m) {
   nb::class_<Meanwhile>(m, "Meanwhile", "Work in pieces of microseconds, see csrc/runtime/meanwhile.h.")
       .def(
           "next", [](Meanwhile& work) { return work.next() == Meanwhile::Progress::did; },
-          "Does a piece; False: nothing can be done, now or any more.")
+          "Does a piece; False: nothing can be done, now or any more. As the thread that answers posts.")
+      .def(
+          "next_of_step", [](Meanwhile& work) { return work.next_of_step() == Meanwhile::Progress::did; },
+          "Likewise, a piece of the step's thread, which may call CUDA's driver.")
       .def_prop_ro("seconds", &Meanwhile::seconds, "That `next` took, all together.")
       .def_prop_ro("late_seconds", &Meanwhile::late_seconds, "Of these, what pieces took beyond their time.");
   nb::class_<Mailbox>(m, "Mailbox",
@@ -46,9 +50,8 @@ void bind_mailbox(nb::module_& m) {
           nb::arg("layer"), nb::arg("kept"), nb::arg("routed"),
           "Of a token's first `routed` experts only the `kept` of the largest weights are in this layer's answer.")
       .def("meanwhile", &Mailbox::meanwhile, nb::arg("work"),
-           "Pieces of it are done in the next `serve`, while nothing is posted.")
-      .def("serve", &Mailbox::serve, nb::arg("posts"), nb::arg("timeout_seconds"),
-           nb::call_guard<nb::gil_scoped_release>(), "Answers the next posts; raises when none comes.")
+           "Pieces of it are done until the next `PostThread.finish`, while nothing is posted.")
+      .def_prop_ro("is_open", &Mailbox::is_open, "Between `PostThread.begin` and the end of `finish`.")
       .def_prop_ro("posts", &Mailbox::posts)
       .def_prop_ro("experts_used", &Mailbox::experts_used, "By all posts, each expert counted once per post.")
       .def_prop_ro("wait_seconds", &Mailbox::wait_seconds, "Time spent until posts came.")
@@ -61,6 +64,21 @@ void bind_mailbox(nb::module_& m) {
           "bytes_ahead", [](const Mailbox& m) { return m.foresight().bytes(); },
           "Of hinted experts' weights that were fetched before they were computed.")
       .def("reset", &Mailbox::reset, "After a failure, when no kernel of the stream is running any more.");
+  nb::class_<PostThread>(m, "PostThread", "Answers a mailbox's posts, see csrc/experts/handoff/post_thread.h.")
+      .def(nb::init<std::shared_ptr<Mailbox>>(), nb::arg("mailbox"))
+      .def("pin", &PostThread::pin, nb::arg("cpu"), "To a CPU.")
+      .def("begin", &PostThread::begin, nb::arg("posts"), nb::arg("timeout_seconds"),
+           "Before a graph with so many posts is started; UNTIL_STOPPED: nobody knows how many.")
+      .def("finish", &PostThread::finish, nb::call_guard<nb::gil_scoped_release>(),
+           "Returns when all posts are answered; raises what went wrong. Does pieces of `meanwhile` until then.")
+      .def("cancel", &PostThread::cancel, "By any thread: `finish` raises; the GPU is told not to wait.")
+      .def("stop", &PostThread::stop, "By any thread: `begin(UNTIL_STOPPED)` ends once nothing is posted.")
+      .def("end", &PostThread::end, nb::call_guard<nb::gil_scoped_release>(), "Cancels; nothing can be begun again.");
+  m.attr("UNTIL_STOPPED") = kUntilStopped;
+  m.attr("SECOND_HALF") = uint32_t(kSecondHalf);
+  m.attr("LAST_POST") = uint32_t(kLastPost);
+  m.def("_end_post_threads", &end_post_threads, nb::call_guard<nb::gil_scoped_release>());
+  nb::module_::import_("atexit").attr("register")(m.attr("_end_post_threads"));
   m.def("mailbox_offsets", &offsets, nb::arg("tokens"), nb::arg("hidden"), nb::arg("top_k"), nb::arg("late") = false,
         "Bytes at which x, ids, weights, result and hints begin, from the first half to the second, and in all.");
   m.attr("MOST_HINTED_TOKENS") = kMostHintedTokens;

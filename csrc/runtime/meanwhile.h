@@ -1,4 +1,5 @@
-// Work that somebody does a piece at a time while waiting for something else.
+// Work that is done a piece at a time while a step runs, by two threads: the one that answers the GPU's posts, between
+// an answer and the next post, and the step's own, while it waits for the last answer.
 #pragma once
 
 #include <chrono>
@@ -19,25 +20,41 @@ class Meanwhile {
 
   virtual ~Meanwhile() = default;
 
+  // On the thread that answers posts: a piece that calls no driver and frees nothing of Python's.
   Progress next() noexcept {
     const auto start = std::chrono::steady_clock::now();
-    const Progress made = piece();
+    const Progress progress = piece();
     const Seconds took = std::chrono::steady_clock::now() - start;
     seconds_ += took.count();
     if (took > kTimeForPieces) late_seconds_ += (took - Seconds(kTimeForPieces)).count();
-    return made;
+    return progress;
   }
 
-  double seconds() const { return seconds_; }            // that `next` took, all together
-  double late_seconds() const { return late_seconds_; }  // of these, what single pieces took beyond kTimeForPieces
+  // On the step's thread: a piece that may call the driver. Other threads may be in `next` at the same time.
+  Progress next_of_step() noexcept {
+    const auto start = std::chrono::steady_clock::now();
+    const Progress progress = piece_of_step();
+    step_seconds_ += Seconds(std::chrono::steady_clock::now() - start).count();
+    return progress;
+  }
+
+  // Of the step's thread: a piece has ended so long after the last answer.
+  void count_late(std::chrono::duration<double> late) { step_late_seconds_ += late.count(); }
+
+  // Read when no step is under way.
+  double seconds() const { return seconds_ + step_seconds_; }  // that both took, all together
+  // That posts may have waited for single pieces, which took longer than kTimeForPieces, and the step for its own.
+  double late_seconds() const { return late_seconds_ + step_late_seconds_; }
 
  protected:
   virtual Progress piece() noexcept = 0;
+  virtual Progress piece_of_step() noexcept { return Progress::ended; }
 
  private:
   using Seconds = std::chrono::duration<double>;
 
-  double seconds_ = 0, late_seconds_ = 0;
+  double seconds_ = 0, late_seconds_ = 0;  // of the thread that answers posts
+  double step_seconds_ = 0, step_late_seconds_ = 0;
 };
 
 }  // namespace tandem

@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -15,6 +16,12 @@ namespace tandem {
 
 inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+
+// Returns when woken, when the word has changed, or after so much time.
+inline void futex_wait_for(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds most) {
+  const timespec time{most.count() / 1'000'000'000, most.count() % 1'000'000'000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, &time, nullptr, 0);
 }
 
 inline void futex_wake_all(std::atomic<uint32_t>& word) {
@@ -46,9 +53,19 @@ struct Signal {
   void wait_past(
       uint32_t seen, std::chrono::microseconds spin, bool yields, Meanwhile meanwhile,
       Until until = [] { return false; }) {
-    if (poll(seen, spin, yields, meanwhile, until)) return;
+    if (!poll(seen, spin, yields, meanwhile, until)) sleep_past(seen);
+  }
+
+  void sleep_past(uint32_t seen) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (word.load(std::memory_order_seq_cst) == seen) futex_wait(word, seen);
+    sleepers.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  // May return sooner.
+  void sleep_past(uint32_t seen, std::chrono::nanoseconds most) {
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    if (word.load(std::memory_order_seq_cst) == seen) futex_wait_for(word, seen, most);
     sleepers.fetch_sub(1, std::memory_order_relaxed);
   }
 

@@ -379,6 +379,8 @@ bool WorkerPool::fetch_a_little() { return state_->probable.fetch(0); }
 
 int64_t WorkerPool::withdraw() { return state_->probable.withdraw(); }
 
+void WorkerPool::wake() { state_->work.raise(); }
+
 void Worker::barrier() const { pool->state_->wait_at_barrier(); }
 
 double region_start_latency(WorkerPool& pool, int repeats) {

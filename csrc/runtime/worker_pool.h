@@ -119,6 +119,9 @@ class WorkerPool {
   bool fetch_a_little();
   int64_t withdraw();
 
+  // A region will come soon: workers that sleep wake up, and poll for as long as after a region.
+  void wake();
+
   // One phase.
   void for_each(int64_t tasks, TaskBody body);
 

@@ -625,7 +625,12 @@ class Meanwhile:
     """Work in pieces of microseconds, see csrc/runtime/meanwhile.h."""
 
     def next(self) -> bool:
-        """Does a piece; False: nothing can be done, now or any more."""
+        """
+        Does a piece; False: nothing can be done, now or any more. As the thread that answers posts.
+        """
+
+    def next_of_step(self) -> bool:
+        """Likewise, a piece of the step's thread, which may call CUDA's driver."""
 
     @property
     def seconds(self) -> float:
@@ -650,10 +655,13 @@ class Mailbox:
         """
 
     def meanwhile(self, work: Meanwhile) -> None:
-        """Pieces of it are done in the next `serve`, while nothing is posted."""
+        """
+        Pieces of it are done until the next `PostThread.finish`, while nothing is posted.
+        """
 
-    def serve(self, posts: int, timeout_seconds: float) -> None:
-        """Answers the next posts; raises when none comes."""
+    @property
+    def is_open(self) -> bool:
+        """Between `PostThread.begin` and the end of `finish`."""
 
     @property
     def posts(self) -> int: ...
@@ -685,6 +693,38 @@ class Mailbox:
 
     def reset(self) -> None:
         """After a failure, when no kernel of the stream is running any more."""
+
+class PostThread:
+    """Answers a mailbox's posts, see csrc/experts/handoff/post_thread.h."""
+
+    def __init__(self, mailbox: Mailbox) -> None: ...
+    def pin(self, cpu: int) -> None:
+        """To a CPU."""
+
+    def begin(self, posts: int, timeout_seconds: float) -> None:
+        """
+        Before a graph with so many posts is started; UNTIL_STOPPED: nobody knows how many.
+        """
+
+    def finish(self) -> None:
+        """
+        Returns when all posts are answered; raises what went wrong. Does pieces of `meanwhile` until then.
+        """
+
+    def cancel(self) -> None:
+        """By any thread: `finish` raises; the GPU is told not to wait."""
+
+    def stop(self) -> None:
+        """By any thread: `begin(UNTIL_STOPPED)` ends once nothing is posted."""
+
+    def end(self) -> None:
+        """Cancels; nothing can be begun again."""
+
+UNTIL_STOPPED: int = -1
+
+SECOND_HALF: int = 1
+
+LAST_POST: int = 2
 
 def mailbox_offsets(tokens: int, hidden: int, top_k: int, late: bool = False) -> tuple:
     """

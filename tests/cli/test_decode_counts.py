@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tandem.bench.decode_counts import StepCounts
-from tandem.experts.handoff import HandoffTimes, HintCounts
+from tandem.experts.handoff_counts import HandoffTimes, HintCounts
 
 
 def counted(posts: int, experts: int, hints: HintCounts, times: HandoffTimes) -> StepCounts:

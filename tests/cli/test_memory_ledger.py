@@ -18,7 +18,8 @@ from tandem.config.host_memory import HostShare, host_memory, pinned_bytes
 from tandem.config.model_config import rope_bytes
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.sampling.graph_masks import GraphMasks
-from tandem.experts.handoff import Copies, HandoffSizes
+from tandem.experts.eager_copies import Copies
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
 

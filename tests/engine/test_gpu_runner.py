@@ -129,7 +129,11 @@ def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
     two = [chunk(17, 1), chunk(30, 3)._replace(logits=3, guesses=(5, 6))]
     for each, mask in zip(two, masks, strict=True):
         each.sequence.matcher = SimpleNamespace(place=mask)
-    assert [None if m is None else m.tolist() for m in _masks(two)] == [*(m.tolist() for m in masks), None, None]
+    assert [None if m is None else m.tolist() for m in _masks(two)] == [
+        *(m.tolist() for m in masks),
+        None,
+        None,
+    ]
     scored = [two[0], chunk(0, 3)._replace(logits=3)]  # whose rows are sequences, too, in deterministic steps
     scored[1].sequence.matcher = two[1].sequence.matcher
     assert [m is None for m in _masks(scored)] == [False, True, True, False]
@@ -140,7 +144,10 @@ def test_a_row_s_mask_is_known_once_the_guess_before_it_has_come() -> None:
 def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
     calls: list[tuple[str, int]] = []
     runner = runner_on("cpu")
-    runner._rows, runner._handoff = HostRows(torch.device("cpu")), cast(Any, SimpleNamespace(check=lambda: None))
+    runner._rows, runner._handoff = (
+        HostRows(torch.device("cpu")),
+        cast(Any, SimpleNamespace(check=lambda: None)),
+    )
     runner._live = cast(Any, SimpleNamespace(after_step=lambda tokens, over: calls.append(("moved", tokens))))
     for guessing, tokens in ((False, 4), (True, 3)):
         runner._guessing = guessing
@@ -157,7 +164,11 @@ def runner_on(device: str) -> GpuRunner:
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
     runner._model, runner._states, runner._usage = cast(Any, SimpleNamespace()), [], None
     runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), None
-    runner._plan, runner._prompts, runner._splits = GraphPlan((SIZE,), PAGES), PromptGraphs(None), PromptGraphs(None)
+    runner._plan, runner._prompts, runner._splits = (
+        GraphPlan((SIZE,), PAGES),
+        PromptGraphs(None),
+        PromptGraphs(None),
+    )
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 
@@ -187,10 +198,11 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
     replayed = SimpleNamespace(slot=0, replay=lambda: begun.append(([], True)))
     runner._graphs = {
         SIZE: cast(
-            Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, logits=[], best=[])
+            Any,
+            SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, logits=[], best=[]),
         )
     }
-    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=lambda posts: None))
+    runner._handoff = cast(Any, SimpleNamespace(slot=0, begin=lambda posts: None, finish=lambda: None))
     monkeypatch.setattr(runner, "_done", lambda *result, masked=(): None)
     monkeypatch.setattr(runner, "_forward", lambda batch, counted, long: torch.zeros(1, 4))
     runner.logits(batch(4, 2, 7))
@@ -210,12 +222,17 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     replayed = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
     runner._graphs = {
-        SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, **results))
+        SIZE: cast(
+            Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, **results)
+        )
     }
     runner._handoff = cast(
         Any,
         SimpleNamespace(
-            slot=0, serve=lambda posts: calls.append("serve"), check=lambda: calls.append("check")
+            slot=0,
+            begin=lambda posts: calls.append("begin"),
+            finish=lambda: calls.append("finish"),
+            check=lambda: calls.append("check"),
         ),
     )
     names = ("beside_step", "after_step")
@@ -226,7 +243,17 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     monkeypatch.setattr(runner._end, "mark", lambda: calls.append("mark"))
     monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     runner.logits(batch(4, 2, 7))
-    assert calls == ["inputs", "graph", "mark", "beside_step", "serve", "after_step", "end", "check"]
+    assert calls == [
+        "begin",
+        "inputs",
+        "graph",
+        "mark",
+        "beside_step",
+        "finish",
+        "after_step",
+        "end",
+        "check",
+    ]
     calls.clear()
     monkeypatch.setattr(
         runner, "_forward", lambda batch, counted, long: calls.append("layers") or torch.zeros(1, 4)
@@ -239,10 +266,18 @@ def test_masks_stay_where_a_graph_reads_them_and_go_with_their_rows() -> None:
     """The best of each row, as the graph's last kernels find it from what was sent, step after step."""
     masks, logits = GraphMasks(SIZE, torch.device("cpu")), torch.randn(SIZE, VOCAB)
     place = masks.there.data_ptr()
-    for given in ([None, {3, 40}, None, {70}], [], [{0, 31, 32}, None], [None] * 6, [None, None, {5}, None, {64}, {1}]):
+    for given in (
+        [None, {3, 40}, None, {70}],
+        [],
+        [{0, 31, 32}, None],
+        [None] * 6,
+        [None, None, {5}, None, {64}, {1}],
+    ):
         masks.send([None if ids is None else bits_of(ids, VOCAB) for ids in given])
         assert masks.there.data_ptr() == place
-        wanted = [range(VOCAB) if ids is None else sorted(ids) for ids in (*given, *[None] * (SIZE - len(given)))]
+        wanted = [
+            range(VOCAB) if ids is None else sorted(ids) for ids in (*given, *[None] * (SIZE - len(given)))
+        ]
         best = best_of(logits, masks)
         for row, (found, value), ids in zip(logits, best.tolist(), wanted, strict=True):
             assert value == row[list(ids)].max() and row[int(found)] == value and int(found) in ids
@@ -308,16 +343,18 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
     runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     runner._begin_step = lambda batch, captured: None
     graph = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
-    masks = SimpleNamespace(slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"), make=lambda make: make())
+    masks = SimpleNamespace(
+        slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"), make=lambda make: make(), check=lambda: None
+    )  # fmt: skip
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
     runner._graphs = {
         SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=graph, posts=0, masks=masks, **results))
     }
-    serve = lambda posts: calls.append("experts")  # noqa: E731
-    runner._handoff = cast(Any, SimpleNamespace(slot=0, serve=serve, check=lambda: None))
+    begin, finish = lambda posts: calls.append("begin"), lambda: calls.append("experts")
+    runner._handoff = cast(Any, SimpleNamespace(slot=0, begin=begin, finish=finish, check=lambda: None))
     runner._rows = HostRows(torch.device("cpu"))
     made = runner.logits(batch(2, 2, 7), [None, bits_of({1}, VOCAB)], lambda: calls.append("made"))
-    assert calls == ["2 masks", "graph", "made", "experts"] and made._masked == [False, True]
+    assert calls == ["begin", "2 masks", "graph", "made", "experts"] and made._masked == [False, True]
 
 
 @pytest.mark.parametrize("where", ["graph", "make"])
@@ -334,16 +371,22 @@ def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch
     masks, graph = GraphMasks(SIZE, torch.device("cpu")), SimpleNamespace(replay=lambda: noted("graph"))
     runner._begin_step = lambda batch, captured: None
     runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
-    runner._handoff = cast(Any, SimpleNamespace(serve=lambda posts: calls.append(f"{posts} posts")))
+    runner._handoff = cast(Any, SimpleNamespace(
+        begin=lambda posts: calls.append(f"{posts} posts"), finish=lambda: calls.append("answered"),
+        cancel=lambda: calls.append("cancelled"),
+    ))  # fmt: skip
     monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     with pytest.raises(KeyboardInterrupt):
         runner.logits(batch(1, 2, 7), [bits_of({1}, VOCAB)], lambda: noted("make"))
-    assert calls == [*(["graph"] if where == "graph" else ["graph", "make"]), "7 posts", "end"]
+    between = {"graph": ["cancelled"], "make": ["make", "answered"]}[where]
+    assert calls == ["7 posts", "graph", *between, "end"]
     assert word_of(masks) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KernelError("no such tile")])
-def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(monkeypatch, caplog, error) -> None:
+def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(
+    monkeypatch, caplog, error
+) -> None:
     def fails(self: object, made: object, rows: int, split: bool, spares: bool) -> None:
         captured.append(rows)
         raise error

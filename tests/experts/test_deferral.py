@@ -23,10 +23,11 @@ from tandem.config import ModelConfig
 from tandem.config.layers import SILU, Activation
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
-from tandem.experts import handoff as module
+from tandem.experts import mailbox as module
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
 from tandem.experts.feed import feed_of
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.cpu_ops import CpuOps
@@ -172,7 +173,7 @@ def test_models_equal_the_definition(tiny_models: Any, variant: str, most: int, 
 # -- graphs' hand-off ---
 
 
-class PlayedMailbox(module._Mailbox):
+class PlayedMailbox(module.Mailbox):
     """The kernels, as the thread that calls them."""
 
     def __init__(self, sizes: HandoffSizes, layers: list[PackedExperts]) -> None:
@@ -181,11 +182,12 @@ class PlayedMailbox(module._Mailbox):
         room = np.zeros(size + 128, dtype=np.uint8)
         self._memory = torch.from_numpy(room[-room.ctypes.data % 128 :][:size])
         self._words = self._memory.numpy()[:640].view(np.uint32)
-        self._core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.thread = _core.PostThread(self.core)
         for layer in layers:
             self.add(layer)
         self._sizes, self._patience, self._number = sizes, 20.0, 0
-        self.posted = []
+        self.posted, self.rows = [], None
 
     def post(self, layer: int, x: Tensor, routing: Routing, slots: Tensor) -> None:
         half = self._half(len(self.posted))
@@ -194,6 +196,7 @@ class PlayedMailbox(module._Mailbox):
             self._memory[self._at[part] + half :][: len(data)] = data
         self._number += 1
         self._words[1], self._words[2] = layer, len(x)
+        self._words[3] = _core.SECOND_HALF if len(self.posted) % 2 else 0
         self._words[0] = self._number
         self.posted.append(layer)
 
@@ -276,8 +279,9 @@ def play(handoff: Handoff, posts: int, step: Callable[[], Tensor]) -> Tensor:
             assert len(posted) == posts
 
     thread = threading.Thread(target=gpu)
+    handoff.begin(posts)
     thread.start()
-    handoff.serve(posts)
+    handoff.finish()
     thread.join()
     return found[0]
 

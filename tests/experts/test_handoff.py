@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
-from tandem.experts import handoff as module
-from tandem.experts.handoff import Handoff, HandoffSizes, HintCounts
+from tandem.experts import mailbox as module
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes, HintCounts
 from tandem.experts.mailbox_kernels import GAVE_UP, SOURCE
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
@@ -33,7 +34,7 @@ class Replay:
         self.launched: list[Any] = []
         monkeypatch.setattr(module, "kernels", self._kernels)
         monkeypatch.setattr(module, "launch", lambda kernel, *rest: self.launched.append((kernel, rest)))
-        monkeypatch.setattr(module._Mailbox, "_stream", lambda _self: 0)
+        monkeypatch.setattr(module.Mailbox, "_stream", lambda _self: 0)
         monkeypatch.setattr(module.torch, "zeros", aligned_zeros(torch.zeros))
         self.handoff = Handoff(SIZES, torch.device("cpu"), 20.0)
 
@@ -52,7 +53,7 @@ class Replay:
         return layer
 
     @property
-    def mailbox(self) -> module._Mailbox:
+    def mailbox(self) -> module.Mailbox:
         assert self.handoff._mailbox is not None
         return self.handoff._mailbox
 
@@ -64,6 +65,11 @@ class Replay:
             self.mailbox._memory[at : at + size].view(values.dtype).copy_(values.flatten())
         words = self.mailbox._words
         words[LAYER], words[COUNT], words[POSTED] = 0, len(x), number
+
+
+def answer(handoff: Handoff, posts: int) -> None:
+    handoff.begin(posts)
+    handoff.finish()
 
 
 def aligned_zeros(zeros: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -103,7 +109,7 @@ def test_without_experts_in_cpu_memory_no_mailbox_is_made(monkeypatch: pytest.Mo
     with replay.handoff.recording() as posted:
         pass
     assert posted == [] and replay.compiled == []
-    replay.handoff.serve(0)
+    answer(replay.handoff, 0)
     replay.handoff.check()
 
 
@@ -116,14 +122,14 @@ def test_a_gpu_that_gave_up_while_the_cpu_computed_fails_this_step_only(
         pass
     mailbox, (x, routing) = replay.mailbox, batch(3)
     replay.post(1, x, routing)
-    replay.handoff.serve(1)  # answers: it looks at GAVE_UP only while nothing is posted
+    answer(replay.handoff, 1)  # answers: it looks at GAVE_UP only while nothing is posted
     mailbox._state[1], mailbox._words[GAVE_UP] = 1, 1  # what `collect` does when its patience ends
     with pytest.raises(EngineError, match="took longer than 20 s: the GPU has given up"):
         replay.handoff.check()
     assert mailbox._state.eq(0).all() and not mailbox._words[:128].any()
     replay.handoff.check()
     replay.post(1, x, routing)  # numbers begin anew on both sides
-    replay.handoff.serve(1)
+    answer(replay.handoff, 1)
     assert mailbox._words[DONE] == 1
     replay.handoff.check()
 
@@ -169,13 +175,13 @@ def test_a_failed_step_s_hint_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     mailbox, (x, routing) = replay.mailbox, batch(1)
     mailbox._words[HINT_LAYER], mailbox._words[HINT_IDS], mailbox._words[HINTED] = 0, TOP_K, 1
     replay.post(1, x, routing)
-    replay.handoff.serve(1)
+    answer(replay.handoff, 1)
     mailbox._state[1], mailbox._words[GAVE_UP] = 1, 1
     with pytest.raises(EngineError):
         replay.handoff.check()
     for number in (1, 2):
         replay.post(number, x, routing)
-        replay.handoff.serve(1)
+        answer(replay.handoff, 1)
     assert replay.handoff.hints() == HintCounts()
 
 

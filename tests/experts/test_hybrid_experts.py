@@ -19,7 +19,8 @@ from tandem import _core
 from tandem.errors import KernelError
 from tandem.experts import feed
 from tandem.experts.feed import feed_of
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.gpu import uploads
@@ -261,7 +262,8 @@ from functools import partial
 from pathlib import Path
 import torch
 from tandem.experts.feed import feed_of
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu import WorkerPool, Workspace
 from tandem.kernels.packed.cache import PackedCache

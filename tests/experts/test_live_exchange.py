@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_copies import COMPUTING, DOWN, UP, FakeCopies, FakeTables, advance
+from fake_copies import COMPUTING, DOWN, UP, FakeCopies, FakeTables, advance, piece
 from fake_layers import EXPERTS, HIDDEN, ON_GPU, PATIENCE, PLENTY, Layer, made
 from tandem import _core
 from tandem.errors import KernelError
@@ -87,7 +87,7 @@ def test_what_was_not_done_beside_a_step_is_done_after_it(pieces: int) -> None:
     layers, copies = [Layer(1), Layer(2)], FakeCopies()
     copies.prompt = True
     exchange = made(layers, copies, stages=4)
-    exchange.meanwhile = lambda work: [work.next() for _ in range(pieces)]
+    exchange.meanwhile = lambda work: [piece(work) for _ in range(pieces)]
     wanted = [layers[0].exchange(0, 0, 0), layers[1].exchange(1, 1, 1)]
     exchange.add(wanted)
     exchange.prepare()

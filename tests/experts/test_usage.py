@@ -16,7 +16,7 @@ from tandem.config import Router
 from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
-from tandem.experts.handoff import HandoffTimes, HintCounts
+from tandem.experts.handoff_counts import HandoffTimes, HintCounts
 from tandem.experts.live.live_experts import LiveTimes
 from tandem.experts.usage import expert_usage as usage_module
 from tandem.experts.usage.expert_usage import Copy, ExpertUsage

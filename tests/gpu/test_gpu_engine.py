@@ -170,13 +170,15 @@ def test_a_cpu_that_never_answers_fails_the_step_and_the_next_one_works(tiny_mod
     session.step(list(range(ROWS)), 0, PROMPT)
     good = session.step(list(range(ROWS)), PROMPT, 1)
     handoff = session.side.handoff
-    served = handoff.serve
+    begin, finish, asked = handoff.begin, handoff.finish, list[int]()
 
-    def hung(posts: int) -> None:
+    def hung() -> None:
         torch.cuda.synchronize()  # ends although nobody answers: the kernels lose patience
-        served(posts)
+        begin(*asked)
+        finish()
 
-    monkeypatch.setattr(handoff, "serve", hung)
+    monkeypatch.setattr(handoff, "begin", asked.append)
+    monkeypatch.setattr(handoff, "finish", hung)
     with pytest.raises(EngineError, match="given up"):
         session.step(list(range(ROWS)), PROMPT, 1)
     monkeypatch.undo()
@@ -190,14 +192,16 @@ def test_patience_that_ends_in_the_last_layer_fails_that_step_and_the_next_one_w
     session.step(list(range(ROWS)), 0, PROMPT)
     good = session.step(list(range(ROWS)), PROMPT, 1)
     handoff = session.side.handoff
-    served = handoff.serve
+    begin, finish = handoff.begin, handoff.finish
 
-    def late(posts: int) -> None:
-        served(posts - 1)
+    def late() -> None:
+        finish()
         torch.cuda.synchronize()  # the last `collect` loses patience
-        served(1)  # which the CPU does not notice: the post is there
+        begin(1)
+        finish()  # which the CPU does not notice: the post is there
 
-    monkeypatch.setattr(handoff, "serve", late)
+    monkeypatch.setattr(handoff, "begin", lambda posts: begin(posts - 1))
+    monkeypatch.setattr(handoff, "finish", late)
     with pytest.raises(EngineError, match="given up"):
         session.step(list(range(ROWS)), PROMPT, 1)
     monkeypatch.undo()
@@ -209,9 +213,9 @@ def test_an_exception_of_a_layer_fails_the_step_and_the_next_one_works(tiny_mode
     session.step(list(range(ROWS)), 0, PROMPT)
     good = session.step(list(range(ROWS)), PROMPT, 1)
     handoff = session.side.handoff
-    served = handoff.serve
+    begin = handoff.begin
     monkeypatch.setattr(
-        handoff, "serve", lambda posts: served(posts + 1)
+        handoff, "begin", lambda posts: begin(posts + 1)
     )  # waits for a post that does not come
     with pytest.raises(EngineError, match="no experts"):
         session.step(list(range(ROWS)), PROMPT, 1)

@@ -18,8 +18,9 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.state.arrays import allocate
-from tandem.experts import handoff as module
-from tandem.experts.handoff import Handoff, HandoffSizes, HintCounts
+from tandem.experts import mailbox as module
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes, HintCounts
 from tandem.experts.mailbox_kernels import GAVE_UP
 from tandem.experts.placement import place
 from tandem.kernels.cpu_ops import CpuOps
@@ -41,7 +42,7 @@ POSTED, LAYER, COUNT, DONE, HINTED, HINT_LAYER, HINT_IDS = 0, 1, 2, 32, 128, 129
 PATIENCE = 60.0
 
 
-class PlayedMailbox(module._Mailbox):
+class PlayedMailbox(module.Mailbox):
     """The kernels, as the thread that calls them."""
 
     def __init__(self, sizes: HandoffSizes, layers: list[Any]) -> None:
@@ -50,11 +51,12 @@ class PlayedMailbox(module._Mailbox):
         room = np.zeros(size + 128, dtype=np.uint8)
         self._memory = torch.from_numpy(room[-room.ctypes.data % 128 :][:size])
         self._words = self._memory.numpy()[: 4 * WORDS].view(np.uint32)
-        self._core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.core = _core.Mailbox(self._memory.numpy(), *shape)
+        self.thread = _core.PostThread(self.core)
         for layer in layers:
             self.add(layer)
         self._sizes, self._patience, self._number = sizes, PATIENCE, 0
-        self.posted = []
+        self.posted, self.rows = [], None
 
     def _put(self, part: int, values: Tensor) -> None:
         data = values.contiguous().flatten().view(torch.uint8)
@@ -117,8 +119,9 @@ def run(model: Any, handoff: Handoff) -> Tensor:
             found.append(model.forward(batch, states))
 
     thread = threading.Thread(target=gpu)
+    handoff.begin(len(model.config.moe_layers))
     thread.start()
-    handoff.serve(len(model.config.moe_layers))
+    handoff.finish()
     thread.join(PATIENCE)
     return found[0]
 

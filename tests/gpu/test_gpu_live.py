@@ -39,7 +39,8 @@ if AVAILABLE:
     from tandem.bench.synthetic import SyntheticStore
     from tandem.engine.start import gpu_side
     from tandem.engine.start.gpu_side import GpuSide, live_experts
-    from tandem.experts.handoff import Handoff, HandoffSizes
+    from tandem.experts.handoff import Handoff
+    from tandem.experts.handoff_counts import HandoffSizes
     from tandem.experts.hybrid_store import HybridStore
     from tandem.kernels.gpu import ops as gpu_ops
     from tandem.kernels.gpu.ops import GpuOps
@@ -109,7 +110,7 @@ def test_exchanges_do_not_change_what_a_layer_computes(fmt: str, nodes: tuple[in
 
 
 def begins(work: _core.Meanwhile) -> None:
-    work.next()
+    work.next_of_step()
 
 
 @needs_cuda

@@ -21,7 +21,8 @@ from tandem.kernels.packed.cache import PackedCache
 from tandem.kernels.packed.experts import PackedExperts
 
 if AVAILABLE:
-    from tandem.experts.handoff import Handoff, HandoffSizes
+    from tandem.experts.handoff import Handoff
+    from tandem.experts.handoff_counts import HandoffSizes
     from tandem.experts.hybrid_experts import HybridExperts
     from tandem.experts.hybrid_store import HybridStore
     from tandem.kernels.gpu import uploads

@@ -22,7 +22,8 @@ from tandem import _core
 from tandem.config.forecast.stream_rates import BUS_BESIDE, StreamRates
 from tandem.config.gpu_scratch import Ring
 from tandem.errors import EngineError
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.policy import Exchange
 from tandem.experts.placement import ExpertPlacement

@@ -73,7 +73,9 @@ def answers(
 
     thread = threading.Thread(target=gpu)
     thread.start()
-    mailbox.serve(len(posts), 20.0)
+    posts_thread = _core.PostThread(mailbox)
+    posts_thread.begin(len(posts), 20.0)
+    posts_thread.finish()
     thread.join()
     return got, mailbox.hits
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from fake_copies import FakeCopies, FakeTables
+from fake_layers import Layer
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.experts.handoff import Handoff, HandoffSizes, HandoffTimes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 48, 32, 6, 3
-POSTED, LAYER, COUNT, DONE, FAILED, GAVE_UP = 0, 1, 2, 32, 64, 96
+POSTED, LAYER, COUNT, FLAGS, DONE, FAILED, GAVE_UP = 0, 1, 2, 3, 32, 64, 96
 HINTED, HINT_LAYER, HINT_IDS = 128, 129, 130
 PATIENCE = 20.0
 GATE_UP_BYTES = 2 * WIDTH * 64 * 2  # bfloat16, rows padded to 64
@@ -37,10 +45,17 @@ class FakeGpu:
         first = -room.ctypes.data % 128
         self.memory = torch.from_numpy(room[first : first + size])
         self.words = self.memory[:640].view(torch.int32)
+        self.late = late
         self.mailbox = _core.Mailbox(self.memory, TOKENS, HIDDEN, TOP_K, late)
         workspace = _core.Workspace(_core.WorkerPool([-1] * workers), "scalar")
         self.layers = [self._layer(workspace) for _ in range(2)]
         assert [self.mailbox.add(layer.core) for layer in self.layers] == [0, 1]
+        self.thread = _core.PostThread(self.mailbox)
+
+    def serve(self, posts: int, patience: float = PATIENCE) -> None:
+        """A step's posts, some of which may have been posted before."""
+        self.thread.begin(posts, patience)
+        self.thread.finish()
 
     def _layer(self, workspace: _core.Workspace) -> PackedExperts:
         layer = PackedExperts(workspace, EXPERTS, HIDDEN, WIDTH, "bf16")
@@ -50,16 +65,16 @@ class FakeGpu:
             )
         return layer
 
-    def part(self, index: int, tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
-        first, size = self.at[index], tokens * columns * dtype.itemsize
+    def part(self, index: int, tokens: int, columns: int, dtype: torch.dtype, half: int = 0) -> Tensor:
+        first, size = self.at[index] + half * self.at[5], tokens * columns * dtype.itemsize
         return self.memory[first : first + size].view(dtype).view(tokens, columns)
 
-    def post(self, number: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        tokens = len(x)
-        self.part(0, tokens, HIDDEN, torch.bfloat16).copy_(x)
-        self.part(1, tokens, TOP_K, torch.int32).copy_(ids)
-        self.part(2, tokens, TOP_K, torch.float32).copy_(weights)
-        self.words[LAYER], self.words[COUNT] = layer, tokens
+    def post(self, number: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor, flags: int = 0) -> None:
+        tokens, half = len(x), flags & _core.SECOND_HALF
+        self.part(0, tokens, HIDDEN, torch.bfloat16, half).copy_(x)
+        self.part(1, tokens, TOP_K, torch.int32, half).copy_(ids)
+        self.part(2, tokens, TOP_K, torch.float32, half).copy_(weights)
+        self.words[LAYER], self.words[COUNT], self.words[FLAGS] = layer, tokens, flags
         self.words[POSTED] = number
 
     def hint(self, number: int, layer: int, ids: list[int]) -> None:
@@ -86,21 +101,26 @@ class FakeGpu:
 
         thread = threading.Thread(target=gpu)
         thread.start()
-        self.mailbox.serve(2, PATIENCE)
+        self.serve(2)
         thread.join()
         for layer, answer, (x, ids, weights) in zip(self.layers, got, made, strict=True):
             assert torch.equal(answer, layer.forward(x, ids, weights, torch.empty(2, HIDDEN)))
         return self.mailbox.hinted, self.mailbox.hits, self.mailbox.bytes_ahead
 
-    def answer(self, number: int, tokens: int) -> Tensor:
+    def answer(self, number: int, tokens: int, half: int = 0) -> Tensor:
         until = time.monotonic() + PATIENCE
         while int(self.words[DONE]) != number:
             assert time.monotonic() < until
             time.sleep(1e-4)
-        return self.part(3, tokens, HIDDEN, torch.float32).clone()
+        return self.part(3, tokens, HIDDEN, torch.float32, half).clone()
+
+    def right(self, layer: int, made: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return self.layers[layer].forward(*made, torch.empty(len(made[0]), HIDDEN))
 
 
-def says(right: Callable[[int, int, int], bool], *hints: Hint, workers: int = 2, forgotten: int | None = None) -> bool:
+def says(
+    right: Callable[[int, int, int], bool], *hints: Hint, workers: int = 2, forgotten: int | None = None
+) -> bool:
     """Whether the CPU's end says so of hints, hits and bytes, given time enough to see hints on a busy machine."""
     for seconds in (0.02, 0.2, 2.0):
         gpu = FakeGpu(workers)
@@ -120,59 +140,127 @@ def batch(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(tokens, HIDDEN).bfloat16(), ids, torch.rand(tokens, TOP_K)
 
 
-def pieces(layers: int) -> _core.ExchangeTurn:
-    """One for each layer: an exchange where nothing moves."""
-    sides = _core.MovingLayers()
-    for _ in range(layers):
-        sides.add_none()
-    exchanges = [(layer, 0, 0, 1) for layer in range(layers)]
-    return _core.ExchangeTurn(sides, (0, 0), (1, 2, 3), (0, 0, 0), exchanges, [0] * layers)
+def moving(layers: int, copies: FakeCopies | None = None) -> tuple[_core.ExchangeTurn, list[Layer]]:
+    """An exchange in each of so many layers beside a fake GPU, whose copies arrive when somebody asks."""
+    sides, copies = [Layer(seed) for seed in range(layers)], copies or FakeCopies()
+    copies.prompt = True
+    copies.tables = FakeTables([side.gpu for side in sides])
+    moves, exchanges = _core.MovingLayers(), []
+    for index, side in enumerate(sides):
+        moves.add(side.cpu.core, side.gpu.slot_of.numpy(), side.gpu.address(0), side.gpu.slots)
+        exchanges.append(tuple(side.exchange(index, 0, 0)))
+    room = torch.zeros(layers, sides[0].cpu.bytes_per_expert, dtype=torch.uint8)
+    stages = [room[index].data_ptr() for index in range(layers)]
+    turn = _core.ExchangeTurn(moves, copies.functions, (1, 2, 3), copies.tables.copied, exchanges, stages)
+    KEPT.append((turn, copies, room, sides))
+    return turn, sides
 
 
-def test_other_work_is_done_between_posts() -> None:
-    """The GPU is late, so that there is time for some of it."""
-    gpu, works, (x, ids, weights) = FakeGpu(), [pieces(3), pieces(1)], batch(2)
-    for work in (works[0], *works):
-        gpu.mailbox.meanwhile(work)
-    gpu.post(1, 0, x, ids, weights)
-    late = threading.Timer(0.2, gpu.post, [2, 0, x, ids, weights])
-    late.start()
-    gpu.mailbox.serve(2, PATIENCE)
-    late.join()
-    assert 1 <= len(works[0].troubles()) <= 3
-    assert torch.equal(gpu.answer(2, 2), gpu.layers[0].forward(x, ids, weights, torch.empty(2, HIDDEN)))
+KEPT: list[object] = []  # what exchanges have addresses of
 
 
-def test_posts_do_not_wait_for_other_work() -> None:
-    gpu, work, (x, ids, weights) = FakeGpu(), pieces(1000), batch(2)
-    gpu.mailbox.meanwhile(work)
-    gpu.post(1, 0, x, ids, weights)
-    gpu.mailbox.serve(1, PATIENCE)
-    assert not work.troubles()
-    gpu.post(2, 0, x, ids, weights)
-    gpu.mailbox.serve(1, PATIENCE)
-    assert not work.troubles() and work.next()
-
-
-def test_a_post_that_comes_at_once_finds_most_of_other_work_undone() -> None:
-    """The best of ten: the thread that posts may have to wait for a CPU."""
-    assert any(done_before_a_post() < 1000 for _ in range(10))
-
-
-def done_before_a_post() -> int:
-    gpu, work, (x, ids, weights) = FakeGpu(), pieces(100_000), batch(2)
-    gpu.mailbox.meanwhile(work)
-    gpu.post(1, 0, x, ids, weights)
+def play_late(gpu: FakeGpu, posts: int, seconds: float) -> threading.Thread:
+    """All posts to layer 0, and some time between an answer and the next one."""
+    made = batch(2)
 
     def play() -> None:
-        gpu.answer(1, 2)
-        gpu.post(2, 0, x, ids, weights)
+        for number in range(1, posts + 1):
+            gpu.post(number, 0, *made)
+            assert torch.equal(gpu.answer(number, 2), gpu.right(0, made))
+            time.sleep(seconds)
 
     thread = threading.Thread(target=play)
     thread.start()
-    gpu.mailbox.serve(2, PATIENCE)
+    return thread
+
+
+def test_an_exchange_is_made_while_posts_are_answered() -> None:
+    """Its copies by the thread that waits, its places by the one that answers."""
+    gpu = FakeGpu()
+    turn, sides = moving(2)
+    gpu.thread.begin(8, PATIENCE)
+    gpu.mailbox.meanwhile(turn)
+    thread = play_late(gpu, 8, 0.02)
+    gpu.thread.finish()
     thread.join()
-    return len(work.troubles()) if work.next() else 100_000
+    assert turn.run(0.0) and not turn.troubles() and turn.bytes_given == 4 * sides[0].cpu.bytes_per_expert
+    for side in sides:
+        side.check()
+
+
+def test_who_answers_does_no_piece_that_calls_the_driver() -> None:
+    turn, _ = moving(1)
+    assert not turn.next() and turn.bytes_given == 0
+    while turn.next_of_step():
+        pass
+    assert turn.bytes_given > 0
+    assert turn.next() and not turn.next()  # its place, and nothing else
+    assert turn.next_of_step()
+
+
+def test_work_that_is_not_done_belongs_to_its_caller_again() -> None:
+    gpu = FakeGpu()
+    turn, sides = moving(1)
+    gpu.thread.begin(1, PATIENCE)
+    gpu.mailbox.meanwhile(turn)
+    thread = play_late(gpu, 1, 0.0)
+    gpu.thread.finish()
+    thread.join()
+    assert sys.getrefcount(turn) == 3  # here, in KEPT, and the call's own
+    assert turn.run(PATIENCE)
+    sides[0].check()
+
+
+class SlowCopies(FakeCopies):
+    """The driver returns when they are done, as those of memory that is not registered."""
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        time.sleep(0.2)
+        return super()._copy(target, source, nbytes, stream)
+
+
+def test_a_step_that_waits_for_its_own_work_says_how_long() -> None:
+    gpu = FakeGpu()
+    turn, _ = moving(1, SlowCopies())
+    gpu.thread.begin(1, PATIENCE)
+    gpu.mailbox.meanwhile(turn)
+    gpu.post(1, 0, *batch(2))
+    gpu.thread.finish()
+    assert turn.seconds >= 0.4 and 0.1 < turn.late_seconds < turn.seconds
+
+
+def decision(layers: int) -> _core.UseDecision:
+    """Work of so many pieces for the thread that answers."""
+    counts = [
+        np.zeros((layers, 4), dtype=dtype)
+        for dtype in (np.float32, np.int32, np.int32, np.int8, np.int8, np.int64)
+    ]
+    return _core.UseDecision(*counts, 1.0, 0.0, 0.0, 0.0)
+
+
+def test_posts_do_not_wait_for_other_work() -> None:
+    """The best of ten: the thread that posts may have to wait for a CPU."""
+    assert any(done_before_a_post() < 100_000 for _ in range(10))
+
+
+def done_before_a_post() -> int:
+    gpu, work, made = FakeGpu(), decision(100_000), batch(2)
+    gpu.post(1, 0, *made)
+
+    def play() -> None:
+        gpu.answer(1, 2)
+        gpu.post(2, 0, *made)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    gpu.thread.begin(2, PATIENCE)
+    gpu.mailbox.meanwhile(work)
+    gpu.thread.finish()
+    thread.join()
+    left = 0
+    while work.next():
+        left += 1
+    return 100_000 - left
 
 
 def test_posts_are_answered_in_turn() -> None:
@@ -187,7 +275,7 @@ def test_posts_are_answered_in_turn() -> None:
 
     thread = threading.Thread(target=play)
     thread.start()
-    gpu.mailbox.serve(len(batches), PATIENCE)
+    gpu.serve(len(batches))
     thread.join()
     for i, (x, ids, weights) in enumerate(batches):
         expected = gpu.layers[i % 2].forward(x, ids, weights, torch.empty(len(x), HIDDEN))
@@ -201,13 +289,13 @@ def test_a_batch_that_lives_elsewhere_is_zero() -> None:
     x, ids, weights = batch(2)
     gpu.part(3, 2, HIDDEN, torch.float32).fill_(7.0)
     gpu.post(1, 0, x, torch.full_like(ids, -1), weights)
-    gpu.mailbox.serve(1, PATIENCE)
+    gpu.serve(1)
     assert gpu.answer(1, 2).eq(0).all()
 
 
 def fails(gpu: FakeGpu, match: str, patience: float = PATIENCE) -> None:
     with pytest.raises((RuntimeError, KernelError), match=match):
-        gpu.mailbox.serve(1, patience)
+        gpu.serve(1, patience)
     assert int(gpu.words[FAILED]) == 1  # the GPU need not wait
 
 
@@ -242,7 +330,7 @@ def test_after_a_reset_it_works_again() -> None:
     gpu.mailbox.reset()
     assert gpu.words.eq(0).all()
     gpu.post(1, 1, *batch(3))
-    gpu.mailbox.serve(1, PATIENCE)
+    gpu.serve(1)
     assert int(gpu.words[DONE]) == 1
 
 
@@ -296,10 +384,10 @@ def test_a_post_has_one_hint() -> None:
 def test_a_hint_that_comes_with_the_post_is_too_late() -> None:
     gpu, (x, ids, weights) = FakeGpu(), batch(1)
     gpu.post(1, 0, x, ids, weights)
-    gpu.mailbox.serve(1, PATIENCE)
+    gpu.serve(1)
     gpu.hint(1, 1, [0, 1])
     gpu.post(2, 1, x, ids, weights)
-    gpu.mailbox.serve(1, PATIENCE)
+    gpu.serve(1)
     assert (gpu.mailbox.hinted, gpu.mailbox.bytes_ahead) == (0, 0)
 
 
@@ -327,11 +415,154 @@ def test_waiting_and_computing_are_timed_apart() -> None:
     thread = threading.Thread(target=play)
     thread.start()
     started = time.monotonic()
-    gpu.mailbox.serve(1, PATIENCE)
+    gpu.serve(1)
     took = time.monotonic() - started
     thread.join()
     waited, served = gpu.mailbox.wait_seconds, gpu.mailbox.serve_seconds
     assert waited > 0 and served > 0 and waited + served <= took
+
+
+# -- who waits, and for what ---
+
+
+def test_posts_are_answered_while_the_step_stands_elsewhere() -> None:
+    """In a call of the driver that returns when the graph has ended, say."""
+    gpu, made = FakeGpu(), batch(2)
+    gpu.thread.begin(3, PATIENCE)
+    thread = play_late(gpu, 3, 0.0)
+    thread.join()  # nobody is in `finish`
+    gpu.thread.finish()
+    assert gpu.mailbox.posts == 3 and torch.equal(gpu.part(3, 2, HIDDEN, torch.float32), gpu.answer(3, 2))
+    assert made is not None
+
+
+def test_posts_need_no_lock_of_python_s() -> None:
+    """A post that is there is answered while a call that holds the lock goes on."""
+    gpu, made = FakeGpu(), batch(2)
+    sleep = ctypes.PyDLL(None).usleep  # holds the lock
+    gpu.thread.begin(1, PATIENCE)
+    gpu.post(1, 1, *made)
+    for _ in range(100):
+        sleep(10_000)
+        if int(gpu.words[DONE]) == 1:
+            break
+    assert int(gpu.words[DONE]) == 1
+    gpu.thread.finish()
+
+
+def test_a_post_says_where_it_lies_and_whether_it_is_the_last() -> None:
+    gpu, made = FakeGpu(late=True), [batch(3), batch(3), batch(3)]
+    gpu.mailbox.defer(0, 1, TOP_K)
+    flags = [_core.SECOND_HALF, 0, _core.SECOND_HALF | _core.LAST_POST]
+    got = list[Tensor]()
+
+    def play() -> None:
+        for number, (each, flag) in enumerate(zip(made, flags, strict=True), 1):
+            gpu.post(number, 0, *each, flag)
+            got.append(gpu.answer(number, 3, flag & _core.SECOND_HALF))
+
+    gpu.thread.begin(_core.UNTIL_STOPPED, PATIENCE)
+    thread = threading.Thread(target=play)
+    thread.start()
+    thread.join()
+    gpu.thread.stop()
+    gpu.thread.finish()
+    torch.testing.assert_close(sum(got), sum(gpu.right(0, each) for each in made))
+    assert not torch.equal(got[0], gpu.right(0, made[0])) and gpu.mailbox.posts == 3
+
+
+def test_posts_of_nobody_knows_how_many_are_answered_until_stopped() -> None:
+    gpu = FakeGpu()
+    gpu.thread.begin(_core.UNTIL_STOPPED, 1e-3)  # nothing comes for longer, which is no error
+    time.sleep(0.05)
+    play_late(gpu, 5, 1e-3).join()
+    gpu.thread.stop()
+    gpu.thread.finish()
+    assert gpu.mailbox.posts == 5
+
+
+def test_what_is_posted_when_it_is_stopped_is_answered() -> None:
+    gpu, made = FakeGpu(), batch(2)
+    gpu.post(1, 0, *made)
+    gpu.thread.begin(_core.UNTIL_STOPPED, PATIENCE)
+    gpu.thread.stop()
+    gpu.thread.finish()
+    assert gpu.mailbox.posts in (0, 1)
+    if gpu.mailbox.posts:
+        assert torch.equal(gpu.answer(1, 2), gpu.right(0, made))
+    else:  # it was stopped before it looked, and it can be begun again
+        gpu.serve(1)
+
+
+def test_a_step_is_given_up_by_another_thread() -> None:
+    gpu = FakeGpu()
+    gpu.thread.begin(1, PATIENCE)
+    timer = threading.Timer(0.05, gpu.thread.cancel)
+    timer.start()
+    with pytest.raises(RuntimeError, match="the step was given up"):
+        gpu.thread.finish()
+    timer.join()
+    assert int(gpu.words[FAILED]) == 1
+    gpu.mailbox.reset()
+    gpu.post(1, 0, *batch(2))
+    gpu.serve(1)
+
+
+def test_a_mailbox_stays_as_it_is_while_posts_are_answered() -> None:
+    gpu = FakeGpu()
+    gpu.thread.begin(1, PATIENCE)
+    for change in (
+        gpu.mailbox.reset,
+        lambda: gpu.mailbox.add(gpu.layers[0].core),
+        lambda: gpu.thread.begin(1, 1.0),
+    ):
+        with pytest.raises((RuntimeError, KernelError), match="answered"):
+            change()
+    gpu.post(1, 0, *batch(2))
+    gpu.thread.finish()
+    gpu.thread.finish()  # nothing was begun
+    gpu.mailbox.reset()
+
+
+def test_an_ended_thread_answers_nothing() -> None:
+    gpu = FakeGpu()
+    gpu.thread.begin(1, PATIENCE)
+    gpu.thread.end()
+    with pytest.raises(RuntimeError, match="given up"):
+        gpu.thread.finish()
+    with pytest.raises(RuntimeError, match="has ended"):
+        gpu.thread.begin(1, PATIENCE)
+    gpu.thread.end()
+
+
+def test_a_fork_answers_nothing_and_its_parent_goes_on() -> None:
+    gpu = FakeGpu()
+    gpu.thread.begin(1, PATIENCE)
+    child = os.fork()
+    if child == 0:
+        try:
+            gpu.thread.begin(1, PATIENCE)
+        except RuntimeError as error:
+            gpu.thread.end()
+            os._exit(0 if "not in its fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gpu.post(1, 0, *batch(2))
+    gpu.thread.finish()
+
+
+@pytest.mark.parametrize("posts", [1, _core.UNTIL_STOPPED])
+def test_an_interpreter_ends_with_a_post_open(posts: int) -> None:
+    """Neither waits for the post, nor looks at memory that is gone."""
+    script = f"import test_mailbox; gpu = test_mailbox.FakeGpu(); gpu.thread.begin({posts}, 600.0)"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, timeout=60)
+    assert ended.returncode == 0
+
+
+def test_a_cpu_that_may_not_be_used_is_refused() -> None:
+    with pytest.raises((ValueError, KernelError), match="CPU 99999"):
+        FakeGpu().thread.pin(99999)
 
 
 def test_batches_outside_graphs_are_timed_too() -> None:
@@ -354,7 +585,7 @@ def test_the_last_post_of_a_graph_has_no_late_experts() -> None:
     gpu.mailbox.defer(0, 1, TOP_K)
     for number in (1, 2):  # each begins with the first half
         gpu.post(number, 0, x, ids, weights)
-        gpu.mailbox.serve(1, PATIENCE)
+        gpu.serve(1)
         assert torch.equal(
             gpu.answer(number, 3), gpu.layers[0].forward(x, ids, weights, torch.empty(3, HIDDEN))
         )
@@ -367,23 +598,24 @@ def test_what_is_late_is_forgotten_after_a_failure() -> None:
 
     def play() -> None:  # fewer tokens than are late
         gpu.answer(1, 3)
-        gpu.words[LAYER], gpu.words[COUNT] = 1, 2
+        gpu.words[LAYER], gpu.words[COUNT], gpu.words[FLAGS] = 1, 2, _core.SECOND_HALF
         gpu.words[POSTED] = 2
 
     thread = threading.Thread(target=play)
     thread.start()
     with pytest.raises(RuntimeError, match="late experts of 3 tokens wait, and the GPU asked for 2"):
-        gpu.mailbox.serve(2, PATIENCE)
+        gpu.serve(2)
     thread.join()
     assert int(gpu.words[FAILED]) == 1
     gpu.mailbox.reset()
     gpu.post(1, 1, x, ids, weights)
-    gpu.mailbox.serve(1, PATIENCE)
+    gpu.serve(1)
     assert torch.equal(gpu.answer(1, 3), gpu.layers[1].forward(x, ids, weights, torch.empty(3, HIDDEN)))
 
 
 @pytest.mark.parametrize(
-    ("late", "rule"), [(False, (0, 1, TOP_K)), (True, (2, 1, TOP_K)), (True, (0, -1, TOP_K)), (True, (0, 1, TOP_K + 1))]
+    ("late", "rule"),
+    [(False, (0, 1, TOP_K)), (True, (2, 1, TOP_K)), (True, (0, -1, TOP_K)), (True, (0, 1, TOP_K + 1))],
 )
 def test_layers_that_cannot_defer_are_refused(late: bool, rule: tuple[int, int, int]) -> None:
     with pytest.raises(KernelError, match="cannot defer"):

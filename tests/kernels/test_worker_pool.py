@@ -24,10 +24,16 @@ LAYER = {  # what a layer of experts on the scalar tier needs
     "runtime/files": "mapped_file readable_file",
     "tier/scalar": "vectors",
 }
+POSTS = {
+    **LAYER,
+    "experts/handoff": "mailbox post_thread",
+    "experts/run": f"{LAYER['experts/run']} foresight",
+}
 SOURCES = {  # of csrc, beside the test itself
     "task_sizes_test": [],
     "own_pairs_test": ["runtime/worker_pool", "experts/run/own_pairs"],
     "expert_layer_test": [f"{part}/{name}" for part, names in LAYER.items() for name in names.split()],
+    "post_thread_test": [f"{part}/{name}" for part, names in POSTS.items() for name in names.split()],
 }
 
 
@@ -104,6 +110,12 @@ def test_expert_layer_under_thread_sanitizer(tmp_path: Path) -> None:
     """Nobody overwrites a round's results while they are added up, and a call's fit their scratch."""
     flags = ("-fsanitize=thread", "-DTANDEM_RESULT_BYTES=262144")
     assert build_and_run(tmp_path, *flags, test="expert_layer_test") == "expert_layer_test: ok\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [(), ("-fsanitize=thread",), ("-fsanitize=address,undefined",)])
+def test_posts_are_answered_by_a_thread_of_their_own(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    assert build_and_run(tmp_path, *flags, test="post_thread_test") == "post_thread_test: ok\n"
 
 
 def test_python_threads_share_one_pool() -> None:

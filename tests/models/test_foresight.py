@@ -14,7 +14,8 @@ from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing

@@ -1,10 +1,13 @@
 #include "experts/handoff/mailbox.h"
 
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "runtime/signal.h"
@@ -18,6 +21,7 @@ enum Word {
   kPosted = 0,
   kLayer = 1,
   kTokens = 2,
+  kFlags = 3,
   kDone = 32,
   kFailed = 64,
   kGaveUp = 96,
@@ -56,7 +60,31 @@ MailboxOffsets mailbox_offsets(const MailboxShape& s) {
 Mailbox::Mailbox(uint8_t* memory, const MailboxShape& shape)
     : memory_(memory), shape_(shape), at_(mailbox_offsets(shape)) {}
 
+// How long and how eagerly a post is waited for.
+struct Mailbox::Patience {
+  Patience(int64_t posts, double timeout_seconds) : is_known(posts != kUntilStopped), seconds(timeout_seconds) {}
+
+  const bool is_known;  // the number of posts
+  const double seconds;
+  bool is_first = true;  // post of this call
+  Clock::time_point since{};
+
+  void begin() { since = Clock::now(); }
+
+  // Between two rounds of polls. Until the first post has come, this thread may share its CPU with the one that
+  // replays the graph.
+  void pause(Clock::time_point now) const {
+    if (is_first) sched_yield();
+    if (!is_known && now - since > Mailbox::kSpin) std::this_thread::sleep_for(Mailbox::kNap);
+  }
+};
+
+void Mailbox::check_closed(const char* what) const {
+  if (is_open()) throw std::logic_error(std::string("a mailbox cannot ") + what + " while its posts are answered");
+}
+
 int Mailbox::add(std::shared_ptr<ExpertLayer> layer) {
+  check_closed("get a layer");
   if (layer->shape().hidden != shape_.hidden)
     throw std::invalid_argument("the layer's hidden size is " + std::to_string(layer->shape().hidden) +
                                 ", the mailbox's " + std::to_string(shape_.hidden));
@@ -66,6 +94,7 @@ int Mailbox::add(std::shared_ptr<ExpertLayer> layer) {
 }
 
 void Mailbox::defer(int layer, const Late& late) {
+  check_closed("change a layer");
   if (layer < 0 || size_t(layer) >= layers_.size() || !shape_.late || late.kept < 0 || late.routed > shape_.top_k)
     throw std::invalid_argument("layer " + std::to_string(layer) + " of this mailbox cannot defer experts");
   deferring_[size_t(layer)] = late;
@@ -73,49 +102,78 @@ void Mailbox::defer(int layer, const Late& late) {
 
 void Mailbox::serve(int64_t posts, double timeout_seconds) {
   try {
-    auto ready = Clock::now();
-    for (int64_t i = 0; i < posts; ++i) {
-      if (i > 0) use_time();  // before the first post the GPU may not have ended what pieces read
-      wait_for(answered_ + 1, timeout_seconds);
-      const auto posted = Clock::now();
-      wait_seconds_ += seconds(posted - ready);
-      half_ = i % 2 * at_.half;
-      ExpertLayer& asked = answer(i + 1 < posts);
-      word(memory_, kDone).store(++answered_, std::memory_order_release);
-      compute_late(asked);
-      ready = Clock::now();
-      serve_seconds_ += seconds(ready - posted);
-      foresight_.compare(asked, ids_);
-      may_be_hinted_ = true;
-    }
-    meanwhile_.clear();
+    answer_all(posts, timeout_seconds);
   } catch (...) {
-    word(memory_, kFailed).store(1, std::memory_order_release);  // the GPU waits; what follows may wait for Python
-    meanwhile_.clear();
+    word(memory_, kFailed).store(1, std::memory_order_release);  // first of all: the GPU waits
     foresight_.forget();
     waiting_ = 0;
     throw;
   }
 }
 
+void Mailbox::answer_all(int64_t posts, double timeout_seconds) {
+  Patience patience(posts, timeout_seconds);
+  for (int64_t i = 0; !patience.is_known || i < posts; ++i) {
+    if (i > 0) use_time();  // before the first post the GPU may not have ended what pieces read
+    patience.begin();
+    if (!wait_for_post(patience)) return;
+    patience.is_first = false;
+    const auto posted = Clock::now();
+    wait_seconds_.add(seconds(posted - patience.since));
+    const uint32_t flags = word(memory_, kFlags).load(std::memory_order_relaxed);
+    half_ = flags & kSecondHalf ? at_.half : 0;
+    ExpertLayer& asked = answer(!(flags & kLastPost) && (!patience.is_known || i + 1 < posts));
+    word(memory_, kDone).store(++answered_, std::memory_order_release);
+    compute_late(asked);
+    serve_seconds_.add(seconds(Clock::now() - posted));
+    foresight_.compare(asked, ids_);
+    may_be_hinted_ = true;
+  }
+}
+
+void Mailbox::wake_workers() {
+  if (!layers_.empty()) layers_.front()->workspace().pool().wake();
+}
+
 bool Mailbox::posted(uint32_t number) { return word(memory_, kPosted).load(std::memory_order_acquire) == number; }
 
 void Mailbox::meanwhile(std::shared_ptr<Meanwhile> work) {
+  std::shared_ptr<Meanwhile> dropped;  // freed without the lock: it may be Python's
+  std::lock_guard lock(work_mutex_);
   std::erase(meanwhile_, work);
-  if (meanwhile_.size() == kMostWork) meanwhile_.erase(meanwhile_.begin());
+  if (meanwhile_.size() == kMostWork) {
+    dropped = std::move(meanwhile_.front());
+    meanwhile_.erase(meanwhile_.begin());
+  }
   meanwhile_.push_back(std::move(work));
+  has_work_.store(true, std::memory_order_relaxed);
+}
+
+void Mailbox::drop_work() {
+  std::vector<std::shared_ptr<Meanwhile>> dropped;
+  std::lock_guard lock(work_mutex_);
+  dropped.swap(meanwhile_);
+  has_work_.store(false, std::memory_order_relaxed);
 }
 
 // Whether there was one.
 bool Mailbox::do_a_piece() {
+  const std::unique_lock lock(work_mutex_, std::try_to_lock);
+  if (!lock) return false;
   for (const auto& work : meanwhile_)
     if (work->next() == Meanwhile::Progress::did) return true;
   return false;
 }
 
+Meanwhile* Mailbox::do_piece_of_step() {
+  for (const auto& work : meanwhile_)
+    if (work->next_of_step() == Meanwhile::Progress::did) return work.get();
+  return nullptr;
+}
+
 // Workers that are free fetch weights beside it, if a hint has come.
 void Mailbox::use_time() {
-  if (meanwhile_.empty()) return;
+  if (!has_work()) return;
   const auto until = Clock::now() + kTimeForPieces;
   while (!posted(answered_ + 1) && Clock::now() < until) {
     look_for_hint();
@@ -123,21 +181,28 @@ void Mailbox::use_time() {
   }
 }
 
-void Mailbox::wait_for(uint32_t number, double timeout_seconds) {
-  Clock::time_point give_up{};
+// False: `stop` was called, and nothing is posted.
+bool Mailbox::wait_for_post(Patience& patience) {
+  const uint32_t number = answered_ + 1;
   for (;;) {
     for (int i = 0; i < kPollsPerClock; ++i) {
-      if (posted(number)) return;
-      look_for_hint();
-      if (!foresight_.fetch_a_little()) cpu_pause();
+      if (posted(number)) return true;
+      poll_once();
     }
     if (word(memory_, kGaveUp).load(std::memory_order_acquire))
       throw std::runtime_error("the GPU waited too long for the CPU's experts and has given up");
+    if (cancelled_.load(std::memory_order_acquire)) throw std::runtime_error("the step was given up");
+    if (!patience.is_known && stopped_.load(std::memory_order_acquire)) return posted(number);
     const auto now = Clock::now();
-    if (give_up == Clock::time_point{}) give_up = now + std::chrono::microseconds(int64_t(timeout_seconds * 1e6));
-    if (now >= give_up)
-      throw std::runtime_error("the GPU asked for no experts for " + std::to_string(timeout_seconds) + " s");
+    if (patience.is_known && seconds(now - patience.since) >= patience.seconds)
+      throw std::runtime_error("the GPU asked for no experts for " + std::to_string(patience.seconds) + " s");
+    patience.pause(now);
   }
+}
+
+void Mailbox::poll_once() {
+  look_for_hint();
+  if (!foresight_.fetch_a_little()) cpu_pause();
 }
 
 // One that is late counts, too. What it says is copied before it is looked at: a GPU that has given up hints on.
@@ -169,7 +234,7 @@ ExpertLayer& Mailbox::answer(bool may_defer) {
     choose_late(deferring_[layer], reinterpret_cast<const float*>(memory_ + at_.weights + half_));
   run(*layers_[layer], late_.empty() ? ids_ : now_, false);
   waiting_ = 0;
-  ++posts_;
+  posts_.add(1);
   return *layers_[layer];
 }
 
@@ -206,10 +271,17 @@ void Mailbox::run(ExpertLayer& layer, const std::vector<int32_t>& ids, bool to_o
                  DType::f32,
                  !to_other_half && waiting_ > 0,
                  to_other_half ? nullptr : foresight_.of(layer)});
-  experts_ += layer.experts_used();
+  experts_.add(layer.experts_used());
+}
+
+void Mailbox::open() {
+  cancelled_.store(false, std::memory_order_relaxed);
+  stopped_.store(false, std::memory_order_relaxed);
+  is_open_.store(true, std::memory_order_release);
 }
 
 void Mailbox::reset() {
+  check_closed("begin anew");
   std::memset(memory_, 0, kHeaderBytes);
   answered_ = 0;
   may_be_hinted_ = false;

@@ -1,8 +1,9 @@
 // The CPU's end of a hand-off from a CUDA stream. A kernel of the stream posts a layer's tokens into memory that both
-// see, and raises a number. The engine's thread polls for it here, runs the layer, and answers with the same number.
-// Another kernel waits for that. Neither side enters the driver: it costs microseconds, inside CUDA graphs too.
+// see, and raises a number. A thread polls for it here (post_thread.h), runs the layer, and answers with the same
+// number. Another kernel waits for that. Neither side enters the driver: it costs microseconds, inside CUDA graphs too.
 //
-//   words (32 bits)   0 posted, 1 layer, 2 tokens    written by the GPU; `posted` last
+//   words (32 bits)   0 posted, 1 layer, 2 tokens,   written by the GPU; `posted` last
+//                     3 flags (PostFlag)
 //                     32 done                        written by the CPU
 //                     64 failed                      written by the CPU: no answer will come
 //                     96 gave_up                     written by the GPU: it waits no longer
@@ -23,14 +24,18 @@
 // late experts read x in theirs and write to the other's result, before the next answer is added there.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "experts/run/foresight.h"
 #include "experts/store/expert_layer.h"
 #include "runtime/meanwhile.h"
+#include "runtime/tally.h"
 
 namespace tandem {
 
@@ -55,27 +60,50 @@ struct Late {
 
 MailboxOffsets mailbox_offsets(const MailboxShape& shape);
 
+// What a post says of itself.
+enum PostFlag : uint32_t {
+  kSecondHalf = 1,  // where it lies
+  kLastPost = 2     // of its step: nothing follows to which late experts could be added
+};
+
+constexpr int64_t kUntilStopped = -1;  // posts, where nobody knows how many will come
+
 class Mailbox {
  public:
   // memory: mailbox_offsets(shape).bytes, zeroed, aligned to 128 bytes, outlives this.
   Mailbox(uint8_t* memory, const MailboxShape& shape);
 
-  // Returns the number that posts call the layer by.
+  // Returns the number that posts call the layer by. This and `defer` throw std::logic_error while posts are answered.
   int add(std::shared_ptr<ExpertLayer> layer);
 
-  // Other experts of this layer are late from now on, unless a post is the last of its `serve`. Throws
+  // Other experts of this layer are late from now on, unless a post is the last of its step. Throws
   // std::invalid_argument for a layer that does not exist, or a mailbox of one half.
   void defer(int layer, const Late& late);
 
-  // Answers the next `posts` posts; they begin with the first half. Throws std::runtime_error when none comes for
-  // `timeout_seconds` or the GPU has given up, and whatever a layer throws. Then the GPU is told not to wait, and only
-  // `reset` makes this usable again.
+  // Answers the next `posts` posts, of which the last is the last of its step, or all until `stop`. Throws
+  // std::runtime_error when none comes for `timeout_seconds` (where their number is known), the GPU has given up, or
+  // `cancel` was called, and whatever a layer throws. Then the GPU is told not to wait, and only `reset` makes this
+  // usable again.
+  //
+  // Where the number is known, this polls without a pause. Where it is not, it looks every kNap once nothing has come
+  // for kSpin.
   void serve(int64_t posts, double timeout_seconds);
 
-  // Pieces of it are done in the next `serve`, after answers, as long as nothing is posted; first given, first done.
-  // What is not finished when `serve` returns belongs to its caller again. At most kMostWork are kept; the oldest is
-  // dropped.
+  // Workers are awake when the first post comes.
+  void wake_workers();
+
+  // By any thread: what runs in `serve` ends, and what is posted then is not answered.
+  void cancel() { cancelled_.store(true, std::memory_order_release); }
+  // By any thread: `serve(kUntilStopped)` returns as soon as nothing is posted.
+  void stop() { stopped_.store(true, std::memory_order_release); }
+
+  // By the step's thread. Pieces are done in this `serve`, after answers, as long as nothing is posted; first given,
+  // first done. At most kMostWork are kept; the oldest is dropped.
   void meanwhile(std::shared_ptr<Meanwhile> work);
+  Meanwhile* do_piece_of_step();  // whose it was; null: there is none
+  bool has_work() const { return has_work_.load(std::memory_order_relaxed); }
+  // When `serve` has ended: what is not finished belongs to its caller again.
+  void drop_work();
 
   int64_t posts() const { return posts_; }                 // answered since this was made
   int64_t experts_used() const { return experts_; }        // by those, each counted once per post
@@ -83,11 +111,24 @@ class Mailbox {
   double serve_seconds() const { return serve_seconds_; }  // from there to its answer
   const Foresight& foresight() const { return foresight_; }
 
-  // After a failure, when no kernel of the stream is running any more.
+  // Around `serve`, by who has it called: `add`, `defer` and `reset` would change what it reads.
+  void open();
+  void close() { is_open_.store(false, std::memory_order_release); }
+  bool is_open() const { return is_open_.load(std::memory_order_acquire); }
+
+  // After a failure, when no kernel of the stream is running any more. Throws std::logic_error while posts are
+  // answered.
   void reset();
 
+  static constexpr std::chrono::microseconds kSpin{200}, kNap{50};
+
  private:
-  void wait_for(uint32_t number, double timeout_seconds);
+  struct Patience;
+
+  void answer_all(int64_t posts, double timeout_seconds);
+  void check_closed(const char* what) const;
+  bool wait_for_post(Patience& patience);
+  void poll_once();
   void look_for_hint();
   void use_time();
   bool do_a_piece();
@@ -107,11 +148,14 @@ class Mailbox {
   std::vector<std::shared_ptr<ExpertLayer>> layers_;
   std::vector<Late> deferring_;  // of each layer
   Foresight foresight_;
+  std::mutex work_mutex_;  // the step's thread changes the list; the thread that answers never waits for it
   std::vector<std::shared_ptr<Meanwhile>> meanwhile_;
+  std::atomic<bool> has_work_{false};
+  std::atomic<bool> is_open_{false}, cancelled_{false}, stopped_{false};
   uint32_t answered_ = 0;
   bool may_be_hinted_ = false;  // nothing was heard since the last answer
-  int64_t posts_ = 0, experts_ = 0;
-  double wait_seconds_ = 0, serve_seconds_ = 0;
+  Tally<int64_t> posts_, experts_;
+  Tally<double> wait_seconds_, serve_seconds_;
 };
 
 }  // namespace tandem

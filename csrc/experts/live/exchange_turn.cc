@@ -15,26 +15,41 @@ std::string cuda_error(int error) { return "CUDA's error " + std::to_string(erro
 }  // namespace
 
 Meanwhile::Progress ExchangeTurn::piece() noexcept {
-  switch (stage_) {
+  switch (stage_.load(std::memory_order_acquire)) {
+    case Stage::settle:
+      return settle_one();
+    case Stage::ended:
+      return Progress::ended;
+    default:
+      return Progress::waits;
+  }
+}
+
+Meanwhile::Progress ExchangeTurn::settle_one() {
+  moves_->settle(index_);
+  go_on(Stage::settle, Stage::hide);
+  return Progress::did;
+}
+
+Meanwhile::Progress ExchangeTurn::piece_of_step() noexcept {
+  switch (stage_.load(std::memory_order_acquire)) {
     case Stage::begin:
       bytes_given_ += moves_->begin(index_, device_.up, device_.down);
-      go_on(Stage::travel);
+      go_on(Stage::begin, Stage::travel);
       return Progress::did;
     case Stage::travel:
       return look();
     case Stage::settle:
-      moves_->settle(index_);
-      go_on(Stage::hide);
-      return Progress::did;
+      return Progress::waits;
     case Stage::hide:
-      publish(Stage::place);
+      publish(Stage::hide, Stage::place);
       return Progress::did;
     case Stage::place:
       moves_->place(index_, device_.computing);
-      go_on(Stage::show);
+      go_on(Stage::place, Stage::show);
       return Progress::did;
     case Stage::show:
-      publish(Stage::ended);
+      publish(Stage::show, Stage::ended);
       return Progress::did;
     case Stage::ended:
       break;
@@ -42,11 +57,13 @@ Meanwhile::Progress ExchangeTurn::piece() noexcept {
   return Progress::ended;
 }
 
+void ExchangeTurn::enter(Stage stage) { stage_.store(stage, std::memory_order_release); }
+
 // After a move's piece: the next one's, or another stage.
-void ExchangeTurn::go_on(Stage then) {
-  if (++index_ < moves_->count()) return;
-  index_ = 0;
-  stage_ = moves_->any_lives() ? then : Stage::ended;
+void ExchangeTurn::go_on(Stage now, Stage then) {
+  const bool is_last = ++index_ == moves_->count();
+  if (is_last) index_ = 0;
+  enter(!is_last ? now : moves_->any_lives() ? then : Stage::ended);
 }
 
 Meanwhile::Progress ExchangeTurn::look() {
@@ -55,35 +72,36 @@ Meanwhile::Progress ExchangeTurn::look() {
     if (state == kNotReady) return Progress::waits;
     if (state != 0) {
       moves_->lose("a copy between CPU and GPU failed with " + cuda_error(state));
-      stage_ = Stage::ended;
+      enter(Stage::ended);
       return Progress::did;
     }
   }
-  stage_ = Stage::settle;
+  enter(Stage::settle);
   return Progress::did;
 }
 
 // The slots of leaving experts are theirs no longer, and later those of the coming ones.
-void ExchangeTurn::publish(Stage then) {
+void ExchangeTurn::publish(Stage now, Stage then) {
   const int error = device_.copy(device_.table, device_.image, size_t(device_.table_bytes), device_.computing);
   if (error == 0) {
-    stage_ = then;
+    enter(then);
     return;
   }
   const std::string why = "the GPU's tables could not be changed: " + cuda_error(error);
-  stage_ == Stage::hide ? moves_->undo(why) : moves_->strand(why);
-  stage_ = Stage::ended;
+  now == Stage::hide ? moves_->undo(why) : moves_->strand(why);
+  enter(Stage::ended);
 }
 
 bool ExchangeTurn::run(double seconds) {
   const auto start = Clock::now();
-  while (piece() == Progress::did)
+  while (piece_of_step() == Progress::did || piece() == Progress::did)
     if (since(start) > seconds) break;
-  if (stage_ == Stage::ended && !forgotten_) {
+  const bool has_ended = stage_.load(std::memory_order_acquire) == Stage::ended;
+  if (has_ended && !forgotten_) {
     moves_->forget();
     forgotten_ = true;
   }
-  return stage_ == Stage::ended;
+  return has_ended;
 }
 
 }  // namespace tandem

@@ -1,9 +1,13 @@
-// A batch of exchanges from its first copy to its last, a piece of microseconds at a time. The thread that answers the
-// GPU's posts does one or two after each answer, while the GPU computes up to the next layer's post. All of it may be
-// done while a step runs, but for forgetting the coming experts: that step still uses them in CPU memory. The computing
-// stream gets new tables after the step; up to there its tables say what they said.
+// A batch of exchanges from its first copy to its last, a piece of microseconds at a time. Copies and queries call the
+// driver, which may stand still until a running graph has ended; so they belong to the step's thread. What changes
+// places in CPU memory belongs to the thread that answers the GPU's posts, between two answers. `stage_` says whose
+// turn it is.
+//
+// All of it may be done while a step runs, but for forgetting the coming experts: that step still uses them in CPU
+// memory. The computing stream gets new tables after the step; up to there its tables say what they said.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 
@@ -39,15 +43,18 @@ class ExchangeTurn final : public Meanwhile {
  private:
   enum class Stage { begin, travel, settle, hide, place, show, ended };
 
-  Progress piece() noexcept override;
+  Progress piece() noexcept override;          // the stage `settle`
+  Progress piece_of_step() noexcept override;  // all others
+  Progress settle_one();
   Progress look();
-  void publish(Stage then);
-  void go_on(Stage then);
+  void publish(Stage now, Stage then);
+  void go_on(Stage now, Stage then);
+  void enter(Stage stage);
 
   std::unique_ptr<ExpertMoves> moves_;
   Device device_;
-  Stage stage_;
-  size_t index_ = 0;  // of the next move
+  std::atomic<Stage> stage_;  // the other members belong to whose turn it is
+  size_t index_ = 0;          // of the next move
   int64_t bytes_given_ = 0;
   bool forgotten_ = false;
 };

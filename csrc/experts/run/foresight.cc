@@ -30,7 +30,7 @@ void Foresight::begin(std::shared_ptr<const ExpertLayer> layer, const std::vecto
 bool Foresight::fetch_a_little() { return fetching_ && layer_->workspace().pool().fetch_a_little(); }
 
 void Foresight::end() {
-  if (fetching_) bytes_ += layer_->workspace().pool().withdraw();
+  if (fetching_) bytes_.add(layer_->workspace().pool().withdraw());
   fetching_ = false;
 }
 
@@ -39,9 +39,9 @@ const std::vector<int32_t>* Foresight::of(const ExpertLayer& layer) const {
 }
 
 void Foresight::compare(const ExpertLayer& layer, const std::vector<int32_t>& ids) {
-  hinted_ += int64_t(ids_.size());
+  hinted_.add(int64_t(ids_.size()));
   if (layer_.get() == &layer)
-    hits_ += std::count_if(ids_.begin(), ids_.end(), [&](int32_t id) { return contains(ids, id); });
+    hits_.add(std::count_if(ids_.begin(), ids_.end(), [&](int32_t id) { return contains(ids, id); }));
   forget();
 }
 

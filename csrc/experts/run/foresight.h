@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "experts/store/expert_layer.h"
+#include "runtime/tally.h"
 
 namespace tandem {
 
@@ -35,7 +36,7 @@ class Foresight {
   std::vector<int32_t> ids_;
   std::vector<SharedRange> ranges_;
   bool fetching_ = false;
-  int64_t hinted_ = 0, hits_ = 0, bytes_ = 0;
+  Tally<int64_t> hinted_, hits_, bytes_;
 };
 
 }  // namespace tandem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from time import perf_counter
 
 import torch
 
@@ -27,14 +26,14 @@ def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:
             side.handoff.post(number, x, routing, slots)
             side.handoff.collect(1)
 
-    def replay() -> None:
-        graph.replay()
-        side.handoff.serve(len(posted))
-        torch.cuda.synchronize(device)
-
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(50):
-        started = perf_counter()
-        replay()
-        times.append(perf_counter() - started)
-    return statistics.median(times) / layers * 1e6
+        side.handoff.begin(len(posted))
+        began.record()
+        graph.replay()
+        ended.record()
+        side.handoff.finish()
+        torch.cuda.synchronize(device)
+        times.append(began.elapsed_time(ended) * 1e3)
+    return float(statistics.median(times)) / layers

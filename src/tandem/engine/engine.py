@@ -43,6 +43,7 @@ from tandem.engine.turns import Ran, Turn, turns_of
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
+from tandem.kernels.kernel_loads import kernel_loads
 
 _log = logging.getLogger(__name__)
 
@@ -277,6 +278,12 @@ class Engine:
         """For the live map; empty for a dense model."""
         return ExpertTraffic() if self._meter is None else self._meter.traffic(idle=not self.has_work())
 
+    @property
+    def gpu_runner(self) -> GpuRunner:
+        """Where steps run on a GPU."""
+        assert isinstance(self._runner, GpuRunner)
+        return self._runner
+
     def stats(self) -> EngineStats:
         c, scheduler = self._counters, self._scheduler
         parked = sum(len(s.siblings) for s in (*scheduler.running, *scheduler.waiting))
@@ -294,6 +301,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=c.steps,
             step_seconds=c.step_seconds,
+            late_kernels=kernel_loads.late,
             experts=None if self._meter is None else self._meter.stats(idle=not self.has_work()),
             speculation=None if self._speculation is None else self._speculation.stats(),
         )

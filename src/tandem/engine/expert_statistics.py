@@ -19,7 +19,8 @@ from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.protocol import ExpertsRecorded, ExpertStats, ExpertTraffic
 from tandem.engine.turns import Turn
 from tandem.errors import RequestError
-from tandem.experts.handoff import Handoff, HandoffTimes, HintCounts
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffTimes, HintCounts
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, load_counts, place
 from tandem.experts.usage.expert_usage import ExpertUsage

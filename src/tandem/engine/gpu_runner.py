@@ -92,15 +92,6 @@ class _Graph:
     posts: int  # hand-offs to the CPU's experts
 
 
-def _let_end(graph: _Graph, handoff: Handoff, end: StepEnd) -> None:
-    """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
-    graph.masks.make(_nothing)
-    with suppress(EngineError):  # it had not begun
-        handoff.serve(graph.posts)
-    end.mark()
-    end.wait()
-
-
 class GpuRunner:
     """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel. A row of a guess
     is a decode row, too (`BatchArrays`).
@@ -159,6 +150,27 @@ class GpuRunner:
                 return self._alone(batch, make, long)
             return self.logits(batch, _masks(chunks), make, meanwhile)
 
+    @contextmanager
+    def unseen(self, model: StepModel) -> Iterator[None]:
+        """Meanwhile steps are this model's, and neither counted nor followed by exchanges of experts."""
+        before = self._model, self._usage, self._live
+        self._model, self._usage, self._live = model, None, None
+        try:
+            yield
+        finally:
+            self._model, self._usage, self._live = before
+
+    def run_kernels(self, chunks: Rows[Chunk]) -> DeviceLogits:
+        """As `run`, kernel by kernel, whatever graphs there are, and no experts travel."""
+        with torch.inference_mode(), self._streams.aside():
+            batch = self._arrays.fill(chunks)
+            there = moved(batch, self._device)
+            self._begin_step(batch, True)
+            logits = self._forward(there, len(batch.input_ids))
+            best = self._best.fetch(logits)
+            self._end.mark()
+            return self._done(logits, best, len(batch.input_ids))
+
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
         if self._guessing and self._live is not None:
@@ -188,22 +200,38 @@ class GpuRunner:
         graph, rows = self._graph_of(batch), batch.seq_lens.shape[0]
         if graph is None:
             return self._prompt(batch, make) or self._alone(batch, make)
-        graph.inputs.fill(batch)
-        graph.masks.send(masks)
-        self._begin_step(graph.inputs.image, True)
+        self._replay(graph, batch, masks)
         try:
-            graph.graph.replay()
+            graph.masks.make(make)  # before any call of the driver: it may wait for what waits for the masks
             self._end.mark()
-            graph.masks.make(make)
             self._move_experts()
-        except (KeyboardInterrupt, SystemExit):
-            _let_end(graph, self._handoff, self._end)
+            with nullcontext() if self._feeder is None else self._feeder.opened():
+                self._handoff.finish()
+                with torch.inference_mode(False):  # what begins and ends in it is no part of the step
+                    meanwhile()
+        except BaseException:
+            self._let_end(graph, self._handoff.finish)
             raise
-        with nullcontext() if self._feeder is None else self._feeder.opened():
-            self._handoff.serve(graph.posts)
-            with torch.inference_mode(False):  # what begins and ends in it is no part of the step
-                meanwhile()
-            return self._done(graph.logits[:rows], graph.best[:rows], rows, masked=masks)
+        return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
+
+    def _replay(self, graph: _Graph, batch: ForwardBatch, masks: RowMasks) -> None:
+        self._handoff.begin(graph.posts)  # first: who answers needs a while to wake up
+        try:
+            graph.inputs.fill(batch)
+            graph.masks.send(masks)
+            self._begin_step(graph.inputs.image, True)
+            graph.graph.replay()
+        except BaseException:  # it may have begun
+            self._let_end(graph, self._handoff.cancel)
+            raise
+
+    def _let_end(self, graph: _Graph, answer: Callable[[], None]) -> None:
+        """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
+        graph.masks.make(_nothing)
+        with suppress(EngineError):
+            answer()
+        self._end.mark()
+        self._end.wait()
 
     def _alone(
         self, batch: ForwardBatch, make: Callable[[], None], long: LongChunk | None = None
@@ -280,7 +308,14 @@ class GpuRunner:
         most = max(self._graphs, default=0)
         return len(chunks) <= most and all(chunk.length == 1 for chunk in chunks)
 
-    def _done(self, logits: Tensor, best: Tensor, tokens: int, *, masked: RowMasks = ()) -> DeviceLogits:
+    def _done(
+        self,
+        logits: Tensor,
+        best: Tensor,
+        tokens: int,
+        graph_masks: GraphMasks | None = None,
+        masked: RowMasks = (),
+    ) -> DeviceLogits:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
         guesses they wait until wrong ones are no longer counted (`settled`)."""
@@ -289,6 +324,8 @@ class GpuRunner:
         made = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()
         self._handoff.check()
+        if graph_masks is not None:
+            graph_masks.check()
         return made
 
     def _move_experts(self) -> None:
@@ -355,7 +392,7 @@ class GpuRunner:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with (
-            self._handoff.recording() as posted,
+            self._handoff.recording(inputs.counted) as posted,
             torch.cuda.graph(graph, pool=pool, stream=self._streams.steps, capture_error_mode="thread_local"),
         ):
             inputs.send()

@@ -2,8 +2,9 @@
 
 Two ways. Outside CUDA graphs the stream copies into pinned memory, the calling thread waits for it, computes, and the
 stream copies back. Inside a graph nobody can be called: kernels post into mapped memory and wait for the answer
-(`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and after replaying the graph the calling thread serves the posts.
-Host function nodes would do the same at 50 us a layer (measured on an H200; this way 8 us).
+(`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and a thread of its own answers the posts: the calling one may
+stand in a call of the driver that waits for the graph. Host function nodes would do the same at 50 us a layer (measured
+on an H200; this way 8 us).
 
 Every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after `patience_seconds`, the
 stream runs to its end and the step raises EngineError.
@@ -19,66 +20,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from time import perf_counter
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.deferral import Deferral
-from tandem.experts.mailbox_kernels import GAVE_UP, kernels
+from tandem.experts.eager_copies import Copies
+from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, HintCounts
+from tandem.experts.mailbox import Mailbox
 from tandem.kernels.cpu import PackedExperts
-from tandem.kernels.gpu.nvrtc import launch
 from tandem.kernels.ops import Routing
-
-POST_THREADS, COLLECT_THREADS, HINT_THREADS = 1024, 512, 64
-UNITS_PER_BLOCK = 1024  # of 16 bytes, of the answer: more blocks would only poll
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffSizes:
-    """mailbox_tokens: of the largest graph; tokens: of the largest step; late: experts may be, in graphs."""
-
-    mailbox_tokens: int
-    tokens: int
-    hidden: int
-    top_k: int
-    late: bool = False
-
-
-class HandoffTimes(NamedTuple):
-    """Batches handed to the CPU, and its time: waiting until they came, and computing them."""
-
-    posts: int = 0
-    wait_seconds: float = 0.0
-    serve_seconds: float = 0.0
-
-    def plus(self, other: HandoffTimes) -> HandoffTimes:
-        return HandoffTimes(
-            self.posts + other.posts,
-            self.wait_seconds + other.wait_seconds,
-            self.serve_seconds + other.serve_seconds,
-        )
-
-
-class HintCounts(NamedTuple):
-    """Experts in CPU memory that were foreseen, each once per post; of those, that the post asked for; bytes of
-    foreseen experts that were fetched before they were computed."""
-
-    hinted: int = 0
-    hits: int = 0
-    nbytes: int = 0
 
 
 class Handoff:
     """Shared by all layers of a model; one batch at a time."""
 
     def __init__(
-        self, sizes: HandoffSizes, device: torch.device, patience_seconds: float, foresight: bool = True
+        self,
+        sizes: HandoffSizes,
+        device: torch.device,
+        patience_seconds: float,
+        foresight: bool = True,
     ) -> None:
         """foresight: graphs that are recorded from now on say which experts the next layer will probably want."""
         self.sizes, self.device, self.patience_seconds = sizes, device, patience_seconds
@@ -86,7 +50,7 @@ class Handoff:
         self._layers: list[PackedExperts] = []
         self._deferring: dict[int, Deferral] = {}  # by layer
         self._copies: Copies | None = None
-        self._mailbox: _Mailbox | None = None
+        self._mailbox: Mailbox | None = None
         self._in_graph = self._rehearsing = False
 
     def add(self, layer: PackedExperts) -> int:
@@ -108,15 +72,16 @@ class Handoff:
         return self._layers
 
     @contextmanager
-    def recording(self) -> Iterator[list[int]]:
-        """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted."""
+    def recording(self, rows: Tensor | None = None) -> Iterator[list[int]]:
+        """Around a capture: posts go through the mailbox. The list is filled with the layers that were posted. rows
+        int32 [1] on the device: how many of the graph's rows are real; the others are not posted. None: all are."""
         if self._mailbox is None and self._layers:
-            self._mailbox = _Mailbox(self.sizes, self.device, self._layers, self.patience_seconds)
+            self._mailbox = Mailbox(self.sizes, self.device, self._layers, self.patience_seconds)
             for layer, deferral in self._deferring.items():
                 self._mailbox.defer(layer, deferral)
         posted: list[int] = []
         if self._mailbox is not None:
-            self._mailbox.posted = posted
+            self._mailbox.posted, self._mailbox.rows = posted, rows
         self._in_graph = True
         try:
             yield posted
@@ -135,7 +100,7 @@ class Handoff:
     def copies(self) -> Copies:
         """Of posts outside graphs of steps; graphs of prompts use them piece by piece."""
         if self._copies is None:
-            self._copies = Copies(self.sizes, self.device)
+            self._copies = Copies(self.sizes, self.device, self._check_parked)
         return self._copies
 
     def collect(self, tokens: int, in_place: bool = False) -> Tensor:
@@ -155,6 +120,15 @@ class Handoff:
             yield
         finally:
             self._rehearsing = False
+
+    @contextmanager
+    def computing_nothing(self) -> Iterator[None]:
+        """Around steps outside graphs whose results nobody looks at: only what the GPU computes is computed."""
+        self.copies.computes = False
+        try:
+            yield
+        finally:
+            self.copies.computes = True
 
     def takes_hints(self, tokens: int) -> bool:
         """Whether `hint` is worth asking a router for so many tokens."""
@@ -186,179 +160,37 @@ class Handoff:
         return self._mailbox.times().serve_seconds / experts if self._mailbox and experts else 0.0
 
     def meanwhile(self, work: _core.Meanwhile) -> None:
-        """Pieces of it are done in the next `serve`, between an answer and the next post."""
+        """Pieces of it are done until the next `finish`, between an answer and the next post, and while that waits."""
         if self._mailbox is not None:
-            self._mailbox.meanwhile(work)
+            self._mailbox.core.meanwhile(work)
 
-    def serve(self, posts: int) -> None:
-        """After a graph was replayed: answers its posts. Raises EngineError when that fails; the stream goes on."""
+    def pin(self, cpu: int) -> None:
+        """The thread that answers posts is worker 0 of the pool, and gets that worker's CPU."""
+        if self._mailbox is not None and cpu >= 0:
+            self._mailbox.thread.pin(cpu)
+
+    def begin(self, posts: int) -> None:
+        """Before a graph, or several, with so many posts in all is replayed: another thread answers them, whatever
+        this one waits for. `finish` or `cancel` follows; until then this thread computes nothing on the pool."""
         if posts and self._mailbox is not None:
-            self._mailbox.serve(posts)
+            self._mailbox.thread.begin(posts, self.patience_seconds)
+
+    def finish(self) -> None:
+        """Returns when all posts are answered. Raises EngineError when that fails; the stream goes on."""
+        if self._mailbox is not None:
+            self._mailbox.finish()
+
+    def cancel(self) -> None:
+        """In place of `finish`, where the graph may not have begun: it need not wait, and what it computes is void."""
+        if self._mailbox is not None:
+            self._mailbox.cancel()
+
+    def _check_parked(self) -> None:
+        """Before this thread computes on the pool. Raises EngineError between `begin` and `finish`."""
+        if self._mailbox is not None and self._mailbox.core.is_open:
+            raise EngineError("experts were asked for outside a graph while the posts of one are answered")
 
     def check(self) -> None:
         """After the stream has ended a graph: raises EngineError if the GPU did not wait for an answer."""
         if self._mailbox is not None:
             self._mailbox.check()
-
-
-def plain(pinned: Tensor) -> Tensor:
-    """The same memory as an ordinary CPU tensor of bytes."""
-    return torch.from_numpy(pinned.numpy())
-
-
-class Copies:
-    """Pinned buffers for steps outside graphs. Graphs of prompts record `send` and what reads `result`; the host calls
-    `sent` and `compute` between them."""
-
-    def __init__(self, sizes: HandoffSizes, device: torch.device) -> None:
-        self.times = HandoffTimes()
-        pinned = device.type == "cuda"
-        t, h, k = sizes.tokens, sizes.hidden, sizes.top_k
-        self._x = torch.empty(t, h, dtype=torch.bfloat16, pin_memory=pinned)
-        self._ids = torch.empty(t, k, dtype=torch.int32, pin_memory=pinned)
-        self._weights = torch.empty(t, k, pin_memory=pinned)
-        self._result = torch.empty(t, h, pin_memory=pinned)
-        self._there = torch.empty(t, h, device=device)
-        self._event = torch.cuda.Event() if pinned else None
-        self._layer: PackedExperts
-
-    def send(self, x: Tensor, routing: Routing, slots: Tensor) -> None:
-        rows = slice(len(x))
-        self._x[rows].copy_(x, non_blocking=True)
-        self._ids[rows].copy_(torch.where(slots >= 0, -1, routing.ids), non_blocking=True)
-        self._weights[rows].copy_(routing.weights, non_blocking=True)
-
-    def sent(self, layer: PackedExperts) -> None:
-        """This layer's rows were given to the stream."""
-        self._layer = layer
-        if self._event is not None:
-            self._event.record()
-
-    def compute(self, tokens: int) -> None:
-        """Of the first rows; waits for them."""
-        started = perf_counter()
-        if self._event is not None:
-            self._event.synchronize()
-        posted = perf_counter()
-        rows = slice(tokens)
-        x = plain(self._x[rows].view(torch.int16)).view(torch.bfloat16)
-        ids, weights, result = (plain(t[rows]) for t in (self._ids, self._weights, self._result))
-        self._layer.forward(x, ids, weights, result)
-        self.times = self.times.plus(HandoffTimes(1, posted - started, perf_counter() - posted))
-
-    def result(self, tokens: int) -> Tensor:
-        """float32 [tokens, hidden] in pinned memory."""
-        return self._result[:tokens]
-
-    def there(self, tokens: int) -> Tensor:
-        """On the device."""
-        return self._there[:tokens].copy_(self._result[:tokens], non_blocking=True)
-
-
-class _Mailbox:
-    """Mapped memory, the kernels around it, and the CPU's end of it."""
-
-    def __init__(
-        self, sizes: HandoffSizes, device: torch.device, layers: list[PackedExperts], patience: float
-    ) -> None:
-        # Before a capture: compiling and loading a module may allocate and synchronise.
-        self._kernels = kernels(device.index)
-        shape = (sizes.mailbox_tokens, sizes.hidden, sizes.top_k, sizes.late)
-        *self._at, size = _core.mailbox_offsets(*shape)
-        # Pinned memory is mapped into the GPU's address space at the same address (unified addressing).
-        self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._words = self._memory.numpy().view(np.uint32)
-        self._core = _core.Mailbox(self._memory.numpy(), *shape)
-        for layer in layers:
-            self.add(layer)
-        self._state = torch.zeros(
-            2, dtype=torch.int32, device=device
-        )  # posts so far; whether the GPU gave up
-        self._sizes, self._device, self._patience = sizes, device, patience
-        self.posted: list[int] = []
-
-    def add(self, layer: PackedExperts) -> None:
-        self._core.add(layer.core)
-
-    def defer(self, layer: int, deferral: Deferral) -> None:
-        self._core.defer(layer, deferral.kept, deferral.routed)
-
-    def _half(self, post: int) -> int:
-        """Bytes to the half that a graph's post lies in; `serve` counts them as well."""
-        return post % 2 * int(self._at[5])
-
-    def post(self, layer: int, x: Tensor, routing: Routing, slots: Tensor) -> None:
-        tokens, hidden = x.shape
-        if tokens > self._sizes.mailbox_tokens or slots.shape[1] != self._sizes.top_k or hidden % 8:
-            raise EngineError(
-                f"the mailbox does not take {list(x.shape)} tokens with {slots.shape[1]} experts"
-            )
-        mail_x, mail_ids, mail_weights, *_ = (at + self._half(len(self.posted)) for at in self._at)
-        base = self._memory.data_ptr()
-        numbers = [np.int32(n) for n in (x.numel() // 8, slots.numel(), layer, tokens)]
-        launch(
-            self._kernels[0], 1, POST_THREADS, self._stream(), base, self._state.data_ptr(), x.data_ptr(),
-            routing.ids.data_ptr(), slots.data_ptr(), routing.weights.data_ptr(), base + mail_x, base + mail_ids,
-            base + mail_weights, *numbers,
-        )  # fmt: skip
-        self.posted.append(layer)
-
-    def collect(self, tokens: int) -> Tensor:
-        out = torch.empty(tokens, self._sizes.hidden, device=self._device)
-        units = out.numel() // 4
-        base, patience = self._memory.data_ptr(), np.uint64(self._patience * 1e9)
-        result = base + self._at[3] + self._half(len(self.posted) - 1)
-        launch(
-            self._kernels[1], -(-units // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base,
-            self._state.data_ptr(), result, out.data_ptr(), np.int32(units), patience,
-        )  # fmt: skip
-        return out
-
-    def hint(self, layer: int, routing: Routing) -> None:
-        each = routing.ids.shape[1]
-        assert routing.slots is not None and each <= self._sizes.top_k
-        base, numbers = self._memory.data_ptr(), [np.int32(n) for n in (routing.ids.numel(), each, layer)]
-        launch(
-            self._kernels[2], 1, HINT_THREADS, self._stream(), base, self._state.data_ptr(),
-            routing.ids.data_ptr(), routing.slots.data_ptr(), base + self._at[4], *numbers,
-        )  # fmt: skip
-
-    def hints(self) -> HintCounts:
-        return HintCounts(self._core.hinted, self._core.hits, self._core.bytes_ahead)
-
-    def meanwhile(self, work: _core.Meanwhile) -> None:
-        self._core.meanwhile(work)
-
-    def serve(self, posts: int) -> None:
-        try:
-            self._core.serve(posts, self._patience)
-        except Exception as error:
-            self._recover()
-            raise EngineError(f"the experts in CPU memory failed: {error}") from error
-
-    def check(self) -> None:
-        """Patience may end in the last `collect`, while the CPU computes: `serve` answers and sees nothing of it."""
-        if self._words[GAVE_UP]:
-            self._recover()
-            raise EngineError(
-                f"the experts in CPU memory took longer than {self._patience:g} s: the GPU has given up"
-            )
-
-    def _recover(self) -> None:
-        self._synchronize()  # ends within the kernels' patience
-        self._state.zero_()
-        self._synchronize()
-        self._core.reset()
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def used(self) -> tuple[int, int]:
-        return self._core.posts, self._core.experts_used
-
-    def times(self) -> HandoffTimes:
-        return HandoffTimes(self._core.posts, self._core.wait_seconds, self._core.serve_seconds)
-
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)

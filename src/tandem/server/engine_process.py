@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 import zmq
@@ -54,6 +54,10 @@ from tandem.server.messages import (
     ToEngine,
 )
 from tandem.server.terminal import outlive_terminal
+
+if TYPE_CHECKING:
+    from tandem.engine.engine import Engine
+    from tandem.engine.start.parts import EngineParts
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
@@ -95,19 +99,31 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
     from tandem.engine.start.loader import load_parts
     from tandem.engine.start.sampling_defaults import sampling_defaults
     from tandem.kernels.free_memory import keep_free_memory
+    from tandem.kernels.kernel_loads import kernel_loads, watch_triton
 
+    watch_triton()
     path = resolve_model(config.model)
     with LoadProgress() as progress, leading(ranks, config.tensor_parallel_size) as leader:
-        engine = Engine.from_parts(
-            load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader)
-        )
-    pin_main_thread(engine.plan.cpus[0])
+        parts = load_parts(config, progress, lambda plan: print_plan(plan, config.notices()), leader)
+        engine = Engine.from_parts(parts)
+    take_cpus(parts)
     keep_free_memory()
     if not config.skip_server_warmup:
         warm_up(engine, engine.model_config.vocab)
+        warm_gpu(engine, parts)
+    kernel_loads.ready()
     model = engine.model_config
     defaults = sampling_defaults(config, path)
     return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab, defaults)
+
+
+def take_cpus(parts: EngineParts) -> None:
+    """This thread runs steps from now on. Beside a GPU it shares worker 0's CPU with the one that answers posts: one of
+    them sleeps while the other has much to do."""
+    cpu = parts.plan.cpus[0]
+    pin_main_thread(cpu)
+    if parts.handoff is not None:
+        parts.handoff.pin(cpu)
 
 
 def pin_main_thread(cpu: int) -> None:
@@ -141,6 +157,18 @@ def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
             if output.finish_reason == "error":
                 raise EngineError(f"the first step failed: {output.error}")
     engine.flush_cache()
+
+
+def warm_gpu(engine: Engine, parts: EngineParts) -> None:
+    """What prompts, batches and sampling compute with on a GPU, before somebody waits for it. Only where every layer
+    keeps nothing but keys and values: nobody has tried steps of no sequence with other mechanisms."""
+    from tandem.config.layers import Gqa
+
+    plain = all(isinstance(mixer, Gqa) for mixer in parts.model_config.mixers)
+    if plain and parts.handoff is not None and parts.handoff.device.type == "cuda":
+        from tandem.engine.start.warm_kernels import warm_kernels
+
+        warm_kernels(engine.gpu_runner, parts)
 
 
 class EngineLoop:

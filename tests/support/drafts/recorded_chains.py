@@ -7,7 +7,8 @@ import torch
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.chain_inputs import ChainShape
 from tandem.engine.speculation.gpu_chains import GpuChains, GpuDrafts
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 
 CPU = torch.device("cpu")
 

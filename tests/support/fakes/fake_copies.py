@@ -17,8 +17,13 @@ from tandem.kernels.packed.experts import PackedExperts
 
 def at_once(work: _core.Meanwhile) -> None:
     """As a step with time for all of it."""
-    while work.next():
+    while piece(work):
         pass
+
+
+def piece(work: _core.Meanwhile) -> bool:
+    """By whichever thread may do it."""
+    return work.next_of_step() or work.next()
 
 
 def advance(exchange: LiveExchange) -> Settled:

@@ -63,14 +63,15 @@ def break_the_gpu(engine: Engine) -> None:
 def let_the_gpu_wait(engine: Engine) -> None:
     """The CPU does not look for posts until the GPU has lost patience."""
     handoff: Any = engine._runner._handoff  # type: ignore[union-attr]
-    served = handoff.serve
+    begin, finish, asked = handoff.begin, handoff.finish, list[int]()
 
-    def late(posts: int) -> None:
-        handoff.serve = served
+    def late() -> None:
+        handoff.begin, handoff.finish = begin, finish
         torch.cuda.synchronize()
-        served(posts)
+        begin(*asked)
+        finish()
 
-    handoff.serve = late
+    handoff.begin, handoff.finish = asked.append, late
 
 
 def sleep_on_the_gpu(engine: Engine) -> None:

@@ -31,11 +31,12 @@ from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import CpuExperts, ExpertStore
 from tandem.experts.feed import LayerFeed
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.kernel_loads import kernel_loads, watch_triton
 from tandem.kernels.ops import Ops
 from tandem.kernels.packed.cache import KeptLayer
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
-from tandem.server.engine_process import LoadedEngine, pin_main_thread, print_plan, warm_up
+from tandem.server.engine_process import LoadedEngine, print_plan, take_cpus, warm_gpu, warm_up
 
 if TYPE_CHECKING:
     from tandem.experts.handoff import Handoff
@@ -101,10 +102,14 @@ class MadeUpStart(Start):
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """In the engine's process, instead of `engine_process.load_engine`."""
+    watch_triton()
     parts = made_up_parts(config, lambda plan: print_plan(plan, config.notices()), embedded=FAR)
     model, engine = parts.model_config, Engine.from_parts(parts)
-    pin_main_thread(engine.plan.cpus[0])
-    warm_up(engine, model.vocab)
+    take_cpus(parts)
+    if not config.skip_server_warmup:
+        warm_up(engine, model.vocab)
+        warm_gpu(engine, parts)
+    kernel_loads.ready()
     return LoadedEngine(engine, engine.plan, config.model, model.model_type, model.vocab)
 
 

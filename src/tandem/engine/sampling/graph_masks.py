@@ -9,20 +9,22 @@ import torch
 from torch import Tensor
 
 from tandem.engine.sampling.masks import RowMasks, TokenMask, masked_rows
+from tandem.errors import EngineError
 
 
 class GraphMasks:
     """`there`: int64 [size + 1] on the device, the addresses of masks in memory that it reads. 0: the row is free. The
-    last is the address of a word that is 0 until the masks are made; 0: nobody waits for it.
+    last is the address of two words; 0: nobody waits for them. The first is 0 until the masks are made. The device
+    makes the second 1 when it has waited too long, and goes on with what it finds.
 
     A mask stays where it is while its answer goes on. So a step with the rows of the step before sends nothing.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._host = torch.zeros(size + 2, dtype=torch.int64, pin_memory=self._pinned)  # the last is the word
+        self._host = torch.zeros(size + 3, dtype=torch.int64, pin_memory=self._pinned)  # the last are the words
         self.there = torch.zeros(size + 1, dtype=torch.int64, device=device)
-        self._word = self._host[-1:].numpy()  # as an array: PyTorch takes ten times as long to write a number
+        self._word = self._host[-2:].numpy()  # as an array: PyTorch takes ten times as long to write a number
         self._sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
 
     def send(self, masks: RowMasks) -> None:
@@ -36,8 +38,8 @@ class GraphMasks:
         for row, mask in enumerate(masks):
             if mask is not None:
                 self._host[row] = self._address(mask)
-        self._host[-2] = self._host[-1:].data_ptr() if masks else 0
-        self.there.copy_(self._host[:-1], non_blocking=True)
+        self._host[-3] = self._host[-2:].data_ptr() if masks else 0
+        self.there.copy_(self._host[:-2], non_blocking=True)
         self._sent = masks
 
     def make(self, masks: Callable[[], None]) -> None:
@@ -46,6 +48,13 @@ class GraphMasks:
             masks()
         finally:
             self._word[0] = 1
+
+    def check(self) -> None:
+        """When the graph has ended. Raises EngineError if it did not wait for the masks: its rows are then the best of
+        those that were allowed before."""
+        if self._word[1]:
+            self._word[1] = 0
+            raise EngineError("the masks of a step's grammars came too late for the GPU")
 
     def applied(self, logits: Tensor) -> Tensor:
         """What the GPU's kernel does while it looks for the best token, by PyTorch."""

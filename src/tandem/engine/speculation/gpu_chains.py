@@ -175,14 +175,23 @@ class GpuChains:
     ) -> list[list[int]]:
         chain, first, later = recorded
         chain.inputs.fill(runs, widths)
-        for one in (first, *[later] * (0 if chain.next is None else max(widths) - 1)):
-            one.replay()
-            self._handoff.serve(one.posts)
+        self._replay((first, *[later] * (0 if chain.next is None else max(widths) - 1)))
         self._end.mark()
         self._end.wait()
         self._handoff.check()
         found, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
         return [tokens[:width] for tokens, width in zip(found, widths, strict=False)]
+
+    def _replay(self, passes: Rows[_Recorded]) -> None:
+        """One after the other: what a pass needs of the one before is on the device."""
+        self._handoff.begin(sum(one.posts for one in passes))
+        try:
+            for one in passes:
+                one.replay()
+            self._handoff.finish()
+        except BaseException:
+            self._handoff.cancel()
+            raise
 
     def _captured(self, shape: ChainShape, pool: Any) -> tuple[tuple[Chain | Block, _Recorded, _Recorded], Any]:
         chain = Block(self._drafts, shape) if self._drafts.at_once else Chain(self._drafts, shape)

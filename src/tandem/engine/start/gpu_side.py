@@ -17,7 +17,8 @@ from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import EngineError
 from tandem.experts.deferral import who_defers
-from tandem.experts.handoff import Handoff, HandoffSizes
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.copies import CudaCopies, hold_all

@@ -29,7 +29,8 @@ def _best(x, at, inside, last):
 
 @triton.jit(do_not_specialize=["rows"])
 def _until_made(masks, rows, most, OVERLAP: tl.constexpr):
-    """Waits for the word whose address is behind those of the masks, in memory of the host."""
+    """Waits for the word whose address is behind those of the masks, in memory of the host. Says so in the next word
+    when that takes too long."""
     begin(OVERLAP)
     address = tl.load(masks + rows)
     if address != 0:
@@ -39,6 +40,8 @@ def _until_made(masks, rows, most, OVERLAP: tl.constexpr):
         while (made == 0) & (polls < most):
             made = tl.load(word, volatile=True)
             polls += 1
+        if made == 0:
+            tl.store(word + 2, 1)  # words are int64
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tandem.kernels.kernel_loads import kernel_loads
+
 
 def available() -> bool:
     """Whether cuda-core is installed, which models whose experts have kernels in Triton can do without."""
@@ -33,9 +35,12 @@ def compiled(source: str, names: Sequence[str], device_index: int | None) -> lis
 
     device = Device(device_index)
     device.set_current()
+    kernel_loads.begin()
     program = Program(COMMON + source, "c++", options=ProgramOptions(std="c++17", arch=f"sm_{device.arch}"))
     module = program.compile("cubin")
-    return [module.get_kernel(name) for name in names]
+    kernels = [module.get_kernel(name) for name in names]
+    kernel_loads.end("NVRTC", ", ".join(names))
+    return kernels
 
 
 def launch(

@@ -1,0 +1,121 @@
+"""`warm_kernels`: GPU kernels that prompts, large batches and sampling need are loaded before the engine is ready.
+
+The driver loads a kernel's code at its first launch, and waits until the GPU is idle to do so. Libraries take another
+kernel for another number of rows. So steps of many sizes run once. Layers of one kind use the same kernels, so one of
+each kind is run; and the CPU computes no experts for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from itertools import zip_longest
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from tandem.engine.gpu_runner import GpuRunner
+from tandem.engine.paused_pass import PausingModel
+from tandem.engine.protocol import SamplingParams
+from tandem.engine.sequence import Chunk, Sequence
+from tandem.engine.start.parts import EngineParts
+from tandem.kernels.kernel_loads import kernel_loads
+from tandem.models.batch import ForwardBatch
+
+MOST_SECONDS = 3.0  # of a start, for kernels that a cache has
+STEP = 1.25  # between two numbers of rows
+MOST_SAMPLED = 256
+
+_log = logging.getLogger(__name__)
+
+_ROW = SamplingParams(temperature=0.0)
+_SAMPLINGS = (
+    _ROW,
+    SamplingParams(),
+    SamplingParams(top_p=0.9, top_k=40),
+    SamplingParams(min_p=0.1, typical_p=0.9),
+    SamplingParams(top_k=1000, logprobs=5),
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias={1: 1.0}),
+)
+
+
+class SomeLayers:
+    """A model cut to one layer of each kind."""
+
+    def __init__(self, model: PausingModel, layers: Rows[int]) -> None:
+        self._model, self._layers = model, layers
+
+    def forward(self, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]) -> Tensor:
+        """As `StepModel.forward`; what it returns means nothing."""
+        p = self._model.begin(batch)
+        for index in self._layers:
+            self._model.layer(p, index, states)
+        return self._model.logits(p, states)
+
+
+def kinds_of_layers(model: Any, described: Rows[object]) -> list[int]:
+    """The first layer of each kind. described: what the configuration says of each."""
+    first: dict[object, int] = {}
+    for index, layer in enumerate(described):
+        experts = getattr(getattr(model.layers[index], "moe", None), "experts", None)
+        sides = [getattr(experts, side, None) is None for side in ("gpu", "cpu")]
+        first.setdefault((layer, *sides), index)
+    return list(first.values())
+
+
+def row_counts(most: int) -> list[int]:
+    """From 1 to `most`, each about STEP times the one before, powers of two first."""
+    spread, rows = {most}, 1.0
+    while rows < most:
+        spread.add(round(rows))
+        rows *= STEP
+    powers = [1 << bit for bit in range(most.bit_length())]
+    return [*powers, *sorted(spread - set(powers))]
+
+
+def warm_kernels(runner: GpuRunner, parts: EngineParts, seconds: float = MOST_SECONDS) -> None:
+    """Ends after about so many seconds, besides those in compilers. What is missing then is loaded when it is needed,
+    and counts as late."""
+    plan, model, handoff = parts.plan, parts.model, parts.handoff
+    assert handoff is not None
+    cut: Any = model
+    if isinstance(model, PausingModel) and hasattr(model, "layers"):
+        cut = SomeLayers(model, kinds_of_layers(model, parts.model_config.layers))
+    most = min(plan.max_step_tokens, plan.context_length - 1)
+    prompts = [(rows, False) for rows in row_counts(most)]
+    batches = [(rows, True) for rows in row_counts(plan.max_running_requests)]
+    steps = [step for pair in zip_longest(prompts, batches) for step in pair if step is not None]
+    started, done = perf_counter() - kernel_loads.seconds, 0  # on a clock that compilers stop
+    with runner.unseen(cut), handoff.computing_nothing():
+        for rows, decodes in steps:
+            if perf_counter() - kernel_loads.seconds - started > seconds:
+                break
+            try:
+                _run(runner, parts, rows, decodes)
+            except Exception:
+                runner.after_failure()
+                _log.exception("a step of %d rows failed before the start", rows)
+            done += 1
+    took = perf_counter() - kernel_loads.seconds - started
+    _log.info("ran steps of %d of %d sizes in %.1f s, besides compiling", done, len(steps), took)
+
+
+def _run(runner: GpuRunner, parts: EngineParts, rows: int, decodes: bool) -> None:
+    lengths = [1] * rows if decodes else [rows]
+    samplings = [_SAMPLINGS[i % len(_SAMPLINGS)] if decodes else _ROW for i in range(len(lengths))]
+    chunks = [_chunk(parts, length, sampling) for length, sampling in zip(lengths, samplings, strict=True)]
+    logits = runner.run_kernels(chunks)
+    sequences = [chunk.sequence for chunk in chunks][:MOST_SAMPLED]
+    logits.chosen(list(range(len(sequences))), sequences, ())
+
+
+def _chunk(parts: EngineParts, length: int, sampling: SamplingParams) -> Chunk:
+    """Of a sequence whose pages are all page 0, before anybody uses it."""
+    size, middle = parts.plan.page_size, parts.model_config.vocab // 2
+    sequence = Sequence(
+        "warm-up", 0, [middle] * length, sampling, arrival=0, max_len=length + 1, page_size=size, seed=1
+    )
+    sequence.num_pages = sequence.window_end = -(-length // size)
+    return Chunk(sequence, length, 1)
