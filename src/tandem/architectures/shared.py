@@ -27,7 +27,7 @@ from tandem.config.layers import (
 )
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
-from tandem.config.rope import Rope, positions_of, read_rope, rope_keys, still
+from tandem.config.rope import Rope, one_rope, positions_of, read_rope, rope_keys, still
 from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 
@@ -35,9 +35,10 @@ from tandem.errors import ConfigError
 def text_part(keys: JsonKeys, part: str = "text_config") -> JsonKeys:
     """The keys of a part of a model that reads images or sound, too; all keys where it has none. Whether embeddings are
     tied, the whole says first."""
-    if not keys.mapping(part):
+    nested = keys.mapping(part)
+    if not nested:
         return keys
-    inside = keys.inside(part)
+    inside = one_rope(keys.inside(part)) if "rope_scaling" in nested else keys.inside(part)
     said = keys.get("tie_word_embeddings")
     return inside if said is None else inside.overlaid({"tie_word_embeddings": said})
 

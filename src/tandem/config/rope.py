@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,6 +115,34 @@ class Rope:
 def still(dims: int) -> Rope:
     """No channel turns: attention without positions."""
     return Rope(10000.0, dims, Proportional(0.0))
+
+
+STAY = "rope_theta", "partial_rotary_factor"
+"""What a file says of rotations whether they are scaled or not."""
+
+
+def one_rope(keys: JsonKeys) -> JsonKeys:
+    """`keys` where `rope_scaling` does not lie beside `rope_parameters`: it replaces them, as in Transformers 5.
+
+    Raises ConfigError where values of `rope_parameters` would be lost: Transformers goes back to the family's own.
+    """
+    if not {"rope_scaling", "rope_parameters"} <= set(keys):
+        return keys
+    scaling, before = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
+    if not scaling or not before:
+        return keys
+    if any(isinstance(value, Mapping) for value in before.values()) and scaling != before:
+        raise ConfigError(
+            f"{keys.where}: rope_scaling lies beside rope_parameters, which have an object for each kind of layer: "
+            "write the scaling into that of full_attention, and remove rope_scaling"
+        )
+    lost = {key: before[key] for key in STAY if key in before and key not in scaling and key not in keys}
+    if lost:
+        whole = json.dumps({"rope_scaling": scaling | lost})
+        raise ConfigError(
+            f"{keys.where}: rope_scaling replaces rope_parameters, but does not say {' and '.join(lost)}: write {whole}"
+        )
+    return keys.overlaid({"rope_parameters": scaling})
 
 
 def rope_keys(keys: JsonKeys) -> JsonKeys:
