@@ -52,6 +52,16 @@ class GgufKeys(Protocol):
         ...
 
     @property
+    def depth(self) -> int:
+        """Layers of the model itself."""
+        ...
+
+    @property
+    def drafts(self) -> int:
+        """Draft layers whose tensors are there."""
+        ...
+
+    @property
     def has_bias(self) -> bool: ...
     @property
     def expert_width(self) -> int: ...

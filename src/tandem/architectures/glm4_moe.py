@@ -101,7 +101,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "n_group": keys.optional("expert_group_count", 1),
         "topk_group": keys.optional("expert_group_used_count", 1),
-        "num_nextn_predict_layers": keys.optional("nextn_predict_layers", 0),
+        "num_nextn_predict_layers": keys.drafts,
     }
 
 

@@ -92,15 +92,18 @@ class GGUFFile:
                 raise header.broken(f"key {key} is there twice")
             self.metadata[key] = header.value(header.number("<u4"))
         infos = [header.tensor_info() for _ in range(tensors)]
-        start = -(-header.at // self._alignment(header)) * self._alignment(header)
+        alignment = self._alignment(header)
+        start = -(-header.at // alignment) * alignment
         for info in infos:
+            if info.offset % alignment:
+                raise header.broken(f"tensor {info.name} lies at {info.offset}, no multiple of {alignment}")
             self._place(info, start, header)
         self._check_overlaps(header)
 
     def _alignment(self, header: _Header) -> int:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise header.broken(f"general.alignment is {alignment}, not a power of two")
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise header.broken(f"general.alignment is {alignment!r}, not a power of two from 8 on")
         return alignment
 
     def _place(self, info: _TensorInfo, start: int, header: _Header) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tandem.checkpoint.gguf_model import SUFFIX, is_gguf, split_files
 from tandem.config.env import DEMO, cache_dir
 from tandem.errors import CheckpointError, HubError
+from tandem.hub.files import gguf_variants
 from tandem.hub.names import HubName, hub_name
 from tandem.hub.snapshot import cache_root, find_snapshot
 
@@ -77,9 +78,9 @@ def _neither(text: str, path: Path) -> str:
 
 def _only_gguf(directory: Path) -> Path:
     """The one GGUF model in `directory`; `directory` itself when it has none."""
-    files = sorted(directory.glob(f"*{SUFFIX}"))
-    models = {next(split_files(file)) for file in files}
-    if len(models) > 1:
-        names = ", ".join(file.name for file in sorted(models)[:4])
+    models = gguf_variants(file.name for file in directory.glob(f"*{SUFFIX}"))
+    firsts = [directory / files[0] for _, files in sorted(models.items())]
+    if len(firsts) > 1:
+        names = ", ".join(file.name for file in firsts[:4])
         raise CheckpointError(f"{directory} holds several models: give one of the files, for example {names}")
-    return models.pop() if models else directory
+    return next(split_files(firsts[0])) if firsts else directory

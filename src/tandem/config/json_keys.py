@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,29 @@ DRAFT_LAYERS = ("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers")
 
 TOWERS = ("vision_config", "audio_config")
 """Of multimodal models: parts that text does not pass through."""
+
+
+# Integers of files size lists, tables and loops before a tensor's shape can contradict them. So each is bounded where it
+# is read: of config.json, and of a GGUF file's metadata.
+LEAST = -1  # some keys have it for "none"
+LARGEST = 1 << 31
+LAYERS = 10_000
+CHOICES = 1 << 16
+WIDTH = 1 << 24
+
+_MOST = (
+    (re.compile(r"layers$|block_count$"), LAYERS),
+    (re.compile(r"heads|head_count|experts|expert_\w*count|time_step_rank|ssm\.group_count"), CHOICES),
+    (re.compile(r"hidden_size|intermediate_size|_length$|inner_size|state_size|_(dim|rank)$|l_cache|kernel"), WIDTH),
+)
+_POSITIONS = re.compile(r"context_length$")
+
+
+def outside(key: str, value: int) -> str:
+    """Why `key` cannot have this value; "" where it can."""
+    fitting = (most for pattern, most in _MOST if pattern.search(key) and not _POSITIONS.search(key))
+    most = next(fitting, LARGEST)
+    return "" if LEAST <= value <= most else f"is {value}, and must be {LEAST} to {most}"
 
 
 def read_json(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
@@ -128,6 +152,8 @@ class JsonKeys(Mapping[str, Any]):
             raise ConfigError(
                 f"{self.where}: {key} is {value!r}, not a whole number or a list of them; try 2"
             )
+        for number in numbers:
+            self._check_bounds(key, number)
         return tuple(numbers)
 
     def only(self, key: str, supported: Any, why: str) -> None:
@@ -143,4 +169,9 @@ class JsonKeys(Mapping[str, Any]):
         if type(value) is not type(example) or (isinstance(value, float) and not math.isfinite(value)):
             kind = type(example).__name__
             raise ConfigError(f"{self.where}: {key} is {value!r}, not a {kind}; try {json.dumps(example)}")
+        self._check_bounds(key, value)
         return value
+
+    def _check_bounds(self, key: str, value: T) -> None:
+        if type(value) is int and (why := outside(key, value)):
+            raise ConfigError(f"{self.where}: {key} {why}")

@@ -130,7 +130,7 @@ def gguf_plain(keys: GgufKeys) -> dict[str, Any]:
 
 def gguf_hybrid(keys: GgufKeys) -> dict[str, Any]:
     """Layers without key heads are state spaces."""
-    key_heads = keys.layers("attention.head_count_kv", keys.need("block_count"))
+    key_heads = keys.layers("attention.head_count_kv", keys.depth)
     heads, inner = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
     return _gguf_shared(keys) | {
         "model_type": "granitemoehybrid",

@@ -95,7 +95,7 @@ def _mixers(keys: JsonKeys) -> list[Mixer]:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Layers without key heads are delta nets, of as many heads as attention has."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count, rope_dim = keys.need("block_count"), keys.need("rope.dimension_count")
+    count, rope_dim = keys.depth, keys.need("rope.dimension_count")
     key_heads = keys.layers("attention.head_count_kv", count)
     return {
         "model_type": "kimi_linear",

@@ -114,7 +114,7 @@ def _space(keys: JsonKeys) -> StateSpace:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """A layer is what its tensors are."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    count = keys.depth
     kinds = [_kind(keys, f"blk.{layer}.") for layer in range(count)]
     heads = keys.need("ssm.time_step_rank")
     dense = next((i for i, kind in enumerate(kinds) if kind == "mlp"), None)

@@ -52,7 +52,7 @@ def _pattern(keys: JsonKeys) -> list[str]:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    count = keys.depth
     windowed = keys.layers("attention.sliding_window_pattern", count)
     return {
         "model_type": "exaone_moe",

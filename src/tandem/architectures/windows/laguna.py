@@ -77,7 +77,7 @@ def _attention(keys: JsonKeys, kind: str, heads: int) -> Gqa:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Where no key says which layers see all, the first of every four does."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count, window = keys.need("block_count"), keys.optional("attention.sliding_window", 0)
+    count, window = keys.depth, keys.optional("attention.sliding_window", 0)
     heads = keys.layers("attention.head_count", count)
     each_gate = keys.rows("attn_gate.weight") == heads[0]
     return {
