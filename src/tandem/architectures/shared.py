@@ -270,12 +270,24 @@ def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[
     return [replace(attention, window=size if kind == WINDOW else 0) for kind in kinds]
 
 
-def turning_in_windows(keys: JsonKeys, attention: Gqa, kinds: list[str]) -> list[Gqa]:
-    """Of each layer: with a window it turns; without, it does not, unless no layer has one."""
+def turning_in_windows(
+    keys: JsonKeys, attention: Gqa, kinds: list[str], window: int, *, without: bool = False
+) -> list[Gqa]:
+    """Of each layer: those with a window turn, the others do not. window: what an absent `sliding_window` means;
+    without: whether all turn where it is null."""
     if unknown := sorted(set(kinds) - {WINDOW, FULL}):
         raise ConfigError(f"{keys.where}: layer type {unknown[0]!r} is not supported; {WINDOW} and {FULL} are")
-    size = keys.optional("sliding_window", 0)
-    if not size:
-        return [attention] * len(kinds)
+    size = keys.count("sliding_window", 0, most=1 << 31) if "sliding_window" in keys else window
     near, far = replace(attention, window=size), replace(attention, rope=still(attention.head_dim))
+    if without and not size:
+        far = near
     return [near if kind == WINDOW else far for kind in kinds]
+
+
+def check_convolutions(keys: JsonKeys) -> None:
+    """Of layers whose convolutions end in `hidden_act`, as their feed-forwards do."""
+    if activation(keys).kind != "silu":
+        raise ConfigError(
+            f"{keys.where}: hidden_act = {keys['hidden_act']!r} is not supported here, since convolutions end in it, too; "
+            "'silu' is"
+        )

@@ -125,7 +125,8 @@ class JsonKeys(Mapping[str, Any]):
         """A whole number from 1 to `most`."""
         value = self.need(key, example, *aliases)
         if not 1 <= value <= most:
-            raise ConfigError(f"{self.where}: {key} is {value}, and must be 1 to {most}; try {example}")
+            name = next(each for each in (key, *aliases) if self.get(each) is not None)
+            raise ConfigError(f"{self.where}: {name} is {value}, and must be 1 to {most}; try {example}")
         return value
 
     def count(self, key: str, default: int, most: int = 1 << 16) -> int:

@@ -12,6 +12,7 @@ from tandem.architectures.names import Names, Renames
 from tandem.architectures.recurrent.granite import taps_of
 from tandem.architectures.shared import (
     FULL,
+    check_convolutions,
     epsilon,
     layer_count,
     layers_after_dense,
@@ -59,6 +60,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.get("head_dim"), keys.get("rope_parameters")
     said: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
     keys = keys.overlaid(said | _delta_keys(keys) | {"rope_theta": keys.optional("rope_theta", 1e4)})
+    check_convolutions(keys)
     mixers = _mixers(keys)
     width = keys.size("moe_intermediate_size", 1024)
     router = sigmoid_router(keys, "num_experts", scale=2.446)
