@@ -60,7 +60,9 @@ def model(
     how = activation(keys)
     moe = None if moe is None else moe.activated_by(how)
     if moe is not None and not moe_layers:
-        raise ConfigError("config.json: no layer is MoE; this is a dense model")
+        raise ConfigError(
+            "config.json: no layer is MoE; this is a dense model (by num_hidden_layers, and the keys that make layers dense)"
+        )
     count, norm = layer_count(keys), Norm(epsilon(keys), plus_one)
     sparse = moe is not None and len(set(moe_layers)) == count
     width = keys.optional("intermediate_size", 0) if sparse else keys.size("intermediate_size", 5632)

@@ -11,6 +11,7 @@ from typing import Literal
 from tandem.config.json_keys import JsonKeys
 from tandem.errors import ConfigError
 
+MOST_DIMS = 1 << 16  # a list has as many frequencies
 KINDS = "default, linear, yarn, llama3 and proportional"
 
 
@@ -155,9 +156,9 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
     theta = keys.need("rope_theta", 10000.0)
     if not (math.isfinite(theta) and theta > 0):
         raise ConfigError(f"{keys.where}: rope_theta is {theta}, and must be above 0; try 10000.0")
-    if dims % 2 or dims < 1:
-        raise ConfigError(f"{keys.where}: {dims} rotary channels must be even and at least 2")
-    kind = keys.get("rope_type") or keys.get("type") or "default"
+    if dims % 2 or not 1 <= dims <= MOST_DIMS:
+        raise ConfigError(f"{keys.where}: {dims} rotary channels must be even, and 2 to {MOST_DIMS}")
+    kind = kind_of(keys)
     if kind == "default":
         return Rope(theta, dims, pairs=pairs)
     if kind == "linear":
@@ -175,8 +176,9 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
 
 
 def softmax_factor(keys: JsonKeys) -> float:
-    """What DeepSeek multiplies the softmax scale by where YaRN's `mscale_all_dim` says so."""
-    return mscale(_factor(keys), keys.optional("mscale_all_dim", 0.0)) ** 2 if _is_yarn(keys) else 1.0
+    """What DeepSeek multiplies the softmax scale by where YaRN's `mscale_all_dim` says so, whatever is scaled how."""
+    weight = 0.0 if kind_of(keys) == "default" else keys.optional("mscale_all_dim", 0.0)
+    return mscale(_factor(keys), weight) ** 2 if weight else 1.0
 
 
 def positions_of(keys: JsonKeys, rope: Rope) -> int:
@@ -192,8 +194,12 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _is_yarn(keys: JsonKeys) -> bool:
-    return (keys.get("rope_type") or keys.get("type")) == "yarn"
+def kind_of(keys: JsonKeys) -> str:
+    """keys: as `rope_keys` gives them."""
+    kind = keys.get("rope_type") or keys.get("type") or "default"
+    if not isinstance(kind, str):
+        raise ConfigError(f"{keys.where}: rope_type is {kind!r}, not a word; {KINDS} are supported")
+    return kind
 
 
 def _factor(keys: JsonKeys) -> float:
@@ -212,6 +218,11 @@ def _original(keys: JsonKeys) -> int:
 
 def _yarn(keys: JsonKeys) -> Yarn:
     fast, slow = keys.optional("beta_fast", 32.0) or 32.0, keys.optional("beta_slow", 1.0) or 1.0
+    for key, beta in (("beta_fast", fast), ("beta_slow", slow)):
+        if not beta > 0:
+            raise ConfigError(f"{keys.where}: {key} is {beta}, and must be above 0; remove it for the usual one")
+    if (theta := keys.need("rope_theta", 10000.0)) <= 1:
+        raise ConfigError(f"{keys.where}: rope_theta is {theta}, and must be above 1 for yarn; try 10000.0")
     return Yarn(_factor(keys), _original(keys), fast, slow, keys.optional("truncate", True))
 
 
