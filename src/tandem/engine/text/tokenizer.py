@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from tandem.config.json_keys import JsonKeys
 from tandem.config.small_files import TEMPLATE_BYTES, lfs_pointer, read_text
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
@@ -54,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json (or tiktoken.model), tokenizer_config.json, chat_template.jinja, and the end tokens of
+        """Reads tokenizer.json (or tiktoken.model, or vocab.json and merges.txt), tokenizer_config.json, chat_template.jinja, and the end tokens of
         generation_config.json or config.json; or a GGUF file, which has all that inside."""
         if directory.is_file():
             return cls._of(*_read_gguf(directory))
@@ -219,8 +220,12 @@ def _read_vocabulary(directory: Path, settings: dict[str, Any]) -> tokenizers.To
         from tandem.checkpoint.tiktoken_tokenizer import tiktoken_tokenizer  # needs torch, as above
 
         return tiktoken_tokenizer(directory, settings, _BYTE_OF_CHAR)
+    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        from tandem.engine.text.bpe_files import bpe_tokenizer  # needs torch, as above
+
+        return bpe_tokenizer(directory, settings)
     raise CheckpointError(
-        f"{directory} has no tokenizer.json: copy it from where the model came from, or write it there with "
+        f"{directory} has no tokenizer.json, nor vocab.json and merges.txt: copy it from where the model came from, or write it there with "
         "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )
 
@@ -256,8 +261,7 @@ def _token_text(value: Any) -> str | None:
 def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
-        found += [value] if isinstance(value, int) else value if isinstance(value, list) else []
+        found += JsonKeys(_read_json(directory / name), str(directory / name)).integers("eos_token_id")
     if eos_token is not None and (token_id := inner.token_to_id(eos_token)) is not None:
         found.append(token_id)
     return tuple(dict.fromkeys(found))
@@ -267,7 +271,7 @@ def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
         return read_text(path, TEMPLATE_BYTES)
-    template = settings.get("chat_template")
+    template = settings.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several named templates
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
         template = named[0].get("template") if named else None
