@@ -32,6 +32,11 @@ AS_SAFETENSORS = {
     "jamba": "jamba", "phimoe": "phimoe",
 }  # fmt: skip
 """Architectures that are not read, by the model types of their families, which run."""
+NO_MODELS = {
+    "adapter": "an adapter (LoRA), which is not served before it is merged into its model",
+    "mmproj": "what makes embeddings of images or sound", "imatrix": "statistics for quantisation",
+}  # fmt: skip
+"""By general.type."""
 CONTROL, USER_DEFINED = 3, 4  # of token_type
 
 Config = dict[str, Any]
@@ -177,6 +182,8 @@ def _guesses(model: GGUFModel, block: int) -> bool:
 
 def supported(model: GGUFModel) -> str:
     """Its architecture. Raises CheckpointError where that is not read, saying what runs instead."""
+    if (what := NO_MODELS.get(str(model.metadata.get("general.type")))) is not None:
+        raise CheckpointError(f"{model.path} is {what}, and no model: give the model's own file")
     if (architecture := model.architecture) in GGUF:
         return architecture
     other = AS_SAFETENSORS.get(architecture)

@@ -22,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from tandem.checkpoint.mapped.pages import Pages
-from tandem.config.small_files import lfs_pointer
+from tandem.config.small_files import lfs_pointer, unreadable
 from tandem.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -61,7 +61,9 @@ class GGUFFile:
         try:
             with path.open("rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except ValueError as error:  # an empty file cannot be mapped
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         self.size = len(self._map)
         header = _Header(self._map, min(self.size, HEADER_LIMIT), path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tandem.checkpoint.gguf_model import SUFFIX, is_gguf, split_files
 from tandem.config.env import DEMO, cache_dir
+from tandem.config.small_files import unreadable
 from tandem.errors import CheckpointError, HubError
 from tandem.hub.files import gguf_variants
 from tandem.hub.names import HubName, hub_name
@@ -28,7 +30,15 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if str(name_or_path) == DEMO:
         return demo_dir()
     path = Path(name_or_path).expanduser()
+    try:
+        return _resolved(str(name_or_path), path)
+    except OSError as error:  # what stands above it may not be looked into
+        raise unreadable(path, error) from error
+
+
+def _resolved(text: str, path: Path) -> Path:
     if path.is_dir():
+        os.scandir(path).close()  # a glob of what may not be listed would find nothing
         return path if (path / "config.json").exists() else _only_gguf(path)
     if path.is_file():
         if is_gguf(path):
@@ -36,10 +46,10 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise CheckpointError(
             f"{path} is not GGUF: give a GGUF file, or the directory that holds config.json and *.safetensors"
         )
-    name = hub_name(str(name_or_path))
+    name = hub_name(text)
     if name is not None:
         return _cached(name)
-    raise CheckpointError(_neither(str(name_or_path), path))
+    raise CheckpointError(_neither(text, path))
 
 
 def _cached(name: HubName) -> Path:

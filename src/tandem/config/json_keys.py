@@ -63,7 +63,7 @@ def read_json(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
         value = json.loads(read_text(path, most_bytes))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: is {path.parent} a model directory?") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except RecursionError as error:
         raise CheckpointError(f"{path} is nested too deeply; fetch the model again") from error

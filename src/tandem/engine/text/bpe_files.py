@@ -54,12 +54,8 @@ def _model(directory: Path) -> tokenizers.models.Model:
 
 def _merges(path: Path) -> list[tuple[str, str]]:
     """A line for each; the first may name the version."""
-    try:
-        lines = read_text(path, FILE_BYTES).split("\n")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     found: list[tuple[str, str]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, FILE_BYTES).split("\n"), 1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         first, _, second = line.rstrip("\r").partition(" ")
