@@ -134,7 +134,10 @@ def test_the_index_decides_between_files(sharded):
     saved, stale = load_file(sharded / TWO), {"a": torch.full((7,), 9.0)}
     save_file(saved | stale, sharded / TWO)
     assert torch.equal(open_checkpoint(sharded).get("a"), load_file(sharded / ONE)["a"])
-    assert open_checkpoint(sharded).nbytes() == sum(x.nbytes for f in (ONE, TWO) for x in load_file(sharded / f).values()) - 28
+    assert (
+        open_checkpoint(sharded).nbytes()
+        == sum(x.nbytes for f in (ONE, TWO) for x in load_file(sharded / f).values()) - 28
+    )
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["a"] = TWO
     (sharded / INDEX).write_text(json.dumps(index))
@@ -213,3 +216,11 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path):
     found = open_checkpoint(tmp_path)
     assert found.get("big.weight")[-1, -3:].tolist() == [0, 0, 0]
     assert found.nbytes() > ram + swap
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    """Processes tell each other the model's path as JSON and in messages."""
+    path = Path(os.fsdecode(os.fsencode(str(tmp_path)) + b"/model\xff"))
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"model\\udcff' is no name in UTF-8.*rename it, or link it"):
+        resolve_model(path)

@@ -61,7 +61,7 @@ def model(
     moe = None if moe is None else moe.activated_by(how)
     if moe is not None and not moe_layers:
         raise ConfigError(
-            "config.json: no layer is MoE; this is a dense model (by num_hidden_layers, and the keys that make layers dense)"
+            "config.json: no layer is MoE; this is a dense model, by num_hidden_layers and keys of dense layers"
         )
     count, norm = layer_count(keys), Norm(epsilon(keys), plus_one)
     sparse = moe is not None and len(set(moe_layers)) == count
@@ -290,6 +290,6 @@ def check_convolutions(keys: JsonKeys) -> None:
     """Of layers whose convolutions end in `hidden_act`, as their feed-forwards do."""
     if activation(keys).kind != "silu":
         raise ConfigError(
-            f"{keys.where}: hidden_act = {keys['hidden_act']!r} is not supported here, since convolutions end in it, too; "
-            "'silu' is"
+            f"{keys.where}: hidden_act = {keys['hidden_act']!r} is not supported here, since convolutions end in it, "
+            "too; 'silu' is"
         )

@@ -30,10 +30,23 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if str(name_or_path) == DEMO:
         return demo_dir()
     path = Path(name_or_path).expanduser()
+    if not _is_utf8(str(path)):
+        raise CheckpointError(
+            f"{str(path)!r} is no name in UTF-8, which processes tell each other: rename it, or link it"
+        )
     try:
         return _resolved(str(name_or_path), path)
     except OSError as error:  # what stands above it may not be looked into
         raise unreadable(path, error) from error
+
+
+def _is_utf8(text: str) -> bool:
+    """Python has lone surrogates for bytes of a name that are not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _resolved(text: str, path: Path) -> Path:

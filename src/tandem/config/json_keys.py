@@ -34,8 +34,8 @@ TOWERS = ("vision_config", "audio_config")
 """Of multimodal models: parts that text does not pass through."""
 
 
-# Integers of files size lists, tables and loops before a tensor's shape can contradict them. So each is bounded where it
-# is read: of config.json, and of a GGUF file's metadata.
+# Integers of files size lists, tables and loops before a tensor's shape can contradict them. So each is bounded where
+# it is read: of config.json, and of a GGUF file's metadata.
 LEAST = -1  # some keys have it for "none"
 LARGEST = 1 << 31
 LAYERS = 10_000
@@ -54,7 +54,7 @@ def outside(key: str, value: int) -> str:
     """Why `key` cannot have this value; "" where it can."""
     fitting = (most for pattern, most in _MOST if pattern.search(key) and not _POSITIONS.search(key))
     most = next(fitting, LARGEST)
-    return "" if LEAST <= value <= most else f"is {value}, and must be {LEAST} to {most}"
+    return f"is {value}, and must be at most {most}" if value > most else f"is {value}; try 1" if value < LEAST else ""
 
 
 def read_json(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:

@@ -157,7 +157,9 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
     if not (math.isfinite(theta) and theta > 0):
         raise ConfigError(f"{keys.where}: rope_theta is {theta}, and must be above 0; try 10000.0")
     if dims % 2 or not 1 <= dims <= MOST_DIMS:
-        raise ConfigError(f"{keys.where}: {dims} rotary channels must be even, and 2 to {MOST_DIMS}")
+        raise ConfigError(
+            f"{keys.where}: {dims} rotary channels (by partial_rotary_factor) must be even, and 2 to {MOST_DIMS}"
+        )
     kind = kind_of(keys)
     if kind == "default":
         return Rope(theta, dims, pairs=pairs)

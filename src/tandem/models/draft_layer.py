@@ -89,7 +89,7 @@ class DraftLayer:
 
 
 def head_name(b: Builder) -> str:
-    """The matrix that makes logits: a stored head, whatever config.json says of it; else the embedding it is tied to."""
+    """The matrix that makes logits: a stored head, whatever config.json says; else the embedding it is tied to."""
     tied = b.config.tied_embeddings and not b.checkpoint.has_matrix("lm_head")
     return "model.embed_tokens" if tied else "lm_head"
 

@@ -92,7 +92,11 @@ class Shards:
         if not (self.path / INDEX).exists():
             return {}
         weight_map = read_json(self.path / INDEX, INDEX_BYTES).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(v, str) for v in weight_map.values())
+        ):
             raise CheckpointError(f"{self.path / INDEX} has no 'weight_map' of tensor names to files")
         return weight_map
 

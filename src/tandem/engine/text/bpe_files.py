@@ -45,10 +45,14 @@ def _model(directory: Path) -> tokenizers.models.Model:
     vocabulary = read_json(directory / VOCABULARY, FILE_BYTES)
     merges = _merges(directory / MERGES)
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in vocabulary.values()):
-        raise CheckpointError(f"{directory / VOCABULARY} does not give each token a number; fetch the file again")
+        raise CheckpointError(
+            f"{directory / VOCABULARY} does not give each token a number; fetch the file again"
+        )
     for pair in merges:
         if not {*pair, "".join(pair)} <= vocabulary.keys():
-            raise CheckpointError(f"{directory / MERGES} joins {' '.join(pair)!r}, which {VOCABULARY} does not have")
+            raise CheckpointError(
+                f"{directory / MERGES} joins {' '.join(pair)!r}, which {VOCABULARY} does not have"
+            )
     return models.BPE(vocabulary, merges)
 
 
@@ -73,8 +77,13 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path, settings: dict[str, Any])
     for number, token in sorted(numbered.items()):
         content = token.get("content") if isinstance(token, dict) else None
         if not isinstance(content, str) or not content:
-            raise CheckpointError(f"{directory}: added_tokens_decoder.{number} is {json.dumps(token)[:40]}, no token")
-        ways = {way: token.get(way) is True for way in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+            raise CheckpointError(
+                f"{directory}: added_tokens_decoder.{number} is {json.dumps(token)[:40]}, no token"
+            )
+        ways = {
+            way: token.get(way) is True
+            for way in ("lstrip", "rstrip", "single_word", "normalized", "special")
+        }
         tokenizer.add_tokens([AddedToken(content, **ways)])
         if tokenizer.token_to_id(content) != number:
             raise CheckpointError(

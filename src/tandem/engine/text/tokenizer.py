@@ -55,8 +55,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json (or tiktoken.model, or vocab.json and merges.txt), tokenizer_config.json, chat_template.jinja, and the end tokens of
-        generation_config.json or config.json; or a GGUF file, which has all that inside."""
+        """Reads tokenizer.json (or tiktoken.model, or vocab.json and merges.txt), tokenizer_config.json,
+        chat_template.jinja or .json, and the end tokens of generation_config.json or config.json; or a GGUF file, which
+        has all that inside."""
         if directory.is_file():
             return cls._of(*_read_gguf(directory))
         settings = _read_json(directory / "tokenizer_config.json")
@@ -225,8 +226,8 @@ def _read_vocabulary(directory: Path, settings: dict[str, Any]) -> tokenizers.To
 
         return bpe_tokenizer(directory, settings)
     raise CheckpointError(
-        f"{directory} has no tokenizer.json, nor vocab.json and merges.txt: copy it from where the model came from, or write it there with "
-        "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        f"{directory} has no tokenizer.json, nor vocab.json and merges.txt: copy it from where the model came from, "
+        "or write it there with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )
 
 

@@ -38,12 +38,14 @@ def family(tiny_models, tmp_path, variant="qwen3_moe"):
 )
 def test_a_huge_one_is_refused_by_its_name(tiny_models, tmp_path, variant, key):
     path = rewritten(family(tiny_models, tmp_path, variant), tmp_path / "m.gguf", {key: HUGE})
-    with pytest.raises(TandemError, match=re.escape(key) + f" is {HUGE}, and must be -1 to"):
+    with pytest.raises(TandemError, match=re.escape(key) + f" is {HUGE}, and must be at most"):
         load_model_config(path)
 
 
 def test_layers_without_blocks_are_refused(tiny_models, tmp_path):
-    path = rewritten(family(tiny_models, tmp_path, "lfm2_moe"), tmp_path / "m.gguf", {"lfm2moe.block_count": 0})
+    path = rewritten(
+        family(tiny_models, tmp_path, "lfm2_moe"), tmp_path / "m.gguf", {"lfm2moe.block_count": 0}
+    )
     with pytest.raises(CheckpointError, match="block_count is 0"):
         load_model_config(path)
 
@@ -58,7 +60,9 @@ def test_a_list_of_rows_is_made_only_where_a_matrix_has_them(tiny_models, tmp_pa
 @pytest.mark.parametrize("alignment", [True, 1, 2, 4, 12, 1 << 21])
 def test_an_alignment_that_is_none_is_refused(tiny_models, tmp_path, alignment):
     path = rewritten(family(tiny_models, tmp_path), tmp_path / "m.gguf", {"general.alignment": alignment})
-    with pytest.raises(CheckpointError, match=rf"m\.gguf.*general\.alignment is {alignment}, not a power of two from 8"):
+    with pytest.raises(
+        CheckpointError, match=rf"m\.gguf.*general\.alignment is {alignment}, not a power of two from 8"
+    ):
         load_model_config(path)
 
 
@@ -105,14 +109,18 @@ def test_a_draft_layer_that_is_named_and_not_counted_takes_no_layer_away(tiny_mo
 
 def test_a_block_without_tensors_is_refused_with_what_it_may_be(tiny_models, tmp_path):
     path = rewritten(family(tiny_models, tmp_path, "glm4_moe"), tmp_path / "m.gguf", {COUNT: 4})
-    with pytest.raises(CheckpointError, match=r"block_count is 4, but .* is blk\.2: .*\(MTP\) was taken away.* is 3"):
+    with pytest.raises(
+        CheckpointError, match=r"block_count is 4, but .* is blk\.2: .*\(MTP\) was taken away.* is 3"
+    ):
         load_model_config(path)
 
 
 # -- directories ---
 
 
-@pytest.mark.parametrize("beside", ["mmproj-F16.gguf", "Model-mmproj-BF16.gguf", "imatrix.gguf", "m.imatrix.gguf"])
+@pytest.mark.parametrize(
+    "beside", ["mmproj-F16.gguf", "Model-mmproj-BF16.gguf", "imatrix.gguf", "m.imatrix.gguf"]
+)
 def test_what_lies_beside_a_model_is_none(tiny_models, tmp_path, beside):
     whole = family(tiny_models, tmp_path)
     (tmp_path / beside).write_bytes(b"GGUF")

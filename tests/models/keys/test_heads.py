@@ -24,7 +24,9 @@ def said_tied(source, path, change=lambda tensors: tensors):
     return path
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "granitemoeshared", "gemma4_text-plain", "ernie4_5_moe-layers"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3_moe", "granitemoeshared", "gemma4_text-plain", "ernie4_5_moe-layers"]
+)
 def test_a_stored_head_is_used_though_config_json_says_tied(tiny_models, tmp_path, variant):
     def with_head(tensors):
         head = tensors.get(HEAD, tensors[EMBEDDING].flip(0))

@@ -31,7 +31,14 @@ def read(path, tensors, config, module=MODULE):
 
 
 def auto_round(packing: str | None, symmetric: bool, method: str = "auto-round") -> dict[str, object]:
-    config = {"quant_method": method, "bits": 4, "group_size": 32, "sym": symmetric, "data_type": "int", "iters": 200}
+    config = {
+        "quant_method": method,
+        "bits": 4,
+        "group_size": 32,
+        "sym": symmetric,
+        "data_type": "int",
+        "iters": 200,
+    }
     return config | ({} if packing is None else {"packing_format": packing})
 
 
@@ -82,7 +89,9 @@ def inverse_to_scale(made: formats.Made) -> dict[str, torch.Tensor]:
     return {k.removesuffix("_inv"): v for k, v in made.tensors.items()}
 
 
-@pytest.mark.parametrize("name", ["fp8 per tensor", "fp8 per channel", "int8 per channel", "fp8 blocks", "mxfp4 packed"])
+@pytest.mark.parametrize(
+    "name", ["fp8 per tensor", "fp8 per channel", "int8 per channel", "fp8 blocks", "mxfp4 packed"]
+)
 def test_quark_writes_known_tensors(tmp_path, name):
     made = formats.MAKERS[name](WEIGHT)
     tensors = {k.replace("weight_packed", "weight"): v for k, v in inverse_to_scale(made).items()}
@@ -99,24 +108,37 @@ def test_quarks_rotations_are_refused(tmp_path):
 def test_scales_of_blocks_may_have_dimensions_of_one(tmp_path, size):
     """ModelOpt's FP8_PB_WO: [rows, 1, columns, 1]."""
     made = formats.fp8_blocks(WEIGHT, size)
-    tensors = {".weight": made.tensors[".weight"], ".weight_scale": made.tensors[".weight_scale_inv"][:, None, :, None]}
+    tensors = {
+        ".weight": made.tensors[".weight"],
+        ".weight_scale": made.tensors[".weight_scale_inv"][:, None, :, None],
+    }
     config = {"quant_algo": "FP8_PB_WO", "weight_block_size": [size, size]}
     assert torch.equal(read(tmp_path, tensors, config), made.expected)
 
 
 def test_so_may_those_of_experts_in_one_tensor(tmp_path):
-    made, module = [formats.fp8_blocks(WEIGHT * f) for f in (1.0, 2.0)], "model.layers.3.mlp.experts.gate_up_proj"
+    made, module = (
+        [formats.fp8_blocks(WEIGHT * f) for f in (1.0, 2.0)],
+        "model.layers.3.mlp.experts.gate_up_proj",
+    )
     scales = torch.stack([one.tensors[".weight_scale_inv"][:, None, :, None] for one in made])
-    tensors = {module: torch.stack([one.tensors[".weight"] for one in made]), f"{module}_weight_scale": scales}
+    tensors = {
+        module: torch.stack([one.tensors[".weight"] for one in made]),
+        f"{module}_weight_scale": scales,
+    }
     tensors = {k.replace("_weight_scale", "_scale"): v for k, v in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_algo": "FP8_PB_WO"}}))
     for i, one in enumerate(made):
-        assert torch.equal(decoded(open_checkpoint(tmp_path).expert_weight(module, i, (2, N, K))), one.expected)
+        assert torch.equal(
+            decoded(open_checkpoint(tmp_path).expert_weight(module, i, (2, N, K))), one.expected
+        )
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "torchao", "aqlm"])
 def test_others_are_refused_with_what_can_be_read(tmp_path, method):
     made = formats.MAKERS["fp8 per channel"](WEIGHT)
-    with pytest.raises(CheckpointError, match=f"quant_method '{method}' cannot be read.*{METHODS[0]}.*{AUTO_ROUND[0]}"):
+    with pytest.raises(
+        CheckpointError, match=f"quant_method '{method}' cannot be read.*{METHODS[0]}.*{AUTO_ROUND[0]}"
+    ):
         read(tmp_path, made.tensors, {"quant_method": method})

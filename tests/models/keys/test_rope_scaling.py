@@ -36,7 +36,9 @@ def test_it_equals_transformers(tiny_models, tmp_path, variant):
 def test_it_is_refused_where_transformers_would_forget_the_base(tiny_models, tmp_path):
     """There the family's usual base counts, which is not what the model was trained with."""
     path = scaled(tiny_models["qwen3_moe"], tmp_path / "scaled")
-    with pytest.raises(ConfigError, match=r'rope_scaling replaces rope_parameters.*rope_theta: write.*"rope_theta": 5000'):
+    with pytest.raises(
+        ConfigError, match=r'rope_scaling replaces rope_parameters.*rope_theta: write.*"rope_theta": 5000'
+    ):
         ModelConfig.load(path)
 
 
@@ -48,6 +50,12 @@ def test_it_is_refused_beside_rotations_of_several_kinds(tiny_models, tmp_path, 
 
 
 def test_it_counts_in_the_text_of_a_model_that_sees(tiny_models, tmp_path):
-    flat = json.loads((scaled(tiny_models["qwen3_moe"], tmp_path / "scaled", rope_theta=5000.0) / "config.json").read_text())
-    nested = {"model_type": "qwen3_vl_moe", "text_config": flat | {"norm_topk_prob": True}, "vision_config": {}}
+    flat = json.loads(
+        (scaled(tiny_models["qwen3_moe"], tmp_path / "scaled", rope_theta=5000.0) / "config.json").read_text()
+    )
+    nested = {
+        "model_type": "qwen3_vl_moe",
+        "text_config": flat | {"norm_topk_prob": True},
+        "vision_config": {},
+    }
     assert ModelConfig.from_dict(nested).layers[0].mixer == ModelConfig.from_dict(flat).layers[0].mixer

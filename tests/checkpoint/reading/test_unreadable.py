@@ -60,7 +60,11 @@ def test_a_file_of_another_user_is_no_damaged_one(model, name):
     with forbidden(model / name), pytest.raises(CheckpointError) as caught:
         READ[name](model)
     said = str(caught.value)
-    assert f"{model / name} cannot be read: user" in said and "no permission" in said and f"chmod -R a+rX {model}" in said
+    assert (
+        f"{model / name} cannot be read: user" in said
+        and "no permission" in said
+        and f"chmod -R a+rX {model}" in said
+    )
     assert "truncated" not in said and "fetch" not in said and "copy it again" not in said
 
 
@@ -72,13 +76,19 @@ def test_so_are_the_other_files_of_a_text(model, name):
         (model / file).write_text("{}" if file == "vocab.json" else "")
     settings = {"tokenizer_class": "TikTokenTokenizer" if name == "tiktoken.model" else "Qwen2Tokenizer"}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    with forbidden(model / name), pytest.raises(CheckpointError, match=f"{name} cannot be read: user .* no permission"):
+    with (
+        forbidden(model / name),
+        pytest.raises(CheckpointError, match=f"{name} cannot be read: user .* no permission"),
+    ):
         Tokenizer.load(model)
 
 
 def test_an_index_of_another_user(model):
     (model / "model.safetensors.index.json").write_text("{}")
-    with forbidden(model / "model.safetensors.index.json"), pytest.raises(CheckpointError, match=r"index\.json cannot be read: user"):
+    with (
+        forbidden(model / "model.safetensors.index.json"),
+        pytest.raises(CheckpointError, match=r"index\.json cannot be read: user"),
+    ):
         open_checkpoint(model)
 
 
@@ -86,13 +96,19 @@ def test_an_index_of_another_user(model):
 def test_a_gguf_file_of_another_user(model, tiny_models, name):
     """Ollama's blobs have no ending."""
     file = write_gguf(tiny_models["qwen3_moe"], model / name)
-    with forbidden(file), pytest.raises(CheckpointError, match=f"{name} cannot be read: user .* no permission"):
+    with (
+        forbidden(file),
+        pytest.raises(CheckpointError, match=f"{name} cannot be read: user .* no permission"),
+    ):
         load_model_config(resolve_model(file))
 
 
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_folder_of_another_user(model, below):
-    with forbidden(model), pytest.raises(CheckpointError, match="cannot be read: user .* no permission.*chmod"):
+    with (
+        forbidden(model),
+        pytest.raises(CheckpointError, match="cannot be read: user .* no permission.*chmod"),
+    ):
         resolve_model(model / below)
 
 
@@ -100,9 +116,13 @@ def test_a_folder_of_another_user(model, below):
 
 
 def test_an_adapter_says_what_to_do(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-30B-A3B"}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "Qwen/Qwen3-30B-A3B"})
+    )
     (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"is an adapter \(LoRA\) of Qwen/Qwen3-30B-A3B, .*merge_and_unload\(\)"):
+    with pytest.raises(
+        CheckpointError, match=r"is an adapter \(LoRA\) of Qwen/Qwen3-30B-A3B, .*merge_and_unload\(\)"
+    ):
         load_model_config(resolve_model(tmp_path))
 
 
@@ -112,7 +132,10 @@ def test_a_merged_model_beside_its_adapter_is_one(tiny_models, tmp_path):
     assert load_model_config(path) == load_model_config(tiny_models["qwen3_moe"])
 
 
-@pytest.mark.parametrize(("kind", "said"), [("adapter", r"an adapter \(LoRA\)"), ("mmproj", "images or sound"), ("imatrix", "statistics")])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("adapter", r"an adapter \(LoRA\)"), ("mmproj", "images or sound"), ("imatrix", "statistics")],
+)
 def test_a_gguf_file_that_is_no_model_says_what_it_is(tmp_path, kind, said):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "clip")
     writer.add_type(kind)

@@ -14,7 +14,10 @@ from transformers import AutoTokenizer
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
 
-TEXT = "The weather in Oslo: 1234 degrees, it's COLD there. 天气很好 and 東京 too.\n\n  Zürich’s naïve café\r\n" * 3
+TEXT = (
+    "The weather in Oslo: 1234 degrees, it's COLD there. 天气很好 and 東京 too.\n\n  Zürich’s naïve café\r\n"
+    * 3
+)
 ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_start|>", "<tool_call>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -26,7 +29,9 @@ def directory(tmp_path_factory):
     learnt = Library(models.BPE())
     learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    learnt.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    learnt.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     learnt.model.save(str(path))
     first = learnt.get_vocab_size()
     added = {
@@ -47,11 +52,15 @@ def both(directory):
     return Tokenizer.load(directory), AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("text", [TEXT, "<|im_start|>user\nHi<|im_end|>", "e\u0301 <tool_call>{}", "  a\t\n", "12345 don't"])
+@pytest.mark.parametrize(
+    "text", [TEXT, "<|im_start|>user\nHi<|im_end|>", "e\u0301 <tool_call>{}", "  a\t\n", "12345 don't"]
+)
 def test_ids_are_transformers(both, text):
     ours, theirs = both
     assert ours.encode(text) == theirs(text)["input_ids"]
-    assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    assert ours.decode(ours.encode(text)) == theirs.decode(
+        theirs(text)["input_ids"], skip_special_tokens=True
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -67,7 +76,9 @@ def test_the_end_token_is_known(both):
 
 
 def test_the_chat_template_has_a_file_of_its_own(both):
-    assert both[0].apply_chat_template([{"role": "user", "content": "Hi"}]) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert (
+        both[0].apply_chat_template([{"role": "user", "content": "Hi"}]) == "<|im_start|>user\nHi<|im_end|>\n"
+    )
 
 
 # -- what is refused ---
@@ -87,8 +98,16 @@ def changed(directory, path, name, text):
         ("vocab.json", '{"a": "b"}', r"vocab\.json does not give each token a number"),
         ("vocab.json", '{"a": true}', r"vocab\.json does not give each token a number"),
         ("merges.txt", "a b c\n", r"merges\.txt, line 1, is no pair"),
-        ("merges.txt", "#version: 0.2\nqq zz\n", r"merges\.txt joins 'qq zz', which vocab\.json does not have"),
-        ("tokenizer_config.json", '{"tokenizer_class": "LlamaTokenizer"}', "'LlamaTokenizer'.*save_pretrained"),
+        (
+            "merges.txt",
+            "#version: 0.2\nqq zz\n",
+            r"merges\.txt joins 'qq zz', which vocab\.json does not have",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "LlamaTokenizer"}',
+            "'LlamaTokenizer'.*save_pretrained",
+        ),
         ("tokenizer_config.json", "{}", "tokenizer_class ''"),
         (
             "tokenizer_config.json",
