@@ -86,7 +86,7 @@ def gguf_ling(keys: GgufKeys) -> dict[str, Any]:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    head = keys.need("attention.key_length")
+    head = keys.size("attention.key_length")
     return {
         "model_type": "glm4_moe",
         "attention_bias": keys.has_bias,

@@ -169,6 +169,8 @@ def _rope(keys: JsonKeys, head_dim: int, default_share: float | None) -> Rope:
     share = merged.optional("partial_rotary_factor", 1.0 if default_share is None else default_share)
     if share != 1.0 and default_share is None and not whole:
         raise ConfigError(f"config.json: partial_rotary_factor {share} is not part of this family; 1.0 is")
+    if not 0 < share <= 1:
+        raise ConfigError(f"{keys.where}: partial_rotary_factor is {share}, and must be above 0 and at most 1; try 1.0")
     dims = head_dim if whole else int(head_dim * share)
     if not 0 < dims <= head_dim:
         raise ConfigError(f"config.json: {dims} rotary channels of {head_dim} do not fit")
@@ -238,7 +240,7 @@ def layers_after_dense(keys: JsonKeys, dense: int) -> list[int]:
     first = keys.count("first_k_dense_replace", dense)
     if kinds is None:
         return list(range(first, count))
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+    if not isinstance(kinds, list) or len(kinds) != count or set(map(str, kinds)) - {"dense", "sparse"}:
         raise ConfigError(f"{keys.where}: mlp_layer_types must be a list of {count} times dense or sparse")
     return [i for i, kind in enumerate(kinds) if kind == "sparse"]
 

@@ -50,7 +50,13 @@ class _Keys:
 
     def need(self, key: str) -> int:
         listed = isinstance(self.model.metadata.get(self.prefix + key), list)
-        return _bounded(self, key, self._first(key) if listed else self.model.need(self.prefix + key, int))
+        return _bounded(self, key, _first(self, key) if listed else self.model.need(self.prefix + key, int))
+
+    def size(self, key: str) -> int:
+        value = self.need(key)
+        if value < 1:
+            raise self.refuse(key, f"is {value}, and must be at least 1")
+        return value
 
     def optional(self, key: str, default: int) -> int:
         return self.need(key) if self.prefix + key in self.model.metadata else default
@@ -153,14 +159,12 @@ class _Keys:
             rope |= {"rope_type": "divided", "divisors": divisors}
         return rope
 
-    def _first(self, key: str) -> int:
-        """Some writers repeat a number for every layer."""
-        values = self.model.array(self.prefix + key, int)
-        if len(set(values)) != 1:
-            raise CheckpointError(
-                f"{self.model.path}: {self.prefix}{key} differs between layers, which is not supported"
-            )
-        return values[0]
+def _first(keys: _Keys, key: str) -> int:
+    """Some writers repeat a number for every layer."""
+    values = keys.model.array(keys.prefix + key, int)
+    if len(set(values)) != 1:
+        raise keys.refuse(key, "differs between layers, which is not supported")
+    return values[0]
 
 
 def _bounded(keys: _Keys, key: str, value: int) -> int:

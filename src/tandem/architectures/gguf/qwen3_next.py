@@ -104,14 +104,14 @@ def _has_whole_projections(keys: GgufKeys) -> bool:
 
 def _heads(keys: GgufKeys) -> tuple[int, int]:
     """Key heads, and value heads of each."""
-    k_heads, v_heads = keys.need("ssm.group_count"), keys.need("ssm.time_step_rank")
+    k_heads, v_heads = keys.size("ssm.group_count"), keys.size("ssm.time_step_rank")
     if k_heads < 1 or v_heads % k_heads:
         raise keys.refuse("ssm.group_count", f"{k_heads} does not divide {v_heads} value heads")
     return k_heads, v_heads // k_heads
 
 
 def _config(keys: GgufKeys) -> dict[str, Any]:
-    head, v_heads = keys.need("attention.key_length"), keys.need("ssm.time_step_rank")
+    head, v_heads = keys.size("attention.key_length"), keys.size("ssm.time_step_rank")
     if keys.need("ssm.inner_size") % v_heads:
         raise keys.refuse("ssm.inner_size", f"is not a multiple of {v_heads} value heads")
     return gguf_experts(keys) | {
@@ -123,7 +123,7 @@ def _config(keys: GgufKeys) -> dict[str, Any]:
         "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
         "linear_key_head_dim": keys.need("ssm.state_size"),
         "linear_value_head_dim": keys.need("ssm.inner_size") // v_heads,
-        "linear_num_key_heads": keys.need("ssm.group_count"),
+        "linear_num_key_heads": keys.size("ssm.group_count"),
         "linear_num_value_heads": v_heads,
     }
 

@@ -139,7 +139,7 @@ def gguf_plain(keys: GgufKeys) -> dict[str, Any]:
 def gguf_hybrid(keys: GgufKeys) -> dict[str, Any]:
     """Layers without key heads are state spaces."""
     key_heads = keys.layers("attention.head_count_kv", keys.depth)
-    heads, inner = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
+    heads, inner = keys.size("ssm.time_step_rank"), keys.need("ssm.inner_size")
     return _gguf_shared(keys) | {
         "model_type": "granitemoehybrid",
         "layer_types": [ATTENTION[0] if each else RECURRENT[0] for each in key_heads],
@@ -147,7 +147,7 @@ def gguf_hybrid(keys: GgufKeys) -> dict[str, Any]:
         "position_embedding_type": "rope" if keys.flag("rope.scaling.finetuned", False) else None,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
-        "mamba_expand": inner // keys.need("embedding_length"),
+        "mamba_expand": inner // keys.size("embedding_length"),
         "mamba_n_groups": keys.need("ssm.group_count"),
         "mamba_d_state": keys.need("ssm.state_size"),
         "mamba_d_conv": keys.need("ssm.conv_kernel"),

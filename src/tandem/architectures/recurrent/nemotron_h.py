@@ -118,7 +118,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
     count = keys.depth
     kinds = [_kind(keys, f"blk.{layer}.") for layer in range(count)]
-    heads = keys.need("ssm.time_step_rank")
+    heads = keys.size("ssm.time_step_rank")
     dense = next((i for i, kind in enumerate(kinds) if kind == "mlp"), None)
     return {
         "model_type": "nemotron_h",

@@ -107,7 +107,7 @@ def _gguf_kinds(keys: GgufKeys, count: int) -> list[str]:
 
 
 def _gguf_ropes(keys: GgufKeys) -> dict[str, Any]:
-    head, full = keys.need("attention.key_length"), keys.rope()
+    head, full = keys.size("attention.key_length"), keys.rope()
     dims = keys.optional("rope.dimension_count", head)
     said = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
     for name, key in said.items() if full["rope_type"] == "yarn" else ():

@@ -112,7 +112,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     heads = keys.layers("attention.head_count_kv", count)
     of = {kind: next((h for h, w in zip(heads, windowed, strict=True) if bool(w) == kind), heads[0]) for kind in (0, 1)}
     sinks = {w: keys.has_tensor(f"blk.{i}.attn_sinks.weight") for i, w in enumerate(windowed)}
-    head = keys.need("attention.key_length")
+    head = keys.size("attention.key_length")
     return {
         "model_type": "mimo_v2_flash",
         "hybrid_layer_pattern": windowed,
