@@ -2,8 +2,8 @@
 
     python hostile_files.py CASES SCRATCH MODELS...
 
-MODELS are GGUF files or model directories, which take turns. Prints a line of JSON for each case, whose number seeds it:
-{"seed", "model", "damage", "outcome", "message", "seconds"}. A crash ends it early, with the last line missing.
+MODELS are GGUF files or model directories, which take turns. Prints a line of JSON for each case, whose number seeds
+it: {"seed", "model", "damage", "outcome", "message", "seconds"}. A crash ends it early, with the last line missing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,38 @@ from typing import Any, NamedTuple
 
 SECONDS = 10
 SPARE_BYTES = 1 << 30  # of address space over what Python and torch have mapped already
-NUMBERS = (0, 1, -1, 2, 3, 7, 255, 65_535, 10_001, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1)
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    255,
+    65_535,
+    10_001,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    (1 << 63) - 1,
+)
 REALS = (0.0, 1.0, -1.0, 0.5, 1e-45, 1e308, -1e308, math.inf, -math.inf, math.nan)
 OTHERS: tuple[Any, ...] = (
-    None, True, False, "", "x", "silu", "yarn", "full_attention", "A" * 5000, [], [1], [[1]], [None], {}, {"a": 1}, [{}], 10**30,
+    None, True, False, "", "x", "silu", "yarn", "full_attention", "A" * 5000, [], [1], [[1]], [None], {},
+    {"a": 1}, [{}], 10**30,
 )  # fmt: skip
 
 
 # -- JSON ---
 
-FILES = ("config.json",) * 5 + ("generation_config.json", "tokenizer_config.json", "model.safetensors.index.json", "hf_quant_config.json")
+FILES = ("config.json",) * 5 + (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+    "hf_quant_config.json",
+)
 
 
 def damaged_directory(source: Path, target: Path, dice: random.Random) -> str:
@@ -57,15 +79,29 @@ def damaged_directory(source: Path, target: Path, dice: random.Random) -> str:
 
 
 MADE: dict[str, Any] = {
-    "model.safetensors.index.json": {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "model.safetensors"}},
-    "hf_quant_config.json": {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None, "group_size": 128}},
+    "model.safetensors.index.json": {
+        "metadata": {"total_size": 1},
+        "weight_map": {"lm_head.weight": "model.safetensors"},
+    },
+    "hf_quant_config.json": {
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None, "group_size": 128}
+    },
 }
 ADDED = (
     "rope_scaling", "rope_theta", "quantization_config", "sliding_window", "layer_types", "mlp_layer_types", "n_group",
-    "num_nextn_predict_layers", "partial_rotary_factor", "tie_word_embeddings", "head_dim", "text_config", "eos_token_id",
-    "hidden_act", "temperature", "top_k", "added_tokens_decoder", "chat_template", "attention_bias", "model_type",
+    "num_nextn_predict_layers", "partial_rotary_factor", "tie_word_embeddings", "head_dim", "text_config",
+    "eos_token_id", "hidden_act", "temperature", "top_k", "added_tokens_decoder", "chat_template", "attention_bias",
+    "model_type",
 )  # fmt: skip
-QUANTISED = ("quant_method", "bits", "group_size", "weight_block_size", "config_groups", "packing_format", "desc_act")
+QUANTISED = (
+    "quant_method",
+    "bits",
+    "group_size",
+    "weight_block_size",
+    "config_groups",
+    "packing_format",
+    "desc_act",
+)
 
 
 def _change(value: Any, dice: random.Random) -> str:
@@ -78,7 +114,9 @@ def _change(value: Any, dice: random.Random) -> str:
         return f"without {key}"
     if isinstance(holder, dict) and how < 0.3:
         key = dice.choice(ADDED)
-        holder[key] = {dice.choice(QUANTISED): hostile(dice) for _ in range(3)} if how < 0.2 else hostile(dice)
+        holder[key] = (
+            {dice.choice(QUANTISED): hostile(dice) for _ in range(3)} if how < 0.2 else hostile(dice)
+        )
         return f"{key} = {str(holder[key])[:60]}"
     if isinstance(holder[key], list) and how < 0.6:
         holder[key] = holder[key] * dice.choice((0, 2, 1000)) if how < 0.45 else [*holder[key], hostile(dice)]
@@ -88,7 +126,13 @@ def _change(value: Any, dice: random.Random) -> str:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    keys = list(value) if isinstance(value, dict) else range(min(len(value), 8)) if isinstance(value, list) else ()
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(min(len(value), 8))
+        if isinstance(value, list)
+        else ()
+    )
     for key in keys:
         yield value, key
         yield from _places(value[key])
@@ -155,7 +199,19 @@ def _value(data: bytes, name: str, at: int, kind: int, found: list[Spot]) -> int
     return at
 
 
-FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+FORMATS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<B",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 
 
 def damaged_gguf(source: Path, target: Path, dice: random.Random) -> str:
@@ -204,7 +260,9 @@ def start(model: Path) -> None:
     path = resolve_model(model)
     config, machine = load_model_config(path), Machine.detect()
     checkpoint = open_checkpoint(path)
-    wishes = EngineConfig(model=str(path), dtype="float32", device="cpu", context_length=64, max_total_tokens=128)
+    wishes = EngineConfig(
+        model=str(path), dtype="float32", device="cpu", context_length=64, max_total_tokens=128
+    )
     plan = resolve(wishes, config, machine, checkpoint.formats())
     read_sampling_defaults(path)
     Tokenizer.load(path).encode("a")
@@ -231,7 +289,10 @@ def outcome(model: Path) -> tuple[str, str]:
 def _where(error: BaseException) -> str:
     import traceback
 
-    return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(traceback.extract_tb(error.__traceback__)[-4:]))
+    return " < ".join(
+        f"{Path(f.filename).name}:{f.lineno}"
+        for f in reversed(traceback.extract_tb(error.__traceback__)[-4:])
+    )
 
 
 def _late(*_: object) -> None:
@@ -266,7 +327,13 @@ def main(cases: int, scratch: Path, sources: list[Path]) -> None:
         damage = (damaged_gguf if source.is_file() else damaged_directory)(source, place, random.Random(seed))
         began = time.monotonic()
         found, message = outcome(place / "m.gguf" if source.is_file() else place)
-        said = {"seed": seed, "model": source.name, "damage": damage, "outcome": found, "message": message[-300:]}
+        said = {
+            "seed": seed,
+            "model": source.name,
+            "damage": damage,
+            "outcome": found,
+            "message": message[-300:],
+        }
         print(json.dumps(said | {"seconds": time.monotonic() - began}), flush=True)
         shutil.rmtree(place)
 

@@ -1,4 +1,4 @@
-"""2,000 GGUF headers and 2,000 directories of JSON that say absurd things: each is read or refused with an error of ours.
+"""2,000 GGUF headers and 2,000 directories of JSON that say absurd things: each is read, or refused with our error.
 
 No traceback, no signal; none takes 10 seconds, or 1 GiB over what an empty process has.
 """

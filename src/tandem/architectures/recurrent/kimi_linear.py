@@ -83,7 +83,8 @@ def _delta_keys(keys: JsonKeys) -> dict[str, Any]:
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:
     count, kinds = layer_count(keys), keys.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != count or set(map(str, kinds)) - {FULL, RECURRENT} or FULL not in kinds:
+    known = isinstance(kinds, list) and set(map(str, kinds)) <= {FULL, RECURRENT}
+    if not known or len(kinds) != count or FULL not in kinds:
         raise ConfigError(f"{keys.where}: layer_types must say {RECURRENT} or {FULL} for each of {count} layers")
     attention = latent(keys)
     attention = replace(attention, rope=replace(still(attention.rope_dim), pairs="neighbours"), softmax_factor=1.0)
