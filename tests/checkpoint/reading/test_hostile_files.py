@@ -18,7 +18,7 @@ from gguf_files import ARCHITECTURES, write_gguf
 from tandem.architectures import FAMILIES
 from tiny import VARIANTS
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 CASES = 2000
 DIRECTORIES = [name for name, (kind, _) in VARIANTS.items() if name == kind and kind in FAMILIES]

@@ -24,7 +24,7 @@ from tandem.config.json_keys import HARMLESS
 from tandem.errors import TandemError
 from tiny import VARIANTS
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 Json = dict[str, Any]
 Change = tuple[str, Json]

@@ -83,8 +83,7 @@ def _delta_keys(keys: JsonKeys) -> dict[str, Any]:
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:
     count, kinds = layer_count(keys), keys.get("layer_types")
-    known = isinstance(kinds, list) and set(map(str, kinds)) <= {FULL, RECURRENT}
-    if not known or len(kinds) != count or FULL not in kinds:
+    if not isinstance(kinds, list) or len(kinds) != count or not {FULL} <= set(map(str, kinds)) <= {FULL, RECURRENT}:
         raise ConfigError(f"{keys.where}: layer_types must say {RECURRENT} or {FULL} for each of {count} layers")
     attention = latent(keys)
     attention = replace(attention, rope=replace(still(attention.rope_dim), pairs="neighbours"), softmax_factor=1.0)
