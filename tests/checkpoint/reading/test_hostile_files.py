@@ -11,9 +11,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import hostile_files
 import pytest
 
-import hostile_files
 from gguf_files import ARCHITECTURES, write_gguf
 from tandem.architectures import FAMILIES
 from tiny import VARIANTS
