@@ -41,6 +41,7 @@ LARGEST = 1 << 31
 LAYERS = 10_000
 CHOICES = 1 << 16
 WIDTH = 1 << 24
+MOST_SIZE = 1e19  # of a real number, and of its inverse
 
 _MOST = (
     (re.compile(r"layers$|block_count$"), LAYERS),
@@ -176,3 +177,5 @@ class JsonKeys(Mapping[str, Any]):
     def _check_bounds(self, key: str, value: T) -> None:
         if type(value) is int and (why := outside(key, value)):
             raise ConfigError(f"{self.where}: {key} {why}")
+        if type(value) is float and value and not 1 / MOST_SIZE <= abs(value) <= MOST_SIZE:
+            raise ConfigError(f"{self.where}: {key} is {value}, whose square float32 does not have; try 1.0")

