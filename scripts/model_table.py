@@ -219,6 +219,16 @@ def _head(by_how: dict[str, list[Runs]]) -> list[str]:
         "native one is native. Any size and any fine-tuned version runs as its type does. Which quantisations and",
         "GGUF files can be read is in [formats.md](formats.md).",
         "",
+        "Keys of `config.json` mean what they mean in Transformers 5. A key that would change an answer and is not",
+        "computed is refused by its name. A key that nobody knows is a note at the start.",
+        "",
+        "- `rope_scaling` replaces `rope_parameters`, where a file has both. It must then say `rope_theta`, too, or",
+        "  the model would turn otherwise than it was trained.",
+        "- Time steps of Nemotron have no floor. Transformers raises those of prompts to `time_step_min`, and not",
+        "  those of decoding rows. Nothing else differs (`tests/models/keys/test_time_steps.py`).",
+        "",
+        "`tests/models/keys/test_config_keys.py` leaves out each key of 33 types, and gives it another value.",
+        "",
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tandem.checkpoint import open_checkpoint, resolve_model
 from tandem.checkpoint.mapped.shards import INDEX
@@ -129,13 +129,42 @@ def test_a_tensor_in_two_files_is_named(sharded):
         open_checkpoint(sharded)
 
 
+def test_the_index_decides_between_files(sharded):
+    """Quantised models reuse shards of the original, which hold tensors that now lie in others."""
+    saved, stale = load_file(sharded / TWO), {"a": torch.full((7,), 9.0)}
+    save_file(saved | stale, sharded / TWO)
+    assert torch.equal(open_checkpoint(sharded).get("a"), load_file(sharded / ONE)["a"])
+    assert (
+        open_checkpoint(sharded).nbytes()
+        == sum(x.nbytes for f in (ONE, TWO) for x in load_file(sharded / f).values()) - 28
+    )
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["a"] = TWO
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert torch.equal(open_checkpoint(sharded).get("a"), stale["a"])
+
+
+def test_a_tensor_is_read_where_it_lies_whatever_the_index_says(sharded):
+    whole = {"weight_map": {"a": TWO, "b": TWO, "c": ONE}}
+    (sharded / INDEX).write_text(json.dumps(whole))
+    for name, file in {"a": ONE, "b": ONE, "c": TWO}.items():
+        assert torch.equal(open_checkpoint(sharded).get(name), load_file(sharded / file)[name])
+
+
+def test_a_tensor_in_two_files_that_the_index_does_not_name_is_refused(sharded):
+    for file in (ONE, TWO):
+        save_file(load_file(sharded / file) | {"d": torch.zeros(1)}, sharded / file)
+    with pytest.raises(CheckpointError, match=f"tensor d is in both {ONE} and {TWO}"):
+        open_checkpoint(sharded)
+
+
 def test_an_index_that_promises_more_than_the_file_has_is_refused(sharded):
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": ONE, "b": ONE, "c": TWO, "d": TWO}}))
     with pytest.raises(CheckpointError, match=f"{TWO} lacks tensor d"):
         open_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
 def test_a_broken_index_is_refused(sharded, index):
     (sharded / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=INDEX):
@@ -187,3 +216,11 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path):
     found = open_checkpoint(tmp_path)
     assert found.get("big.weight")[-1, -3:].tolist() == [0, 0, 0]
     assert found.nbytes() > ram + swap
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    """Processes tell each other the model's path as JSON and in messages."""
+    path = Path(os.fsdecode(os.fsencode(str(tmp_path)) + b"/model\xff"))
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"model\\udcff' is no name in UTF-8.*rename it, or link it"):
+        resolve_model(path)

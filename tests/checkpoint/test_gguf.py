@@ -269,6 +269,7 @@ def refused(tmp_path: Path, tensors: dict[str, tuple[np.ndarray, Kind]], **metad
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
     for name, (array, kind) in tensors.items():
         writer.add_tensor(name, array, raw_dtype=kind)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, np.float32))
     finish(writer, tmp_path / "m.gguf")
     with pytest.raises(TandemError) as caught:
         load_model_config(tmp_path / "m.gguf")
@@ -293,7 +294,7 @@ SIZES = {
         ({"architecture": "phimoe"}, "step35. Its safetensors run (kt models phimoe): take those"),
         ({}, "lacks llama.attention.head_count: convert"),
         (SIZES | {"llama__block_count": "x"}, "llama.block_count is 'x', not a int"),
-        (SIZES | {"llama__block_count": 0}, "num_hidden_layers is 0"),
+        (SIZES | {"llama__block_count": 0}, "block_count is 0"),
         (SIZES | {"llama__rope__scaling__type": "longrope"}, "rope type 'longrope' is not supported"),
         (SIZES | {"llama__attention__head_count_kv": [1, 2]}, "head_count_kv differs between layers"),
     ],

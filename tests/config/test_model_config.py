@@ -153,7 +153,24 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
         ("hidden_act", "mish", "hidden_act = 'mish' is not supported; these are: silu,"),
         ("rope_scaling", {"type": "dynamic", "factor": 4.0}, "rope type 'dynamic'"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
+        ("rms_norm_eps", 1e-30, "rms_norm_eps is 1e-30, whose square float32 does not have"),
+        ("routed_scaling_factor", 1e308, "routed_scaling_factor is 1e.308, whose square float32"),
         ("rope_theta", 0, "rope_theta is 0"),
+        (
+            "rope_scaling",
+            {"type": "yarn", "factor": 4.0, "rope_theta": 1},
+            "rope_theta is 1.0, and must be above 1 for yarn",
+        ),
+        (
+            "rope_scaling",
+            {"type": "yarn", "factor": 4.0, "beta_slow": -1},
+            "beta_slow is -1.0, and must be above 0",
+        ),
+        ("rope_scaling", {"type": ["yarn"]}, "rope_type is .'yarn'., not a word"),
+        ("head_dim", 1 << 30, "head_dim is 1073741824, and must be at most 16777216"),
+        ("head_dim", 1 << 20, "524288 rotary channels .* must be even, and 2 to 65536"),
+        ("num_hidden_layers", (1 << 31) - 1, "num_hidden_layers is 2147483647, and must be at most 10000"),
+        ("n_routed_experts", 1 << 20, "n_routed_experts is 1048576, and must be at most 65536"),
         ("rope_theta", float("inf"), "rope_theta is inf"),
         ("routed_scaling_factor", float("nan"), "routed_scaling_factor is nan"),
         ("n_shared_experts", -1, "n_shared_experts is -1, and must be 0 to"),
@@ -163,6 +180,8 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
         ("partial_rotary_factor", 0.01, "rotary channels"),
         ("first_k_dense_replace", 46, "no layer is MoE"),
         ("eos_token_id", "</s>", "eos_token_id is '</s>'"),
+        ("eos_token_id", [[1, 2]], "eos_token_id is .* not a whole number or a list"),
+        ("eos_token_id", [True], "eos_token_id is .* not a whole number or a list"),
         ("model_type", "gpt2", "'gpt2' is not supported: "),
         ("model_type", None, "config.json names no model_type"),
         ("model_type", ["a"], "is not supported"),
@@ -199,3 +218,25 @@ def test_keys_that_are_null_say_nothing():
     """Every Qwen3 config has `"sliding_window": null`."""
     keys = JsonKeys({"sliding_window": None, "use_xyz": None, "use_abc": 0, "num_mtp_layers": 0})
     assert keys.unread == ("use_abc",)
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("granitemoe", {"residual_multiplier": 1e-200}, "residual_multiplier is 1e-200"),
+        ("granitemoe", {"residual_multiplier": 1e200}, "residual_multiplier is 1e.200"),
+        ("hunyuan_v1_moe", {"head_dim": 2}, "alpha 20.0 does not fit heads of 2 channels"),
+        ("deepseek_v3", {"mscale_all_dim": 1e308}, "mscale_all_dim is 1e.308"),
+        ("laguna", {"partial_rotary_factor": -1.0}, "partial_rotary_factor is -1.0, and must be above 0"),
+        ("kimi_linear", {"mlp_layer_types": [["dense"]] * 4}, "mlp_layer_types must be a list"),
+        ("kimi_linear", {"layer_types": [[]] * 4}, "layer_types must say"),
+    ],
+)
+def test_numbers_that_cannot_be_computed_with_are_refused(variant, change, message):
+    family, sizes = VARIANTS[variant]
+    rope = sizes.get("rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
+    inside = {key: value for key, value in change.items() if key in ("mscale_all_dim", "partial_rotary_factor")}
+    rope = rope | inside if "full_attention" not in rope else {kind: own | inside for kind, own in rope.items()}
+    config = COMMON | {"model_type": family, "rms_norm_eps": 1e-6} | sizes | change | {"rope_parameters": rope}
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(config)

@@ -28,6 +28,7 @@ from tandem.architectures.shared import text_part
 from tandem.architectures.windows import afmoe, exaone_moe, laguna, mimo_v2_flash, step3p7
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
+from tandem.config.rope import one_rope
 from tandem.errors import ConfigError
 
 _ALL = (
@@ -55,7 +56,7 @@ def config_of(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     if not isinstance(model_type, str):
         raise ConfigError(_unsupported(str(model_type)))
     if model_type in FAMILIES:
-        return FAMILIES[model_type].config(keys, generation)
+        return FAMILIES[model_type].config(one_rope(keys), generation)
     if (text := _native_text(keys)) is not None:
         return FAMILIES[text["model_type"]].config(text, generation)
     from tandem.architectures.foreign import foreign_config  # which imports transformers

@@ -136,17 +136,13 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
 def _gguf_choosers(keys: GgufKeys) -> dict[str, Any]:
     """Which layers choose. Files of GLM-5.2 and 5.3 without the key have an indexer in every layer, also in those that
     did not learn one; a context of 1 M tells them from GLM-5, as in llama.cpp. Else layers without one share."""
-    layers, listed = _gguf_layers(keys), keys.flags("attention.indexer.types")
+    layers, listed = keys.depth, keys.flags("attention.indexer.types")
     own = listed or [keys.has_tensor(f"blk.{i}.indexer.attn_k.weight") for i in range(layers)]
     if listed and len(listed) not in (layers, keys.need("block_count")):
         raise keys.refuse("attention.indexer.types", f"has {len(listed)} values for {layers} layers")
     if not listed and all(own) and keys.need("context_length") >= LONG_CONTEXT:
         return SHARING
     return {"indexer_types": ["full" if chooses else "shared" for chooses in own[:layers]]}
-
-
-def _gguf_layers(keys: GgufKeys) -> int:
-    return keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
 
 
 STEMS = GGUF_STEMS | {

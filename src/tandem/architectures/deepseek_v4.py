@@ -103,6 +103,7 @@ def _pool(keys: JsonKeys, kind: str) -> Pool:
 def _rope(keys: JsonKeys, compressed: bool) -> Rope:
     """Layers that pool turn by a base and a scaling of their own; no scaling changes the size of what turns."""
     given = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
+    _check_nested(keys, given)
     nested: dict[str, Any] = given.get("compress" if compressed else "main", {})
     if nested:
         said = nested
@@ -115,6 +116,20 @@ def _rope(keys: JsonKeys, compressed: bool) -> Rope:
         keys.overlaid({"rope_type": None, "type": None} | said), _rotary_dims(keys, said), "neighbours"
     )
     return replace(rope, table_factor=said.get("attention_factor") or 1.0)
+
+
+def _check_nested(keys: JsonKeys, given: dict[str, Any]) -> None:
+    """As Transformers writes it: both kinds, and of YaRN that what turns keeps its size."""
+    kinds = [given.get(kind) for kind in ("main", "compress")]
+    if any(kind is not None for kind in kinds) and not all(isinstance(kind, dict) for kind in kinds):
+        raise ConfigError(
+            f"{keys.where}: rope_parameters must have an object for main and one for compress, or neither"
+        )
+    for kind in filter(None, kinds):
+        if kind.get("rope_type") == "yarn" and type(kind.get("attention_factor")) not in (int, float):
+            raise ConfigError(
+                f"{keys.where}: rope_parameters.compress lacks 'attention_factor': add it, 1.0 in every DeepSeek-V4"
+            )
 
 
 def _rotary_dims(keys: JsonKeys, said: dict[str, Any]) -> int:

@@ -86,7 +86,7 @@ def gguf_ling(keys: GgufKeys) -> dict[str, Any]:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    head = keys.need("attention.key_length")
+    head = keys.size("attention.key_length")
     return {
         "model_type": "glm4_moe",
         "attention_bias": keys.has_bias,
@@ -101,7 +101,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "n_group": keys.optional("expert_group_count", 1),
         "topk_group": keys.optional("expert_group_used_count", 1),
-        "num_nextn_predict_layers": keys.optional("nextn_predict_layers", 0),
+        "num_nextn_predict_layers": keys.drafts,
     }
 
 

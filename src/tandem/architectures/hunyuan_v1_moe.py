@@ -71,6 +71,8 @@ def _turning(keys: JsonKeys) -> JsonKeys:
     if (rope.get("rope_type") or rope.get("type")) != "dynamic" or not alpha:
         return keys
     head = keys.optional("head_dim", keys.size("hidden_size", 4096) // keys.size("num_attention_heads", 32))
+    if head <= 2 or alpha < 0:
+        raise ConfigError(f"{keys.where}: alpha {alpha} does not fit heads of {head} channels; try 1000.0")
     theta = rope.need("rope_theta", 10000.0) * alpha ** (head / (head - 2))
     return keys.overlaid({"rope_parameters": {"rope_type": "default", "rope_theta": theta}})
 

@@ -29,7 +29,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    layers = range(keys.need("block_count") - keys.optional("nextn_predict_layers", 0))
+    layers = range(keys.depth)
     sparse = [keys.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in layers]
     return {
         "model_type": "hy_v3",

@@ -60,7 +60,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
 
 
 def gguf_experts(keys: GgufKeys) -> dict[str, Any]:
-    layers = range(keys.need("block_count"))
+    layers = range(keys.depth)
     return {
         "num_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),

@@ -27,7 +27,7 @@ from tandem.config.layers import (
 )
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
-from tandem.config.rope import Rope, positions_of, read_rope, rope_keys, still
+from tandem.config.rope import Rope, one_rope, positions_of, read_rope, rope_keys, still
 from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 
@@ -35,9 +35,10 @@ from tandem.errors import ConfigError
 def text_part(keys: JsonKeys, part: str = "text_config") -> JsonKeys:
     """The keys of a part of a model that reads images or sound, too; all keys where it has none. Whether embeddings are
     tied, the whole says first."""
-    if not keys.mapping(part):
+    nested = keys.mapping(part)
+    if not nested:
         return keys
-    inside = keys.inside(part)
+    inside = one_rope(keys.inside(part)) if "rope_scaling" in nested else keys.inside(part)
     said = keys.get("tie_word_embeddings")
     return inside if said is None else inside.overlaid({"tie_word_embeddings": said})
 
@@ -59,7 +60,9 @@ def model(
     how = activation(keys)
     moe = None if moe is None else moe.activated_by(how)
     if moe is not None and not moe_layers:
-        raise ConfigError("config.json: no layer is MoE; this is a dense model")
+        raise ConfigError(
+            "config.json: no layer is MoE; this is a dense model, by num_hidden_layers and keys of dense layers"
+        )
     count, norm = layer_count(keys), Norm(epsilon(keys), plus_one)
     sparse = moe is not None and len(set(moe_layers)) == count
     width = keys.optional("intermediate_size", 0) if sparse else keys.size("intermediate_size", 5632)
@@ -166,6 +169,8 @@ def _rope(keys: JsonKeys, head_dim: int, default_share: float | None) -> Rope:
     share = merged.optional("partial_rotary_factor", 1.0 if default_share is None else default_share)
     if share != 1.0 and default_share is None and not whole:
         raise ConfigError(f"config.json: partial_rotary_factor {share} is not part of this family; 1.0 is")
+    if not 0 < share <= 1:
+        raise ConfigError(f"{keys.where}: partial_rotary_factor is {share}, and must be above 0 and at most 1; try 1.0")
     dims = head_dim if whole else int(head_dim * share)
     if not 0 < dims <= head_dim:
         raise ConfigError(f"config.json: {dims} rotary channels of {head_dim} do not fit")
@@ -235,7 +240,7 @@ def layers_after_dense(keys: JsonKeys, dense: int) -> list[int]:
     first = keys.count("first_k_dense_replace", dense)
     if kinds is None:
         return list(range(first, count))
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+    if not isinstance(kinds, list) or len(kinds) != count or set(map(str, kinds)) - {"dense", "sparse"}:
         raise ConfigError(f"{keys.where}: mlp_layer_types must be a list of {count} times dense or sparse")
     return [i for i, kind in enumerate(kinds) if kind == "sparse"]
 
@@ -269,12 +274,24 @@ def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[
     return [replace(attention, window=size if kind == WINDOW else 0) for kind in kinds]
 
 
-def turning_in_windows(keys: JsonKeys, attention: Gqa, kinds: list[str]) -> list[Gqa]:
-    """Of each layer: with a window it turns; without, it does not, unless no layer has one."""
+def turning_in_windows(
+    keys: JsonKeys, attention: Gqa, kinds: list[str], window: int, *, without: bool = False
+) -> list[Gqa]:
+    """Of each layer: those with a window turn, the others do not. window: what an absent `sliding_window` means;
+    without: whether all turn where it is null."""
     if unknown := sorted(set(kinds) - {WINDOW, FULL}):
         raise ConfigError(f"{keys.where}: layer type {unknown[0]!r} is not supported; {WINDOW} and {FULL} are")
-    size = keys.optional("sliding_window", 0)
-    if not size:
-        return [attention] * len(kinds)
+    size = keys.count("sliding_window", 0, most=1 << 31) if "sliding_window" in keys else window
     near, far = replace(attention, window=size), replace(attention, rope=still(attention.head_dim))
+    if without and not size:
+        far = near
     return [near if kind == WINDOW else far for kind in kinds]
+
+
+def check_convolutions(keys: JsonKeys) -> None:
+    """Of layers whose convolutions end in `hidden_act`, as their feed-forwards do."""
+    if activation(keys).kind != "silu":
+        raise ConfigError(
+            f"{keys.where}: hidden_act = {keys['hidden_act']!r} is not supported here, since convolutions end in it, "
+            "too; 'silu' is"
+        )

@@ -6,6 +6,7 @@ of chosen experts are normalised, the router's scores) is taken from its model f
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from tandem.architectures import GGUF
 from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_model import GGUFModel
+from tandem.checkpoint.gguf_names import layer_of
+from tandem.config.json_keys import outside
 from tandem.errors import CheckpointError
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -33,6 +36,11 @@ AS_SAFETENSORS = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of token_type
 CONTROL_LOOK = re.compile(r"<[|｜][^|｜<>]+[|｜]>|<(fim|file)[-_][a-z]+>")
 """Texts that are control tokens wherever they are one token, besides `END_TOKENS`."""
+NO_MODELS = {
+    "adapter": "an adapter (LoRA), which is not served before it is merged into its model",
+    "mmproj": "what makes embeddings of images or sound", "imatrix": "statistics for quantisation",
+}  # fmt: skip
+"""By general.type."""
 
 Config = dict[str, Any]
 
@@ -44,7 +52,14 @@ class _Keys:
         self.model, self.prefix = model, model.architecture + "."
 
     def need(self, key: str) -> int:
-        return self._first(key) if self._is_list(key) else self.model.need(self.prefix + key, int)
+        listed = isinstance(self.model.metadata.get(self.prefix + key), list)
+        return _bounded(self, key, _first(self, key) if listed else self.model.need(self.prefix + key, int))
+
+    def size(self, key: str) -> int:
+        value = self.need(key)
+        if value < 1:
+            raise self.refuse(key, f"is {value}, and must be at least 1")
+        return value
 
     def optional(self, key: str, default: int) -> int:
         return self.need(key) if self.prefix + key in self.model.metadata else default
@@ -64,7 +79,7 @@ class _Keys:
     def numbers(self, key: str) -> list[float]:
         values = self.model.metadata.get(self.prefix + key, [])
         listed = values if isinstance(values, list) else [values]
-        if not all(isinstance(value, int | float) for value in listed):
+        if not all(type(value) in (int, float, bool) and math.isfinite(value) for value in listed):
             raise self.refuse(key, "is not an array of numbers")
         return [float(value) for value in listed]
 
@@ -73,7 +88,7 @@ class _Keys:
         each = values * count if len(values) == 1 else values
         if len(each) < count:
             raise self.refuse(key, f"has {len(each)} values for {count} layers")
-        return [int(value) for value in each[:count]]
+        return [_bounded(self, key, int(value)) for value in each[:count]]
 
     def vector(self, name: str) -> list[float]:
         tensor = self.model.tensors.get(name)
@@ -106,6 +121,27 @@ class _Keys:
         return CheckpointError(f"{self.model.path}: {self.prefix}{key} {why}")
 
     @property
+    def depth(self) -> int:
+        """Layers of the model itself. Files count draft layers among their blocks or do not, and may lack them."""
+        said, drafts, last = self.need("block_count"), self.optional("nextn_predict_layers", 0), _last_block(self.model)
+        own = said if drafts and last == said and not _guesses(self.model, said - drafts) else said - max(drafts, 0)
+        if own < 1:
+            raise self.refuse("block_count", f"is {said}, of which {drafts} are draft layers: no layer is left")
+        if last < own:
+            raise self.refuse(
+                "block_count",
+                f"is {said}, but the last block with tensors is blk.{last - 1}: fetch the file again; where its draft "
+                f"layer (MTP) was taken away, take a file that keeps it, or one whose block_count is {last}",
+            )
+        return own
+
+    @property
+    def drafts(self) -> int:
+        """Draft layers whose tensors are there."""
+        drafts = self.optional("nextn_predict_layers", 0)
+        return drafts if drafts > 0 and _guesses(self.model, self.depth) else 0
+
+    @property
     def has_bias(self) -> bool:
         return self.has_tensor("blk.0.attn_q.bias")
 
@@ -126,21 +162,35 @@ class _Keys:
             rope |= {"rope_type": "divided", "divisors": divisors}
         return rope
 
-    def _is_list(self, key: str) -> bool:
-        return isinstance(self.model.metadata.get(self.prefix + key), list)
+def _first(keys: _Keys, key: str) -> int:
+    """Some writers repeat a number for every layer."""
+    values = keys.model.array(keys.prefix + key, int)
+    if len(set(values)) != 1:
+        raise keys.refuse(key, "differs between layers, which is not supported")
+    return values[0]
 
-    def _first(self, key: str) -> int:
-        """Some writers repeat a number for every layer."""
-        values = self.model.array(self.prefix + key, int)
-        if len(set(values)) != 1:
-            raise CheckpointError(
-                f"{self.model.path}: {self.prefix}{key} differs between layers, which is not supported"
-            )
-        return values[0]
+
+def _bounded(keys: _Keys, key: str, value: int) -> int:
+    if why := outside(key, value):
+        raise keys.refuse(key, why)
+    return value
+
+
+def _last_block(model: GGUFModel) -> int:
+    """The number behind that of the last block with tensors."""
+    numbers = (layer_of(each) for each in model.tensors.values())
+    return 1 + max((number for number in numbers if number is not None), default=-1)
+
+
+def _guesses(model: GGUFModel, block: int) -> bool:
+    """Whether a block has a draft layer's own tensors."""
+    return any(name.startswith(f"blk.{block}.nextn.") for name in model.tensors)
 
 
 def supported(model: GGUFModel) -> str:
     """Its architecture. Raises CheckpointError where that is not read, saying what runs instead."""
+    if (what := NO_MODELS.get(str(model.metadata.get("general.type")))) is not None:
+        raise CheckpointError(f"{model.path} is {what}, and no model: give the model's own file")
     if (architecture := model.architecture) in GGUF:
         return architecture
     other = AS_SAFETENSORS.get(architecture)
@@ -169,7 +219,7 @@ def generation_json(model: GGUFModel) -> Config:
     generation: Config = {"eos_token_id": end_ids(model)}
     for key, name in SAMPLING.items():
         value = model.metadata.get(f"general.sampling.{key}")
-        if isinstance(value, int | float):
+        if type(value) in (int, float):
             generation[name] = value
     return generation
 
@@ -223,7 +273,7 @@ def _shared(keys: _Keys, own: Config) -> Config:
     config: Config = {
         "vocab_size": keys.rows("token_embd.weight"),
         "hidden_size": hidden,
-        "num_hidden_layers": keys.need("block_count") - keys.optional("nextn_predict_layers", 0),
+        "num_hidden_layers": keys.depth,
         "num_attention_heads": heads,
         "num_key_value_heads": own.get("num_key_value_heads") or keys.optional("attention.head_count_kv", heads),
         "head_dim": keys.optional("attention.key_length", hidden // max(heads, 1)),

@@ -22,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from tandem.checkpoint.mapped.pages import Pages
-from tandem.config.small_files import lfs_pointer
+from tandem.config.small_files import lfs_pointer, unreadable
 from tandem.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -61,7 +61,9 @@ class GGUFFile:
         try:
             with path.open("rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except ValueError as error:  # an empty file cannot be mapped
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         self.size = len(self._map)
         header = _Header(self._map, min(self.size, HEADER_LIMIT), path)
@@ -92,15 +94,18 @@ class GGUFFile:
                 raise header.broken(f"key {key} is there twice")
             self.metadata[key] = header.value(header.number("<u4"))
         infos = [header.tensor_info() for _ in range(tensors)]
-        start = -(-header.at // self._alignment(header)) * self._alignment(header)
+        alignment = self._alignment(header)
+        start = -(-header.at // alignment) * alignment
         for info in infos:
+            if info.offset % alignment:
+                raise header.broken(f"tensor {info.name} lies at {info.offset}, no multiple of {alignment}")
             self._place(info, start, header)
         self._check_overlaps(header)
 
     def _alignment(self, header: _Header) -> int:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-            raise header.broken(f"general.alignment is {alignment}, not a power of two")
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise header.broken(f"general.alignment is {alignment!r}, not a power of two from 8 on")
         return alignment
 
     def _place(self, info: _TensorInfo, start: int, header: _Header) -> None:

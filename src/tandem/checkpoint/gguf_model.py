@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from tandem.checkpoint.mapped.pages import Pages
+from tandem.config.small_files import unreadable
 from tandem.errors import CheckpointError
 
 SUFFIX = ".gguf"
@@ -84,7 +85,7 @@ def open_gguf(path: Path) -> GGUFModel:
     try:
         stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in split_files(path))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     return _opened(path, stamps)
 
 
@@ -110,10 +111,13 @@ def split_files(path: Path) -> Iterator[Path]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is to be read as GGUF: by its name, or by its first bytes."""
+    """Whether `path` is to be read as GGUF: by its name, or by its first bytes. Raises CheckpointError."""
     if not path.is_file():
         return False
     if path.suffix == SUFFIX:
         return True
-    with path.open("rb") as stream:
-        return stream.read(4) == b"GGUF"
+    try:
+        with path.open("rb") as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -174,14 +174,14 @@ def _byte_level(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokeni
         )
     vocabulary, merges = {token: i for i, token in enumerate(tokens)}, _stored_merges(model, tokens, kinds)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
-    tokenizer.pre_tokenizer = _words(PRE[pre])
+    tokenizer.pre_tokenizer = words(PRE[pre])
     tokenizer.decoder = decoders.ByteLevel()
     if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _words(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+def words(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     return pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

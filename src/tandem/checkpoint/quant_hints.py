@@ -17,8 +17,10 @@ from tandem.errors import CheckpointError
 KEY = "quantization_config"
 METHODS = (
     "fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "gptq_v2", "awq", "mxfp4", "mxfp8", "modelopt", "modelopt_fp4",
-    "w4afp8",
+    "w4afp8", "quark",
 )  # fmt: skip
+AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+"""Names of a program that writes others' tensors: its `packing_format` says whose."""
 _SPARSE_FREE = ("dense", None)
 
 
@@ -57,12 +59,9 @@ def parse_hints(config: object, where: str) -> QuantHints:
     """`config`: the JSON object at `where`."""
     if not isinstance(config, dict):
         raise CheckpointError(f'{where} is {config!r}, not an object; try {{"quant_method": "fp8"}}')
-    method = str(config.get("quant_method") or ("modelopt" if "quant_algo" in config else ""))
-    if method and method not in METHODS:
-        raise CheckpointError(
-            f"{where}.quant_method {method!r} cannot be read; these can: {', '.join(METHODS)}"
-        )
+    method, format_said = _method(config, where)
     _refuse_sparse(config, where)
+    _refuse_rotations(config, where)
     sections = list(_sections(config))
     return QuantHints(
         where=where,
@@ -71,9 +70,21 @@ def parse_hints(config: object, where: str) -> QuantHints:
         groups=tuple(dict.fromkeys(group for section in sections for group in _groups(section))),
         bits=_bits(sections, where),
         act_order=_act_order(sections),
-        gptq_version=_gptq_version(config, method, where),
+        gptq_version=_gptq_version(format_said, method, where),
         symmetric=config.get("sym") is True or config.get("zero_point") is False,
     )
+
+
+def _method(config: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """What wrote the tensors, and which version of GPTQ's; "": nothing is said, or only the tensors tell."""
+    method = str(config.get("quant_method") or ("modelopt" if "quant_algo" in config else ""))
+    if method not in (*METHODS, *AUTO_ROUND, ""):
+        known = ", ".join((*METHODS, *AUTO_ROUND))
+        raise CheckpointError(f"{where}.quant_method {method!r} cannot be read; these can: {known}")
+    if method not in AUTO_ROUND:
+        return method, str(config.get("checkpoint_format") or method)
+    packing = str(config.get("packing_format") or "").rpartition(":")[2]
+    return {"auto_gptq": ("gptq", "gptq"), "auto_awq": ("awq", "")}.get(packing, ("", ""))
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -115,10 +126,9 @@ def _act_order(sections: Iterable[Mapping[str, Any]]) -> bool | None:
     return any(said) if said else None
 
 
-def _gptq_version(config: Mapping[str, Any], method: str, where: str) -> int:
+def _gptq_version(written: str, method: str, where: str) -> int:
     if method not in ("gptq", "gptq_v2"):
         return 0
-    written = config.get("checkpoint_format") or method
     if written not in ("gptq", "gptq_v2"):
         raise CheckpointError(
             f'{where}.checkpoint_format {written!r} cannot be read; try "gptq" or "gptq_v2"'
@@ -131,3 +141,11 @@ def _refuse_sparse(config: Mapping[str, Any], where: str) -> None:
     written = sparsity.get("format") if isinstance(sparsity, dict) else None
     if written not in _SPARSE_FREE:
         raise CheckpointError(f'{where}.sparsity_config.format {written!r} cannot be read; "dense" can')
+
+
+def _refuse_rotations(config: Mapping[str, Any], where: str) -> None:
+    """Quark can write models whose activations must be rotated while they run."""
+    said = config.get("algo_config")
+    names = [str(each.get("name")) for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+    if rotations := [name for name in names if name in ("rotation", "quarot")]:
+        raise CheckpointError(f"{where}.algo_config {rotations[0]!r} cannot be read: activations are not rotated here")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tandem.checkpoint.gguf_model import SUFFIX, is_gguf, split_files
 from tandem.config.env import DEMO, cache_dir
+from tandem.config.small_files import unreadable
 from tandem.errors import CheckpointError, HubError
+from tandem.hub.files import gguf_variants
 from tandem.hub.names import HubName, hub_name
 from tandem.hub.snapshot import cache_root, find_snapshot
 
@@ -27,7 +30,28 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if str(name_or_path) == DEMO:
         return demo_dir()
     path = Path(name_or_path).expanduser()
+    if not _is_utf8(str(path)):
+        raise CheckpointError(
+            f"{str(path)!r} is no name in UTF-8, which processes tell each other: rename it, or link it"
+        )
+    try:
+        return _resolved(str(name_or_path), path)
+    except OSError as error:  # what stands above it may not be looked into
+        raise unreadable(path, error) from error
+
+
+def _is_utf8(text: str) -> bool:
+    """Python has lone surrogates for bytes of a name that are not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _resolved(text: str, path: Path) -> Path:
     if path.is_dir():
+        os.scandir(path).close()  # a glob of what may not be listed would find nothing
         return path if (path / "config.json").exists() else _only_gguf(path)
     if path.is_file():
         if is_gguf(path):
@@ -35,10 +59,10 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise CheckpointError(
             f"{path} is not GGUF: give a GGUF file, or the directory that holds config.json and *.safetensors"
         )
-    name = hub_name(str(name_or_path))
+    name = hub_name(text)
     if name is not None:
         return _cached(name)
-    raise CheckpointError(_neither(str(name_or_path), path))
+    raise CheckpointError(_neither(text, path))
 
 
 def _cached(name: HubName) -> Path:
@@ -77,9 +101,9 @@ def _neither(text: str, path: Path) -> str:
 
 def _only_gguf(directory: Path) -> Path:
     """The one GGUF model in `directory`; `directory` itself when it has none."""
-    files = sorted(directory.glob(f"*{SUFFIX}"))
-    models = {next(split_files(file)) for file in files}
-    if len(models) > 1:
-        names = ", ".join(file.name for file in sorted(models)[:4])
+    models = gguf_variants(file.name for file in directory.glob(f"*{SUFFIX}"))
+    firsts = [directory / files[0] for _, files in sorted(models.items())]
+    if len(firsts) > 1:
+        names = ", ".join(file.name for file in firsts[:4])
         raise CheckpointError(f"{directory} holds several models: give one of the files, for example {names}")
-    return models.pop() if models else directory
+    return next(split_files(firsts[0])) if firsts else directory

@@ -19,7 +19,7 @@ from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.config.ranks.shard import ALL
-from tandem.errors import ConfigError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
 
@@ -119,12 +119,25 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def load_model_config(path: Path) -> ModelConfig:
     """The architecture, from config.json or from a GGUF file's metadata. Raises as `ModelConfig.load`."""
     if not is_gguf(path):
+        _check_not_an_adapter(path)
         return ModelConfig.load(path)
     model = open_gguf(path)
     try:
         return ModelConfig.from_dict(config_json(model), generation_json(model))
     except ConfigError as error:
         raise ConfigError(f"{path}, its metadata read as a config.json: {error}") from error
+
+
+def _check_not_an_adapter(directory: Path) -> None:
+    """What LoRA writes beside its matrices, where no model lies beside them."""
+    file = directory / "adapter_config.json"
+    if file.is_file() and not (directory / "config.json").exists():
+        base = read_json(file).get("base_model_name_or_path")
+        of = f" of {base}" if isinstance(base, str) and base else ""
+        raise CheckpointError(
+            f"{directory} is an adapter (LoRA){of}, and no model: adapters are not served. Merge it into its model "
+            "with peft's merge_and_unload(), save that with save_pretrained(), and serve the result"
+        )
 
 
 def read_generation(path: Path) -> dict[str, Any]:

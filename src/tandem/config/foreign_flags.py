@@ -15,6 +15,7 @@ _PER_REQUEST = "each request has its own: a field of its body"
 _TEXT = "text alone is read; leave the flag out"
 _ONE_GPU = "one GPU is used; set CUDA_VISIBLE_DEVICES to choose it"
 _CONFIG_JSON = "the model's config.json says it: change it there"
+_ROPE = "the model's config.json says it: change rope_parameters there; an older file has rope_scaling instead"
 _NO_EMBEDDINGS = "answers are text; embeddings are not served"
 _NO_LORA = "adapters are not served: merge them into the model's weights first"
 _LONGEST = "an answer ends where the context is full; --context-length says how long that is"
@@ -167,11 +168,11 @@ FOREIGN = {
     "--hicache-ratio": "the KV cache is in one memory; leave the flag out",
     "--swap-space": "requests are preempted when the KV cache is full; leave the flag out",
     "--block-size": "give --page-size",
-    "--rope-scaling": _CONFIG_JSON,
-    "--rope-scale": _CONFIG_JSON,
-    "--rope-freq-base": _CONFIG_JSON,
-    "--rope-freq-scale": _CONFIG_JSON,
-    "--yarn-orig-ctx": _CONFIG_JSON,
+    "--rope-scaling": _ROPE,
+    "--rope-scale": _ROPE,
+    "--rope-freq-base": _ROPE,
+    "--rope-freq-scale": _ROPE,
+    "--yarn-orig-ctx": _ROPE,
     "--hf-overrides": _CONFIG_JSON,
     "--json-model-override-args": _CONFIG_JSON,
     "--override-kv": "a GGUF file is taken as it is: convert it anew with the value",

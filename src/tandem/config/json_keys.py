@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,13 +34,37 @@ TOWERS = ("vision_config", "audio_config")
 """Of multimodal models: parts that text does not pass through."""
 
 
+# Integers of files size lists, tables and loops before a tensor's shape can contradict them. So each is bounded where
+# it is read: of config.json, and of a GGUF file's metadata.
+LEAST = -1  # some keys have it for "none"
+LARGEST = 1 << 31
+LAYERS = 10_000
+CHOICES = 1 << 16
+WIDTH = 1 << 24
+MOST_SIZE = 1e19  # of a real number, and of its inverse
+
+_MOST = (
+    (re.compile(r"layers$|block_count$"), LAYERS),
+    (re.compile(r"heads|head_count|experts|expert_\w*count|time_step_rank|ssm\.group_count"), CHOICES),
+    (re.compile(r"hidden_size|intermediate_size|_length$|inner_size|state_size|_(dim|rank)$|l_cache|kernel"), WIDTH),
+)
+_POSITIONS = re.compile(r"context_length$")
+
+
+def outside(key: str, value: int) -> str:
+    """Why `key` cannot have this value; "" where it can."""
+    fitting = (most for pattern, most in _MOST if pattern.search(key) and not _POSITIONS.search(key))
+    most = next(fitting, LARGEST)
+    return f"is {value}, and must be at most {most}" if value > most else f"is {value}; try 1" if value < LEAST else ""
+
+
 def read_json(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError when it is missing or is not one."""
     try:
         value = json.loads(read_text(path, most_bytes))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: is {path.parent} a model directory?") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except RecursionError as error:
         raise CheckpointError(f"{path} is nested too deeply; fetch the model again") from error
@@ -101,7 +126,8 @@ class JsonKeys(Mapping[str, Any]):
         """A whole number from 1 to `most`."""
         value = self.need(key, example, *aliases)
         if not 1 <= value <= most:
-            raise ConfigError(f"{self.where}: {key} is {value}, and must be 1 to {most}; try {example}")
+            name = next(each for each in (key, *aliases) if self.get(each) is not None)
+            raise ConfigError(f"{self.where}: {name} is {value}, and must be 1 to {most}; try {example}")
         return value
 
     def count(self, key: str, default: int, most: int = 1 << 16) -> int:
@@ -128,6 +154,8 @@ class JsonKeys(Mapping[str, Any]):
             raise ConfigError(
                 f"{self.where}: {key} is {value!r}, not a whole number or a list of them; try 2"
             )
+        for number in numbers:
+            self._check_bounds(key, number)
         return tuple(numbers)
 
     def only(self, key: str, supported: Any, why: str) -> None:
@@ -143,4 +171,11 @@ class JsonKeys(Mapping[str, Any]):
         if type(value) is not type(example) or (isinstance(value, float) and not math.isfinite(value)):
             kind = type(example).__name__
             raise ConfigError(f"{self.where}: {key} is {value!r}, not a {kind}; try {json.dumps(example)}")
+        self._check_bounds(key, value)
         return value
+
+    def _check_bounds(self, key: str, value: T) -> None:
+        if type(value) is int and (why := outside(key, value)):
+            raise ConfigError(f"{self.where}: {key} {why}")
+        if type(value) is float and value and not 1 / MOST_SIZE <= abs(value) <= MOST_SIZE:
+            raise ConfigError(f"{self.where}: {key} is {value}, whose square float32 does not have; try 1.0")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.json_keys import JsonKeys
 from tandem.errors import ConfigError
 
+MOST_DIMS = 1 << 16  # a list has as many frequencies
 KINDS = "default, linear, yarn, llama3 and proportional"
 
 
@@ -115,6 +118,34 @@ def still(dims: int) -> Rope:
     return Rope(10000.0, dims, Proportional(0.0))
 
 
+STAY = "rope_theta", "partial_rotary_factor"
+"""What a file says of rotations whether they are scaled or not."""
+
+
+def one_rope(keys: JsonKeys) -> JsonKeys:
+    """`keys` where `rope_scaling` does not lie beside `rope_parameters`: it replaces them, as in Transformers 5.
+
+    Raises ConfigError where values of `rope_parameters` would be lost: Transformers goes back to the family's own.
+    """
+    if not {"rope_scaling", "rope_parameters"} <= set(keys):
+        return keys
+    scaling, before = keys.mapping("rope_scaling"), keys.mapping("rope_parameters")
+    if not scaling or not before:
+        return keys
+    if any(isinstance(value, Mapping) for value in before.values()) and scaling != before:
+        raise ConfigError(
+            f"{keys.where}: rope_scaling lies beside rope_parameters, which have an object for each kind of layer: "
+            "write the scaling into that of full_attention, and remove rope_scaling"
+        )
+    lost = {key: before[key] for key in STAY if key in before and key not in scaling and key not in keys}
+    if lost:
+        whole = json.dumps({"rope_scaling": scaling | lost})
+        raise ConfigError(
+            f"{keys.where}: rope_scaling replaces rope_parameters, but does not say {' and '.join(lost)}: write {whole}"
+        )
+    return keys.overlaid({"rope_parameters": scaling})
+
+
 def rope_keys(keys: JsonKeys) -> JsonKeys:
     """`keys` with those of `rope_parameters` (Transformers 5) or `rope_scaling` in front."""
     return keys.overlaid(keys.mapping("rope_parameters") or keys.mapping("rope_scaling"))
@@ -125,9 +156,11 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
     theta = keys.need("rope_theta", 10000.0)
     if not (math.isfinite(theta) and theta > 0):
         raise ConfigError(f"{keys.where}: rope_theta is {theta}, and must be above 0; try 10000.0")
-    if dims % 2 or dims < 1:
-        raise ConfigError(f"{keys.where}: {dims} rotary channels must be even and at least 2")
-    kind = keys.get("rope_type") or keys.get("type") or "default"
+    if dims % 2 or not 1 <= dims <= MOST_DIMS:
+        raise ConfigError(
+            f"{keys.where}: {dims} rotary channels (by partial_rotary_factor) must be even, and 2 to {MOST_DIMS}"
+        )
+    kind = kind_of(keys)
     if kind == "default":
         return Rope(theta, dims, pairs=pairs)
     if kind == "linear":
@@ -145,8 +178,9 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
 
 
 def softmax_factor(keys: JsonKeys) -> float:
-    """What DeepSeek multiplies the softmax scale by where YaRN's `mscale_all_dim` says so."""
-    return mscale(_factor(keys), keys.optional("mscale_all_dim", 0.0)) ** 2 if _is_yarn(keys) else 1.0
+    """What DeepSeek multiplies the softmax scale by where YaRN's `mscale_all_dim` says so, whatever is scaled how."""
+    weight = 0.0 if kind_of(keys) == "default" else keys.optional("mscale_all_dim", 0.0)
+    return mscale(_factor(keys), weight) ** 2 if weight else 1.0
 
 
 def positions_of(keys: JsonKeys, rope: Rope) -> int:
@@ -162,8 +196,12 @@ def mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _is_yarn(keys: JsonKeys) -> bool:
-    return (keys.get("rope_type") or keys.get("type")) == "yarn"
+def kind_of(keys: JsonKeys) -> str:
+    """keys: as `rope_keys` gives them."""
+    kind = keys.get("rope_type") or keys.get("type") or "default"
+    if not isinstance(kind, str):
+        raise ConfigError(f"{keys.where}: rope_type is {kind!r}, not a word; {KINDS} are supported")
+    return kind
 
 
 def _factor(keys: JsonKeys) -> float:
@@ -182,6 +220,11 @@ def _original(keys: JsonKeys) -> int:
 
 def _yarn(keys: JsonKeys) -> Yarn:
     fast, slow = keys.optional("beta_fast", 32.0) or 32.0, keys.optional("beta_slow", 1.0) or 1.0
+    for key, beta in (("beta_fast", fast), ("beta_slow", slow)):
+        if not beta > 0:
+            raise ConfigError(f"{keys.where}: {key} is {beta}, and must be above 0; remove it for the usual one")
+    if (theta := keys.need("rope_theta", 10000.0)) <= 1:
+        raise ConfigError(f"{keys.where}: rope_theta is {theta}, and must be above 1 for yarn; try 10000.0")
     return Yarn(_factor(keys), _original(keys), fast, slow, keys.optional("truncate", True))
 
 

@@ -18,21 +18,42 @@ _LFS = b"version https://git-lfs."
 def read_text(path: Path, most_bytes: int = CONFIG_BYTES) -> str:
     """A pipe or a device would keep the reader waiting, or never end; a large file would fill the memory.
 
-    Raises CheckpointError for these and for what is not UTF-8, OSError.
+    Raises CheckpointError for these, for what is not UTF-8, and for what the system does not let us read;
+    FileNotFoundError.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(
-                f"{path} is no file but a pipe, a device or a folder; fetch the model again"
-            )
-        data = file.read(most_bytes + 1)
+    try:
+        data = _read_regular(path, most_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
     if len(data) > most_bytes:
         raise CheckpointError(f"{path} has more than {most_bytes >> 20} MiB; fetch the model again")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+
+
+def _read_regular(path: Path, most_bytes: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(
+                f"{path} is no file but a pipe, a device or a folder; fetch the model again"
+            )
+        return file.read(most_bytes)
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """What to do about a file or folder that is there, and that the system does not let us read."""
+    if not isinstance(error, PermissionError):
+        return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
+    named = Path(os.fsdecode(error.filename)) if error.filename is not None else path
+    return CheckpointError(
+        f"{named} cannot be read: user {os.geteuid()} has no permission. Let others read it (chmod -R a+rX "
+        f"{named if os.path.isdir(named) else named.parent}), or start Tandem as the user who owns it"
+    )
 
 
 def lfs_pointer(path: Path) -> CheckpointError | None:

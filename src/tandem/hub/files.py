@@ -18,7 +18,7 @@ SMALL_BYTES = 64 << 20
 _SMALL_ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _OTHER_WEIGHTS = re.compile(r"(pytorch_model|tf_model|flax_model|consolidated|optimizer).*\.json")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
-_NO_MODEL = ("mmproj", "imatrix")  # GGUF files beside a model
+_NO_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix)([-._]|$)")  # in names of GGUF files beside a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def gguf_variants(names: Iterable[str]) -> dict[str, list[str]]:
     models: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         base = name.rsplit("/", 1)[-1].lower()
-        if name.endswith(GGUF) and not base.startswith(_NO_MODEL):
+        if name.endswith(GGUF) and not _NO_MODEL.search(base):
             models[_PART.sub("", name.removesuffix(GGUF))].append(name)
     return dict(models)
 

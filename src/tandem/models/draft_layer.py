@@ -88,14 +88,15 @@ class DraftLayer:
         return self.ids[self._own_head(x, torch.float32).argmax(-1)]
 
 
-def head_name(config: ModelConfig) -> str:
-    """The matrix that makes logits; the embedding itself where the two are tied."""
-    return "model.embed_tokens" if config.tied_embeddings else "lm_head"
+def head_name(b: Builder) -> str:
+    """The matrix that makes logits: a stored head, whatever config.json says; else the embedding it is tied to."""
+    tied = b.config.tied_embeddings and not b.checkpoint.has_matrix("lm_head")
+    return "model.embed_tokens" if tied else "lm_head"
 
 
 def _rows_of_head(b: Builder, ids: Tensor) -> Linear:
     """Some rows of the model's head as a matrix of their own, which no cache keeps."""
-    find = b.checkpoint.lookup(f"{head_name(b.config)}.weight", (b.config.vocab, b.config.hidden))
+    find = b.checkpoint.lookup(f"{head_name(b)}.weight", (b.config.vocab, b.config.hidden))
     return b.ops.linear(find(ids).to(b.dtype), None, b.dense_format)
 
 

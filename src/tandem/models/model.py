@@ -210,7 +210,7 @@ def names_of(b: Builder) -> Names:
 
 
 def head_of(b: Builder) -> Linear:
-    own = b.linear([head_name(b.config)], [head_rows(b.config)], b.config.hidden)
+    own = b.linear([head_name(b)], [head_rows(b.config)], b.config.hidden)
     return own if b.ops.group is None else Gathered(own, b.ops.group, b.config.vocab)
 
 
@@ -219,7 +219,7 @@ def final_norm_of(b: Builder) -> Tensor:
     name, hidden = "model.norm.weight", b.config.hidden
     if not b.config.unit_head:
         return b.norm(name, b.config.norm, hidden)
-    head = numbers(b.checkpoint.weight(head_name(b.config), (b.config.vocab, hidden)))
+    head = numbers(b.checkpoint.weight(head_name(b), (b.config.vocab, hidden)))
     lengths = torch.linalg.vector_norm(head, dim=0, dtype=torch.float32) + UNIT_EPS
     return b.ops.resident(b.checkpoint.get(name, (hidden,)).float().to(lengths.device) / lengths)
 
@@ -227,13 +227,20 @@ def final_norm_of(b: Builder) -> Tensor:
 def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:
     """Ids [T] → rows [T, hidden] out of the mapped file, in the stored dtype or float32; scaled ones in the
     activations'."""
-    find, dtype = b.lookup("model.embed_tokens.weight", b.config.vocab, b.config.hidden), b.dtype
+    find, dtype = b.lookup(f"{_embedding_name(b)}.weight", b.config.vocab, b.config.hidden), b.dtype
     if b.config.embedding_scale == 1.0:
         return find
     scale = b.config.embedding_scale
     if b.config.embedding_scale_rounded:
         scale = torch.tensor(scale).to(dtype).item()
     return lambda ids: find(ids).to(dtype) * scale
+
+
+def _embedding_name(b: Builder) -> str:
+    """Of tied matrices a checkpoint may have the head alone."""
+    name = "model.embed_tokens"
+    head_alone = b.config.tied_embeddings and not b.checkpoint.has_matrix(name) and b.checkpoint.has_matrix("lm_head")
+    return "lm_head" if head_alone else name
 
 
 def finished(logits: Tensor, config: ModelConfig) -> Tensor:

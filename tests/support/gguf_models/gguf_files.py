@@ -96,6 +96,25 @@ def split(file: Path, directory: Path, count: int) -> list[Path]:
     return paths
 
 
+def rewritten(
+    file: Path, path: Path, changes: dict[str, Any], keep: Callable[[str], bool] = lambda name: True
+) -> Path:
+    """A copy of a model in one file with other metadata (None: without the key) and some of its tensors."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name not in changes and field.name != "general.architecture" and not field.name.startswith("GGUF."):
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+    for name, value in changes.items():
+        if value is not None:
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        if keep(tensor.name):
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    return finish(writer, path)
+
+
 def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -42,7 +42,7 @@ def config(keys: GgufKeys) -> dict[str, Any]:
     keys.only("expert_gating_func", SQRT_SOFTPLUS, "sqrtsoftplus")
     return _attention(keys) | {
         "model_type": "deepseek_v4",
-        "num_hidden_layers": _layers(keys),
+        "num_hidden_layers": keys.depth,
         "n_routed_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
         "n_shared_experts": keys.optional("expert_shared_count", 1),
@@ -76,12 +76,6 @@ def _attention(keys: GgufKeys) -> dict[str, Any]:
         "index_head_dim": keys.need("attention.indexer.key_length"),
         "index_topk": keys.need("attention.indexer.top_k"),
     }
-
-
-def _layers(keys: GgufKeys) -> int:
-    """Many files name draft layers that they do not have, and do not count."""
-    count, drafts = keys.need("block_count"), keys.optional("nextn_predict_layers", 0)
-    return count - drafts if keys.has_tensor(f"blk.{count - drafts}.nextn.eh_proj.weight") else count
 
 
 def _limit(keys: GgufKeys) -> float:

@@ -27,7 +27,7 @@ STEMS = GGUF_DECODER | {
 
 
 def config(keys: GgufKeys) -> dict[str, Any]:
-    count, width = keys.need("block_count"), keys.need("attention.key_length_swa")
+    count, width = keys.depth, keys.need("attention.key_length_swa")
     windowed = keys.flags("attention.sliding_window_pattern")
     if len(windowed) != count:
         raise keys.refuse("attention.sliding_window_pattern", f"has {len(windowed)} values for {count} layers")

@@ -54,6 +54,7 @@ def qwen3_next_parts(keys: GgufKeys) -> dict[str, Part]:
     if _has_whole_projections(keys):
         return _plain_parts()
     k_heads, group = _heads(keys)
+    _check_rows(keys, "ssm_ba.weight", 2 * k_heads * group)
     starts = [2 * group * head for head in range(k_heads)]
     b, a = ([start + first + i for start in starts for i in range(group)] for first in (0, group))
     both = "linear_attn.in_proj_ba.weight"
@@ -70,6 +71,7 @@ def qwen35_parts(keys: GgufKeys) -> dict[str, Part]:
         return _plain_parts()
     width = keys.need("ssm.inner_size") // (k_heads * group)
     before = 2 * k_heads * keys.need("ssm.state_size")  # channels of q and k
+    _check_rows(keys, "attn_qkv.weight", before + width * k_heads * group)
     heads = tuple(within * k_heads + head for head in range(k_heads) for within in range(group))
     values = tuple(chain.from_iterable(range(head * width, (head + 1) * width) for head in heads))
     channels = (*range(before), *(before + value for value in values))
@@ -85,6 +87,12 @@ def qwen35_parts(keys: GgufKeys) -> dict[str, Part]:
     }
 
 
+def _check_rows(keys: GgufKeys, matrix: str, rows: int) -> None:
+    """Before a list of them is made."""
+    if keys.rows(matrix) != rows:
+        raise keys.refuse("ssm.time_step_rank", f"implies {rows} rows of {matrix}, which has {keys.rows(matrix)}")
+
+
 def _plain_parts() -> dict[str, Part]:
     norms = {name: Part(name, numbers="x - 1") for name in NORMS}
     return norms | {"linear_attn.A_log": Part("linear_attn.A_log", numbers="log(-x)")}
@@ -96,14 +104,14 @@ def _has_whole_projections(keys: GgufKeys) -> bool:
 
 def _heads(keys: GgufKeys) -> tuple[int, int]:
     """Key heads, and value heads of each."""
-    k_heads, v_heads = keys.need("ssm.group_count"), keys.need("ssm.time_step_rank")
+    k_heads, v_heads = keys.size("ssm.group_count"), keys.size("ssm.time_step_rank")
     if k_heads < 1 or v_heads % k_heads:
         raise keys.refuse("ssm.group_count", f"{k_heads} does not divide {v_heads} value heads")
     return k_heads, v_heads // k_heads
 
 
 def _config(keys: GgufKeys) -> dict[str, Any]:
-    head, v_heads = keys.need("attention.key_length"), keys.need("ssm.time_step_rank")
+    head, v_heads = keys.size("attention.key_length"), keys.size("ssm.time_step_rank")
     if keys.need("ssm.inner_size") % v_heads:
         raise keys.refuse("ssm.inner_size", f"is not a multiple of {v_heads} value heads")
     return gguf_experts(keys) | {
@@ -111,19 +119,29 @@ def _config(keys: GgufKeys) -> dict[str, Any]:
         "shared_expert_intermediate_size": keys.rows("ffn_gate_shexp.weight"),
         "partial_rotary_factor": keys.optional("rope.dimension_count", head) / head,
         "layer_types": _layer_types(keys),
+        "num_key_value_heads": _key_heads(keys),
         "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
         "linear_key_head_dim": keys.need("ssm.state_size"),
         "linear_value_head_dim": keys.need("ssm.inner_size") // v_heads,
-        "linear_num_key_heads": keys.need("ssm.group_count"),
+        "linear_num_key_heads": keys.size("ssm.group_count"),
         "linear_num_value_heads": v_heads,
     }
 
 
+def _key_heads(keys: GgufKeys) -> int:
+    """Of layers with attention; Ollama's converter lists all layers, and writes 0 for the others."""
+    found = set(keys.layers("attention.head_count_kv", keys.depth)) - {0}
+    if len(found) != 1:
+        raise keys.refuse("attention.head_count_kv", "differs between layers, which is not supported")
+    return found.pop()
+
+
 def _layer_types(keys: GgufKeys) -> list[str]:
-    """As listed, or every so many layers attention."""
-    layers = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    """As listed, or those without key heads, or every so many layers attention."""
+    layers = keys.depth
     every = keys.optional("full_attention_interval", 4)
-    listed = keys.flags("attention.recurrent_layers")
+    heads = keys.layers("attention.head_count_kv", layers)
+    listed = keys.flags("attention.recurrent_layers") or [not count for count in heads if 0 in heads]
     recurrent = listed or [bool((i + 1) % max(every, 1)) for i in range(layers)]
     if len(recurrent) < layers:
         raise keys.refuse("attention.recurrent_layers", f"has {len(recurrent)} values for {layers} layers")

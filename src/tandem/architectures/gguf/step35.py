@@ -23,7 +23,7 @@ NORMS = (
 def config(keys: GgufKeys) -> dict[str, Any]:
     """Where a layer sees everything, half of a head's channels turn: no key says so."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    count = keys.depth
     windowed = keys.layers("attention.sliding_window_pattern", count)
     heads = dict(zip(windowed, keys.layers("attention.head_count", count), strict=True))
     groups = set(keys.layers("attention.head_count_kv", count))

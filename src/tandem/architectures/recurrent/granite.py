@@ -18,6 +18,7 @@ from tandem.architectures.shared import (
     FULL,
     activation,
     assembled,
+    check_convolutions,
     epsilon,
     gqa,
     layer_count,
@@ -74,6 +75,8 @@ def hybrid(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     if not set(kinds) & set(ATTENTION):
         raise ConfigError(f"{keys.where}: layer_types has no attention")
     space = _space(keys) if set(kinds) & set(RECURRENT) else None
+    if space is not None:
+        check_convolutions(keys)
     return _model(keys, generation, [attention if kind in ATTENTION or space is None else space for kind in kinds])
 
 
@@ -84,8 +87,7 @@ def _attention(keys: JsonKeys) -> Gqa:
 
 
 def _space(keys: JsonKeys) -> StateSpace:
-    if keys.get("time_step_limit") not in (None, *UNLIMITED):
-        raise ConfigError(f"{keys.where}: time_step_limit = {keys['time_step_limit']!r} is not supported; null is")
+    check_time_steps(keys)
     heads, groups = keys.size("mamba_n_heads", 128), keys.count("mamba_n_groups", 1)
     inner = keys.count("mamba_expand", 2) * keys.size("hidden_size", 4096)
     head = inner // heads if keys.get("mamba_d_head") in (None, "auto") else keys.size("mamba_d_head", 64)
@@ -96,6 +98,12 @@ def _space(keys: JsonKeys) -> StateSpace:
         heads, head, groups, keys.size("mamba_d_state", 128), taps_of(keys, "mamba_d_conv"), Norm(epsilon(keys)),
         keys.optional("mamba_proj_bias", False), keys.optional("mamba_conv_bias", True),
     )  # fmt: skip
+
+
+def check_time_steps(keys: JsonKeys) -> None:
+    """Raises ConfigError where they have limits."""
+    if keys.get("time_step_limit") not in (None, *UNLIMITED):
+        raise ConfigError(f"{keys.where}: time_step_limit = {keys['time_step_limit']!r} is not supported; null is")
 
 
 def taps_of(keys: JsonKeys, key: str) -> int:
@@ -130,8 +138,8 @@ def gguf_plain(keys: GgufKeys) -> dict[str, Any]:
 
 def gguf_hybrid(keys: GgufKeys) -> dict[str, Any]:
     """Layers without key heads are state spaces."""
-    key_heads = keys.layers("attention.head_count_kv", keys.need("block_count"))
-    heads, inner = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
+    key_heads = keys.layers("attention.head_count_kv", keys.depth)
+    heads, inner = keys.size("ssm.time_step_rank"), keys.need("ssm.inner_size")
     return _gguf_shared(keys) | {
         "model_type": "granitemoehybrid",
         "layer_types": [ATTENTION[0] if each else RECURRENT[0] for each in key_heads],
@@ -139,7 +147,7 @@ def gguf_hybrid(keys: GgufKeys) -> dict[str, Any]:
         "position_embedding_type": "rope" if keys.flag("rope.scaling.finetuned", False) else None,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
-        "mamba_expand": inner // keys.need("embedding_length"),
+        "mamba_expand": inner // keys.size("embedding_length"),
         "mamba_n_groups": keys.need("ssm.group_count"),
         "mamba_d_state": keys.need("ssm.state_size"),
         "mamba_d_conv": keys.need("ssm.conv_kernel"),

@@ -12,6 +12,7 @@ from tandem.architectures.names import Names, Renames
 from tandem.architectures.recurrent.granite import taps_of
 from tandem.architectures.shared import (
     FULL,
+    check_convolutions,
     epsilon,
     layer_count,
     layers_after_dense,
@@ -59,6 +60,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.get("head_dim"), keys.get("rope_parameters")
     said: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
     keys = keys.overlaid(said | _delta_keys(keys) | {"rope_theta": keys.optional("rope_theta", 1e4)})
+    check_convolutions(keys)
     mixers = _mixers(keys)
     width = keys.size("moe_intermediate_size", 1024)
     router = sigmoid_router(keys, "num_experts", scale=2.446)
@@ -81,7 +83,7 @@ def _delta_keys(keys: JsonKeys) -> dict[str, Any]:
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:
     count, kinds = layer_count(keys), keys.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {FULL, RECURRENT} or FULL not in kinds:
+    if not isinstance(kinds, list) or len(kinds) != count or not {FULL} <= set(map(str, kinds)) <= {FULL, RECURRENT}:
         raise ConfigError(f"{keys.where}: layer_types must say {RECURRENT} or {FULL} for each of {count} layers")
     attention = latent(keys)
     attention = replace(attention, rope=replace(still(attention.rope_dim), pairs="neighbours"), softmax_factor=1.0)
@@ -95,7 +97,7 @@ def _mixers(keys: JsonKeys) -> list[Mixer]:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Layers without key heads are delta nets, of as many heads as attention has."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count, rope_dim = keys.need("block_count"), keys.need("rope.dimension_count")
+    count, rope_dim = keys.depth, keys.need("rope.dimension_count")
     key_heads = keys.layers("attention.head_count_kv", count)
     return {
         "model_type": "kimi_linear",

@@ -68,7 +68,7 @@ def _mixers(keys: JsonKeys) -> list[Mixer]:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Layers without key heads are convolutions."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count, dense = keys.need("block_count"), keys.optional("leading_dense_block_count", 0)
+    count, dense = keys.depth, keys.optional("leading_dense_block_count", 0)
     heads = keys.layers("attention.head_count_kv", count)
     return {
         "model_type": "lfm2_moe",

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys, Part
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names, Renames
-from tandem.architectures.recurrent.granite import SPACE_STEMS, taps_of
+from tandem.architectures.recurrent.granite import SPACE_STEMS, check_time_steps, taps_of
 from tandem.architectures.shared import assembled, gqa, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Activation, Block, Body, Dense, Layer
@@ -41,10 +41,10 @@ RENAMES = Renames(
 
 SQUARED = Activation("relu2")
 UNUSED = (
-    "mamba_hidden_act", "expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor",
+    "expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor",
     "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep", "rescale_prenorm_residual",
     "use_mamba_kernels", "hidden_dropout", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "residual_in_fp32",
-    "hidden_act", "intermediate_size", "time_step_limit", "sliding_window", "num_hidden_layers", "rope_theta",
+    "hidden_act", "intermediate_size", "sliding_window", "num_hidden_layers", "rope_theta",
     "partial_rotary_factor", "mamba_proj_bias", "num_nextn_predict_layers",
 )  # fmt: skip
 """Of training, of other code, and of what attention does not have. Time steps have no limit here, as where the model
@@ -55,6 +55,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     for key in ("attention_bias", "mlp_bias"):
         keys.only(key, False, "matrices have no biases")
     keys.only("mlp_hidden_act", "relu2", "Nemotron's")
+    keys.only("mamba_hidden_act", "silu", "convolutions end in it")
+    check_time_steps(keys)
     for key in UNUSED:
         keys.get(key)
     kinds = _kinds(keys)
@@ -114,9 +116,9 @@ def _space(keys: JsonKeys) -> StateSpace:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """A layer is what its tensors are."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    count = keys.depth
     kinds = [_kind(keys, f"blk.{layer}.") for layer in range(count)]
-    heads = keys.need("ssm.time_step_rank")
+    heads = keys.size("ssm.time_step_rank")
     dense = next((i for i, kind in enumerate(kinds) if kind == "mlp"), None)
     return {
         "model_type": "nemotron_h",

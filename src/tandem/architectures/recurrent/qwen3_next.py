@@ -9,6 +9,7 @@ from tandem.architectures.family import Family
 from tandem.architectures.gguf.qwen3_next import APART, QWEN3_NEXT, QWEN35
 from tandem.architectures.names import DraftNames, Names
 from tandem.architectures.shared import (
+    check_convolutions,
     epsilon,
     gqa,
     layer_count,
@@ -84,6 +85,7 @@ def _mixers(keys: JsonKeys, layout: Layout) -> list[Mixer]:
 def _delta_rule(keys: JsonKeys, layout: Layout) -> DeltaRule:
     k_heads, v_heads = keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32)
     conv = keys.size("linear_conv_kernel_dim", 4)
+    check_convolutions(keys)
     if v_heads % k_heads:
         raise ConfigError(
             f"config.json: linear_num_key_heads {k_heads} does not divide {v_heads} value heads"

@@ -43,7 +43,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     kinds = layer_kinds(keys, lambda i: WINDOW if (i + 1) % every else FULL)
     norm, experts = Norm(epsilon(keys), wide=True), _experts(keys)
     dense, first = Dense(keys.size("intermediate_size", 6144), activation(keys)), keys.count("num_dense_layers", 1)
-    attentions = turning_in_windows(keys, _attention(keys, norm), kinds)
+    attentions = turning_in_windows(keys, _attention(keys, norm), kinds, 1024)
     layers = tuple(_layer(each, dense if i < first else experts, norm) for i, each in enumerate(attentions))
     if first >= len(layers):
         raise ConfigError(f"{keys.where}: num_dense_layers {first}: no layer is MoE; this is a dense model")

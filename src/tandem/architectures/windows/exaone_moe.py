@@ -31,7 +31,8 @@ IN_MEMORY = Names(shared="mlp.shared_experts")
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.only("scoring_func", "sigmoid", "the router's scores are sigmoids")
     keys.only("topk_method", "noaux_tc", "experts are chosen with a bias")
-    mixers = turning_in_windows(keys, gqa(keys, qk_norm="head"), layer_kinds(keys, _pattern(keys).__getitem__))
+    kinds = layer_kinds(keys, _pattern(keys).__getitem__)
+    mixers = turning_in_windows(keys, gqa(keys, qk_norm="head"), kinds, 4096, without=True)
     width = keys.size("moe_intermediate_size", 1024)
     router = sigmoid_router(keys, "num_experts", scale=2.5)
     experts = moe(router, width, width * keys.count("num_shared_experts", 1))
@@ -52,7 +53,7 @@ def _pattern(keys: JsonKeys) -> list[str]:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    count = keys.depth
     windowed = keys.layers("attention.sliding_window_pattern", count)
     return {
         "model_type": "exaone_moe",

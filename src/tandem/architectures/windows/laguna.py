@@ -77,7 +77,7 @@ def _attention(keys: JsonKeys, kind: str, heads: int) -> Gqa:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Where no key says which layers see all, the first of every four does."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")
-    count, window = keys.need("block_count"), keys.optional("attention.sliding_window", 0)
+    count, window = keys.depth, keys.optional("attention.sliding_window", 0)
     heads = keys.layers("attention.head_count", count)
     each_gate = keys.rows("attn_gate.weight") == heads[0]
     return {
@@ -107,7 +107,7 @@ def _gguf_kinds(keys: GgufKeys, count: int) -> list[str]:
 
 
 def _gguf_ropes(keys: GgufKeys) -> dict[str, Any]:
-    head, full = keys.need("attention.key_length"), keys.rope()
+    head, full = keys.size("attention.key_length"), keys.rope()
     dims = keys.optional("rope.dimension_count", head)
     said = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
     for name, key in said.items() if full["rope_type"] == "yarn" else ():

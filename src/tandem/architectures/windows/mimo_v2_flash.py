@@ -107,12 +107,12 @@ def _rope(keys: JsonKeys, kind: str) -> dict[str, Any]:
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Draft layers at the end are counted with the others. Files from before there was a key for it do not say what
     values are multiplied with."""
-    count = keys.need("block_count") - keys.optional("nextn_predict_layers", 0)
+    count = keys.depth
     windowed = keys.layers("attention.sliding_window_pattern", count)
     heads = keys.layers("attention.head_count_kv", count)
     of = {kind: next((h for h, w in zip(heads, windowed, strict=True) if bool(w) == kind), heads[0]) for kind in (0, 1)}
     sinks = {w: keys.has_tensor(f"blk.{i}.attn_sinks.weight") for i, w in enumerate(windowed)}
-    head = keys.need("attention.key_length")
+    head = keys.size("attention.key_length")
     return {
         "model_type": "mimo_v2_flash",
         "hybrid_layer_pattern": windowed,

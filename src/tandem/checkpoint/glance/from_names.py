@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ def formats_from_names(directory: Path, model: ModelConfig, index: Index | None 
     """Of a directory that has config.json and perhaps an index. Raises CheckpointError for a quantisation that cannot
     be read."""
     index = read_index(directory) if index is None else index
+    if any(name.endswith("lm_head.weight") for name in index.names):  # whatever config.json says of it
+        model = replace(model, tied_embeddings=False)
     config, hints = read_json(directory / "config.json"), quant_hints(directory)
     guesses = list(_guesses(index, config, hints, model))
     chosen = guesses[0]

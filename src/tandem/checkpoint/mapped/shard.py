@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.checkpoint.mapped.pages import Pages
-from tandem.config.small_files import lfs_pointer
+from tandem.config.small_files import lfs_pointer, unreadable
 from tandem.errors import CheckpointError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -89,13 +89,15 @@ def _entries(path: Path) -> tuple[dict[str, Entry], bytes]:
     """The header, after the library has checked it: sizes, order, no gaps, no overlaps, nothing past the end; and its
     digest."""
     try:
-        with safe_open(str(path), framework="np"):  # "pt" would map it as writable memory
-            pass
         with path.open("rb") as file:
+            with safe_open(str(path), framework="np"):  # "pt" would map it as writable memory
+                pass
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length)
         header: dict[str, Any] = msgspec.json.decode(text)
-    except (SafetensorError, OSError, ValueError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (SafetensorError, ValueError, msgspec.MsgspecError) as error:
         broken = CheckpointError(f"{path} is truncated or not safetensors ({error}): copy it again")
         raise lfs_pointer(path) or broken from error
     start = 8 + length

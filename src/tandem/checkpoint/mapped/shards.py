@@ -31,8 +31,7 @@ class Shards:
             raise CheckpointError(f"{path} is not a directory: give a model directory, or 'demo'")
         self.path = path
         self._of: dict[str, Shard] = {}
-        for file in self._files():
-            self._add(Shard(file))
+        self._add_all([Shard(file) for file in self._files()])
         self._check_index()
 
     def names(self) -> Iterable[str]:
@@ -76,7 +75,7 @@ class Shards:
         return identity([s.path for s in shards], ((s.path.name, s.header_digest) for s in shards))
 
     def _files(self) -> Iterator[Path]:
-        if (self.path / INDEX).exists():
+        if self._index_map:
             shards = sorted(set(self._index_map.values()))
             for shard in shards:
                 if not (self.path / shard).is_file():
@@ -89,23 +88,32 @@ class Shards:
 
     @cached_property
     def _index_map(self) -> dict[str, str]:
+        """Tensor → file; {} without an index."""
+        if not (self.path / INDEX).exists():
+            return {}
         weight_map = read_json(self.path / INDEX, INDEX_BYTES).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(v, str) for v in weight_map.values())
+        ):
             raise CheckpointError(f"{self.path / INDEX} has no 'weight_map' of tensor names to files")
         return weight_map
 
-    def _add(self, shard: Shard) -> None:
-        for name in shard.entries:
-            if name in self._of:
-                other = self._of[name].path.name
-                raise CheckpointError(f"tensor {name} is in both {other} and {shard.path.name}")
-            self._of[name] = shard
+    def _add_all(self, shards: list[Shard]) -> None:
+        """Of a tensor that several hold, the index says which one counts. CheckpointError where it does not."""
+        said = self._index_map
+        for shard in shards:
+            for name in shard.entries:
+                other = self._of.get(name)
+                if other is None or self.path / said.get(name, "") == shard.path:
+                    self._of[name] = shard
+                elif self.path / said.get(name, "") != other.path:
+                    raise CheckpointError(f"tensor {name} is in both {other.path.name} and {shard.path.name}")
 
     def _check_index(self) -> None:
-        if not (self.path / INDEX).exists():
-            return
         for name, file in self._index_map.items():
-            if name not in self._of or self._of[name].path != self.path / file:
+            if name not in self._of:
                 raise CheckpointError(f"{self.path / file} lacks tensor {name}, which {INDEX} says it has")
 
 

@@ -67,7 +67,7 @@ class MappedTensors:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
     def mapped(self, part: Part) -> Tensor:
-        return self._shards.get(part.name)
+        return self._shards.get(part.name).view(self._shape(part.name))
 
     def byte_range(self, name: str) -> tuple[int, int]:
         """Where the tensor's bytes begin and end in the file of `part(name)`."""
@@ -107,4 +107,11 @@ class MappedTensors:
 
     def _header(self, stored: str) -> Part:
         entry = self._shards.entry(stored)
-        return Part(stored, self._shards.file(stored), entry.dtype, entry.shape)
+        return Part(stored, self._shards.file(stored), entry.dtype, self._shape(stored))
+
+    def _shape(self, stored: str) -> tuple[int, ...]:
+        """ModelOpt's scales of blocks are [rows, 1, columns, 1], of several experts [experts, rows, 1, columns, 1]."""
+        shape = self._shards.entry(stored).shape
+        if len(shape) < 4 or not stored.endswith("scale") or (shape[-3], shape[-1]) != (1, 1):
+            return shape
+        return (*shape[:-3], shape[-2])

@@ -19,7 +19,8 @@ NO_TEMPLATE = "this model has no chat template: give it one (--chat-template FIL
 
 
 def stored_templates(directory: Path, listed: Any) -> ChatTemplates:
-    """chat_template.jinja with those of additional_chat_templates/, or else what tokenizer_config.json lists."""
+    """chat_template.jinja with those of additional_chat_templates/, or else what tokenizer_config.json
+    or chat_template.json lists."""
     files = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (directory / "chat_template.jinja").is_file():
         files[DEFAULT] = directory / "chat_template.jinja"

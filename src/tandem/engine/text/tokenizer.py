@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from tandem.config.json_keys import JsonKeys
 from tandem.config.small_files import lfs_pointer, read_text
 from tandem.engine.text import added_tokens
 from tandem.engine.text.chat_template import ChatTemplate
@@ -60,8 +61,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json (or tiktoken.model), tokenizer_config.json and what else has tokens, chat templates, and
-        the end tokens of generation_config.json or config.json; or a GGUF file, which has all that inside."""
+        """Reads tokenizer.json (or tiktoken.model, or vocab.json and merges.txt), tokenizer_config.json and what else has
+        tokens, chat templates, and the end tokens of generation_config.json or config.json; or a GGUF file, which has
+        all that inside."""
         if directory.is_file():
             with _begun(directory):
                 return cls._of(*_read_gguf(directory))
@@ -71,7 +73,9 @@ class Tokenizer:
         older = _read_json(directory / "added_tokens.json")
         with _begun(directory):
             added_tokens.complete(inner, settings, older, _rows(directory), directory / "tokenizer.json")
-            settings["chat_template"] = stored_templates(directory, settings.get("chat_template"))
+            older_template = _read_json(directory / "chat_template.json").get("chat_template")
+            listed = settings.get("chat_template") or older_template
+            settings["chat_template"] = stored_templates(directory, listed)
             return cls._of(inner, _eos_ids(directory, inner, _token_text(settings.get("eos_token"))), settings)
 
     @classmethod
@@ -253,9 +257,13 @@ def _read_vocabulary(directory: Path, settings: dict[str, Any]) -> tokenizers.To
         from tandem.checkpoint.tiktoken_tokenizer import tiktoken_tokenizer  # needs torch, as above
 
         return tiktoken_tokenizer(directory, settings, _BYTE_OF_CHAR)
+    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        from tandem.engine.text.bpe_files import bpe_tokenizer  # needs torch, as above
+
+        return bpe_tokenizer(directory, settings)
     raise CheckpointError(
-        f"{directory} has no tokenizer.json: copy it from where the model came from, or write it there with "
-        "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        f"{directory} has no tokenizer.json, nor vocab.json and merges.txt: copy it from where the model came from, "
+        "or write it there with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )
 
 
@@ -300,8 +308,7 @@ def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None
     """Says in the log where nothing ends an answer, or less than the files say."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
-        found += [value] if isinstance(value, int) else value if isinstance(value, list) else []
+        found += JsonKeys(_read_json(directory / name), str(directory / name)).integers("eos_token_id")
     token_id = None if eos_token is None else inner.token_to_id(eos_token)
     found += [] if token_id is None else [token_id]
     if not found:
