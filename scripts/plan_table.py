@@ -25,6 +25,7 @@ from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wis
 from tandem.config.forecast.prediction import Range  # noqa: E402
 from tandem.config.forecast.report import Report, report  # noqa: E402
 from tandem.config.machine import Core  # noqa: E402
+from tandem.errors import ConfigError  # noqa: E402
 
 PAGE = ROOT / "docs" / "plans.md"
 ROWS = "nvidia-h100-80gb-hbm3-intel-xeon-processor-16-threads/plan.json"  # of benchmarks/plan_measured.py
@@ -51,9 +52,9 @@ What `kt plan` says of 12 models on six machines. None of these figures is measu
 [below](#predicted-and-measured). `kt plan MODEL --verify` measures yours. `python scripts/plan_table.py --write` makes
 this page.
 
-Each field has tokens per second of one answer at 1,024 tokens, then those of a prompt of 2,048. Experts are as the
-model's publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with
-INT4. Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
+Two tables have tokens per second: of one answer at 1,024 tokens, and of a prompt of 2,048. Experts are as the model's
+publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with INT4.
+Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
 """
 
 
@@ -65,15 +66,17 @@ def question(name: str, wish: MachineWish, method: str | None) -> Question:
     return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
 
 
-def cell(name: str, place: str) -> str:
-    """The first method that fits, and what it gives."""
+def cells(name: str, place: str) -> tuple[str, str]:
+    """Of decoding and of a prompt: the first method that fits, and what it gives."""
     for method in METHODS:
         asked = question(name, MACHINES[place], method)
-        found = report(name, asked)
-        if found.predicted is not None:
-            rates = f"{shown(found.predicted.decode[1])}; {shown(found.predicted.prompt)}"
-            return rates if method is None else f"INT4: {rates}"
-    return f"no: {needed(found)}"
+        try:
+            found = asked.predicted(asked.plan())
+        except ConfigError:
+            continue
+        lossy = "" if method is None else "INT4: "
+        return f"{lossy}{shown(found.decode[1])}", f"{lossy}{shown(found.prompt)}"
+    return f"no: {needed(report(name, asked))}", "no"
 
 
 def shown(found: Range) -> str:
@@ -91,8 +94,10 @@ def needed(found: Report) -> str:
     return memory[-1] if memory else found.reasons[0].partition(";")[0]
 
 
-def line(name: str) -> str:
-    return f"| {name} | " + " | ".join(cell(name, place) for place in MACHINES) + " |"
+def lines(name: str) -> tuple[str, ...]:
+    """Of both tables."""
+    columns = zip(*(cells(name, place) for place in MACHINES), strict=True)
+    return tuple(f"| {name} | " + " | ".join(column) + " |" for column in columns)
 
 
 def machine_line(name: str, wish: MachineWish) -> str:
@@ -103,8 +108,15 @@ def machine_line(name: str, wish: MachineWish) -> str:
 def page() -> str:
     machines = ["| machine | GPU, bus | RAM | CPU |", "| --- | --- | --- | --- |"]
     machines += [machine_line(name, wish) for name, wish in MACHINES.items()]
-    plans = ["| model | " + " | ".join(MACHINES) + " |", "| --- " * (len(MACHINES) + 1) + "|", *map(line, MODELS)]
-    return "\n".join([HEAD, *machines, "", *plans, "", answer(), measured(kept_rows())])
+    decode, prompt = ("\n".join(rows) for rows in zip(*map(lines, MODELS), strict=True))
+    return "\n".join([
+        HEAD, *machines, "", *heading("of one answer"), decode, "", *heading("of a prompt"), prompt, "", answer(),
+        measured(kept_rows()),
+    ])  # fmt: skip
+
+
+def heading(what: str) -> list[str]:
+    return [f"| tokens per second {what} | " + " | ".join(MACHINES) + " |", "| --- " * (len(MACHINES) + 1) + "|"]
 
 
 def answer() -> str:

@@ -79,7 +79,7 @@ def test_a_question_about_another_machine() -> None:
     [
         ("Qwen/Qwen3-30B-A3B-Instruct-2507-GGUF:Q4_K_M", "kt plan --config qwen3-30b-a3b$"),
         ("deepseek-ai/DeepSeek-V3.2@main", "kt plan --config deepseek-v32$"),
-        ("zai-org/GLM-4.5-Air-FP8", "kt plan --config glm-4.5-air$"),
+        ("zai-org/GLM-4.5-Air-FP8", "kt plan --config glm-4.5-air-fp8$"),
         ("moonshotai/Kimi-K2.5", "--config knows the sizes of .*kimi-k2,"),
     ],
 )

@@ -144,6 +144,9 @@ def show_plan(plan: Plan) -> None:
     from rich.console import Console
 
     console = Console()
+    if plan.idle:
+        said = f"{plan.idle}; `kt plan` with the same flags says what would use it"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     console.print(plan_table(plan))
     for notice in plan.notices:
         console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.config.choices.left_to_ram import expert_bytes
 from tandem.config.cuda_graphs import prompt_graph_bytes
-from tandem.config.gpu_scratch import Ring, expert_scratch_bytes, experts_at_once, ring_of
+from tandem.config.gpu_scratch import Ring, expert_row_bytes, expert_scratch_bytes, experts_at_once, ring_of
 from tandem.config.gpus import Gpu
 from tandem.config.memory import MemoryRequest
 from tandem.config.model_config import STORED, ModelConfig
@@ -48,4 +48,4 @@ def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], stream
     if streamed:
         ring, places = ring_for(request, gpu), request.model.moe.router.num_experts
         parts = 1 if ring.holds(places) else -(-places // ring.experts)
-    return prompt_graph_bytes(request.model, sizes, parts, spared)
+    return prompt_graph_bytes(request.model, sizes, parts, spared, expert_row_bytes(gpu.memory_bytes))
