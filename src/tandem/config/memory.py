@@ -311,14 +311,26 @@ def _way_out(request: MemoryRequest, least: int) -> str:
 
 
 def _ways_out(request: MemoryRequest, needed: int) -> Iterator[str]:
-    fraction = needed / max(1, request.machine.available_memory) + 0.005
-    if request.fraction < fraction <= LARGEST_FRACTION:
-        yield f"--mem-fraction-static {math.ceil(fraction * 100) / 100:.2f} fits without loss"
-    for method in ("INT8", "INT4"):
-        smaller = request.bytes_with(method.lower())
-        if smaller < request.weight_bytes and needed - request.weight_bytes + smaller <= request.budget_bytes:
-            yield f"--kt-method {method} fits: it takes {gib(smaller)} (lossy)"
+    if share := _share(request, needed):
+        yield f"{share} fits without loss"
+    smaller = {method: request.bytes_with(method.lower()) for method in ("INT8", "INT4")}
+    lossy = {method: nbytes for method, nbytes in smaller.items() if nbytes < request.weight_bytes}
+    for method, nbytes in lossy.items():
+        if needed - request.weight_bytes + nbytes <= request.budget_bytes:
+            yield f"--kt-method {method} fits: it takes {gib(nbytes)} (lossy)"
             return
+    for method, nbytes in lossy.items():
+        if share := _share(request, needed - request.weight_bytes + nbytes):
+            yield f"--kt-method {method} {share} fits: it takes {gib(nbytes)} (lossy)"
+            return
+
+
+def _share(request: MemoryRequest, needed: int) -> str:
+    """The flag that lets so many bytes be used; "": not even the largest share that is advised does."""
+    fraction = needed / max(1, request.machine.available_memory) + 0.005
+    if not request.fraction < fraction <= LARGEST_FRACTION:
+        return ""
+    return f"--mem-fraction-static {math.ceil(fraction * 100) / 100:.2f}"
 
 
 def _too_long(request: MemoryRequest, context: int, tokens: int) -> str:

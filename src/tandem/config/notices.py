@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tandem.config.choices.travelling import threshold_not_reached
 from tandem.config.cuda_graphs import GRAPH_FLAGS
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import SHARE_FIELDS
@@ -93,6 +94,8 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
 
 
 def _idle_on_gpu(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    if why := threshold_not_reached(config, model):
+        yield f"{why}, so no prompt brings experts to the GPU: leave one of the flags out"
     strategy, experts = config.kt_expert_placement_strategy, model.moe.router.num_experts
     if config.init_expert_location != "trivial" and strategy != "frequency":
         yield (

@@ -22,6 +22,7 @@ from tandem.config.in_place import stored_in
 from tandem.config.memory import prefill_tokens
 from tandem.config.planner.resolve import machine_refusals
 from tandem.engine.expert_statistics import expert_placement
+from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
 from tandem.models import with_stored_drafts
@@ -64,6 +65,13 @@ def check_statistics(plan: Plan, model: ModelConfig) -> None:
     """Raises ConfigError where the file that places experts is no such file, or another model's."""
     if plan.gpu is not None and plan.gpu.statistics is not None:
         expert_placement(plan.gpu, model)
+
+
+def check_tokenizer(config: EngineConfig) -> None:
+    """Raises CheckpointError where a start would: the weights are there, and what reads text is not, or is damaged."""
+    path = resolve_model(config.model)
+    if path.exists() and has_weights(path):
+        Tokenizer.load(path)
 
 
 def model_as_stored(path: Path, config: EngineConfig) -> ModelConfig:
