@@ -6,6 +6,11 @@ As `kt plan --verify` does, for each plan: the machine's speeds are read beside 
 prediction sees a measured time of a model. Rows: `predicted_low`, `predicted_high` and
 `measured` in tokens per second, of decoding one sequence and of a prompt; `speeds`, in GB/s, TFLOPS and us, and
 `parts`, ms, say what the prediction stands on.
+
+    python benchmarks/plan_measured.py --tight --out benchmarks/results
+
+runs plans whole that fill a small GPU, of which another process holds the rest (`tandem.bench.tight`). Rows: memory
+that was planned and used, and speeds as above. `--only 0` and `--only 1`: one of them.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ from tandem.bench.architectures import named_subject
 from tandem.bench.probes import MachineProbe
 from tandem.bench.rows import Row, keep, machine_name, stamp
 from tandem.bench.sample import verified
+from tandem.bench.tight import CASES as CASES_TIGHT
+from tandem.bench.tight import TightCase
+from tandem.bench.tight import measured as tight_rows
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
@@ -87,16 +95,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="keep the rows here, plan after plan")
-    parser.add_argument("--only", help="plans whose names have this in them")
+    parser.add_argument("--only", help="plans whose names have this in them; of --tight: a number")
+    parser.add_argument("--tight", action="store_true", help="plans that fill a small GPU")
     parser.add_argument("--after", type=int, default=0, help="leave so many plans out")
     parser.add_argument("--until", type=int, help="only the first ones, so many")
     parser.add_argument("--log", action="store_true", help="show what the engine says of its start")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING)
     machine = this_machine()
+    if options.tight:
+        for number, case in enumerate(CASES_TIGHT):
+            if options.only in (None, str(number)):
+                _measure_tight(case, machine, options.out)
+        return
     cases = [case for case in CASES[options.after : options.until] if options.only is None or options.only in case[0]]
-    for case in cases:
-        _measure(case, machine, options.out)
+    for each in cases:
+        _measure(each, machine, options.out)
 
 
 def _measure(case: Case, machine: Machine, out: Path | None) -> None:
@@ -112,6 +126,16 @@ def _measure(case: Case, machine: Machine, out: Path | None) -> None:
     print(f"{perf_counter() - started:.0f} s; {made[0]['speeds']}", flush=True)
     if out is not None:
         where = stamp(machine_name(Machine.detect()))
+        keep([row | where for row in made], out)
+
+
+def _measure_tight(case: TightCase, machine: Machine, out: Path | None) -> None:
+    started, where = perf_counter(), stamp(machine_name(Machine.detect()))
+    made = tight_rows(case, machine)
+    for row in made:
+        print({key: row[key] for key in list(row)[1:]}, "holds" if row["holds"] else "OUTSIDE", flush=True)
+    print(f"{perf_counter() - started:.0f} s", flush=True)
+    if out is not None:
         keep([row | where for row in made], out)
 
 
