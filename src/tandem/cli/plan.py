@@ -11,8 +11,11 @@ import typer
 
 if TYPE_CHECKING:
     from tandem.bench.probes import MachineProbe
+    from tandem.bench.sample import Verified
     from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats
+    from tandem.config.forecast.advice import Question
     from tandem.config.forecast.machine_spec import MachineWish
+    from tandem.config.forecast.report import Asked
     from tandem.config.forecast.speeds import Speeds
 
 Subject = tuple["ModelConfig", "StoredFormats"]
@@ -55,6 +58,7 @@ def plan(
     """Does MODEL fit, how fast will it be, and what to change: before anything is loaded or fetched.
 
     MODEL is a directory (config.json is enough), a GGUF file or a name of the hub. All flags of kt serve are taken.
+    What is not said of the machine is as on this one, and a line names it.
 
     Example: kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB
     """
@@ -83,9 +87,7 @@ def plan(
     if found.plan is not None:
         check_statistics(found.plan, model)
     if probe is not None and found.fits:
-        from tandem.bench.sample import verified
-
-        measured, question, wanted = verified(question, probe, wanted)
+        measured, question, wanted = _verified(question, probe, wanted)
         found = report(asked.model, question, refused, wanted)
     if compare:
         found.compared.extend(compared(question))
@@ -95,6 +97,12 @@ def plan(
     else:
         show(found, measured)
     raise typer.Exit(0 if found.fits else 2)
+
+
+def _verified(question: Question, probe: MachineProbe, wanted: Asked) -> Verified:
+    from tandem.bench.sample import verified
+
+    return verified(question, probe, wanted)
 
 
 def _config(argv: list[str], named: str | None) -> tuple[EngineConfig, tuple[str, ...]]:
