@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +39,7 @@ from tandem.config.forecast.report import Asked
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.model_config import STORED
 from tandem.errors import TandemError
-from tandem.kernels.this_machine import this_machine
+from tandem.kernels.this_machine import these_cpus, this_machine
 
 CASES = (
     ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 1.0), ("deepseek-v2-lite", "INT4", 0.0),
@@ -102,12 +104,10 @@ def main() -> None:
     parser.add_argument("--log", action="store_true", help="show what the engine says of its start")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING)
-    machine = this_machine()
     if options.tight:
-        for number, case in enumerate(CASES_TIGHT):
-            if options.only in (None, str(number)):
-                _measure_tight(case, machine, options.out)
+        _tight(options.only, options.out)
         return
+    machine = this_machine()
     cases = [case for case in CASES[options.after : options.until] if options.only is None or options.only in case[0]]
     for each in cases:
         _measure(each, machine, options.out)
@@ -129,9 +129,22 @@ def _measure(case: Case, machine: Machine, out: Path | None) -> None:
         keep([row | where for row in made], out)
 
 
-def _measure_tight(case: TightCase, machine: Machine, out: Path | None) -> None:
+def _tight(only: str | None, out: Path | None) -> None:
+    """Each case in a process of its own: what CUDA keeps for one counts as what its plan takes."""
+    if only is not None:
+        _measure_tight(CASES_TIGHT[int(only)], out)
+        return
+    kept = [] if out is None else ["--out", str(out)]
+    for number in range(len(CASES_TIGHT)):
+        subprocess.run([sys.executable, __file__, "--tight", "--only", str(number), *kept], check=False)
+
+
+def _measure_tight(case: TightCase, out: Path | None) -> None:
     started, where = perf_counter(), stamp(machine_name(Machine.detect()))
-    made = tight_rows(case, machine)
+    try:
+        made = tight_rows(case, these_cpus())
+    except TandemError as error:
+        sys.exit(f"{case.name} on {case.gpu_gib} GiB: {error}")
     for row in made:
         print({key: row[key] for key in list(row)[1:]}, "holds" if row["holds"] else "OUTSIDE", flush=True)
     print(f"{perf_counter() - started:.0f} s", flush=True)
