@@ -6,12 +6,19 @@ As `kt plan --verify` does, for each plan: the machine's speeds are read beside 
 prediction sees a measured time of a model. Rows: `predicted_low`, `predicted_high` and
 `measured` in tokens per second, of decoding one sequence and of a prompt; `speeds`, in GB/s, TFLOPS and us, and
 `parts`, ms, say what the prediction stands on.
+
+    python benchmarks/plan_measured.py --tight --out benchmarks/results
+
+runs plans whole that fill a small GPU, of which another process holds the rest (`tandem.bench.tight`). Rows: memory
+that was planned and used, and speeds as above. `--only 0` and `--only 1`: one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +28,9 @@ from tandem.bench.architectures import named_subject
 from tandem.bench.probes import MachineProbe
 from tandem.bench.rows import Row, keep, machine_name, stamp
 from tandem.bench.sample import verified
+from tandem.bench.tight import CASES as CASES_TIGHT
+from tandem.bench.tight import TightCase
+from tandem.bench.tight import measured as tight_rows
 from tandem.config import EngineConfig, Machine
 from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
@@ -29,7 +39,7 @@ from tandem.config.forecast.report import Asked
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.model_config import STORED
 from tandem.errors import TandemError
-from tandem.kernels.this_machine import this_machine
+from tandem.kernels.this_machine import these_cpus, this_machine
 
 CASES = (
     ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 1.0), ("deepseek-v2-lite", "INT4", 0.0),
@@ -87,16 +97,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="keep the rows here, plan after plan")
-    parser.add_argument("--only", help="plans whose names have this in them")
+    parser.add_argument("--only", help="plans whose names have this in them; of --tight: a number")
+    parser.add_argument("--tight", action="store_true", help="plans that fill a small GPU")
     parser.add_argument("--after", type=int, default=0, help="leave so many plans out")
     parser.add_argument("--until", type=int, help="only the first ones, so many")
     parser.add_argument("--log", action="store_true", help="show what the engine says of its start")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING)
+    if options.tight:
+        _tight(options.only, options.out)
+        return
     machine = this_machine()
     cases = [case for case in CASES[options.after : options.until] if options.only is None or options.only in case[0]]
-    for case in cases:
-        _measure(case, machine, options.out)
+    for each in cases:
+        _measure(each, machine, options.out)
 
 
 def _measure(case: Case, machine: Machine, out: Path | None) -> None:
@@ -112,6 +126,29 @@ def _measure(case: Case, machine: Machine, out: Path | None) -> None:
     print(f"{perf_counter() - started:.0f} s; {made[0]['speeds']}", flush=True)
     if out is not None:
         where = stamp(machine_name(Machine.detect()))
+        keep([row | where for row in made], out)
+
+
+def _tight(only: str | None, out: Path | None) -> None:
+    """Each case in a process of its own: what CUDA keeps for one counts as what its plan takes."""
+    if only is not None:
+        _measure_tight(CASES_TIGHT[int(only)], out)
+        return
+    kept = [] if out is None else ["--out", str(out)]
+    for number in range(len(CASES_TIGHT)):
+        subprocess.run([sys.executable, __file__, "--tight", "--only", str(number), *kept], check=False)
+
+
+def _measure_tight(case: TightCase, out: Path | None) -> None:
+    started, where = perf_counter(), stamp(machine_name(Machine.detect()))
+    try:
+        made = tight_rows(case, these_cpus())
+    except TandemError as error:
+        sys.exit(f"{case.name} on {case.gpu_gib} GiB: {error}")
+    for row in made:
+        print({key: row[key] for key in list(row)[1:]}, "holds" if row["holds"] else "OUTSIDE", flush=True)
+    print(f"{perf_counter() - started:.0f} s", flush=True)
+    if out is not None:
         keep([row | where for row in made], out)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wis
 from tandem.config.forecast.prediction import Range  # noqa: E402
 from tandem.config.forecast.report import Report, report  # noqa: E402
 from tandem.config.machine import Core  # noqa: E402
+from tandem.errors import ConfigError  # noqa: E402
 
 PAGE = ROOT / "docs" / "plans.md"
 ROWS = "nvidia-h100-80gb-hbm3-intel-xeon-processor-16-threads/plan.json"  # of benchmarks/plan_measured.py
@@ -40,20 +42,59 @@ MACHINES = {
     "server, no GPU": MachineWish("none", "768GB", "350GB/s", 64, "amx"),
     "server, H100": MachineWish("h100", "1TB", "350GB/s", 56, "amx", "55GB/s"),
 }
+GAMER, RIG = "avx512_bf16", ("85GB/s", 16)
+QUESTIONS: dict[str, tuple[MachineWish, str, str, dict[str, str]]] = {
+    "an RTX 4090 with 64 GB": (
+        MachineWish("4090", "64GB", *RIG, GAMER, "25GB/s"), "openai/gpt-oss-120b", "gpt-oss-120b", {},
+    ),
+    "an RTX 4090 with 128 GB": (
+        MachineWish("4090", "128GB", *RIG, GAMER, "25GB/s"), "zai-org/GLM-4.5-Air", "glm-4.5-air",
+        {"kt_method": "INT4"},
+    ),
+    "an RTX 4090 with 512 GB": (
+        MachineWish("4090", "512GB", "250GB/s", 32, GAMER, "25GB/s"), "deepseek-ai/DeepSeek-V3", "deepseek-v3",
+        {"kt_method": "INT4"},
+    ),
+    "two RTX 3090 with 128 GB (one is used)": (
+        MachineWish("2x3090", "128GB", "50GB/s", 16, "avx2", "25GB/s"), "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        "qwen3-next-80b", {"kt_method": "INT4"},
+    ),
+    "an RTX 5090 with 96 GB": (
+        MachineWish("5090", "96GB", *RIG, GAMER, "50GB/s"), "openai/gpt-oss-120b", "gpt-oss-120b", {},
+    ),
+    "a card of 12 GB with 64 GB": (
+        MachineWish("4070", "64GB", "75GB/s", 8, GAMER, "25GB/s"), "Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b",
+        {"kt_method": "INT4"},
+    ),
+    "a laptop of 32 GB without a GPU": (
+        MachineWish("none", "32GB", "60GB/s", 8, "avx2"), "Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b",
+        {"kt_method": "INT4"},
+    ),
+    "a laptop of 32 GB with a GPU of 8 GB": (
+        MachineWish("8GB@250GB/s", "32GB", "60GB/s", 8, "avx2", "12GB/s"), "Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b",
+        {"kt_method": "INT4"},
+    ),
+    "1 TB of RAM and no GPU": (
+        MachineWish("none", "1TB", "350GB/s", 64, "amx"), "deepseek-ai/DeepSeek-V3", "deepseek-v3", {},
+    ),
+}  # fmt: skip
+"""What people have: the machine, the model's name on the hub, its architecture's name, and flags."""
 METHODS = (None, "INT4")  # what is lossless first
 TOKENS = 8192  # of the KV cache
 FLAGS = {"mem_fraction_static": 0.95, "max_total_tokens": TOKENS}
 ANYTHING = Machine("none", (Core(0, 0, 0),), ("scalar",), 1 << 30, 1 << 30)  # every part of it is replaced
 
-HEAD = f"""# Plans
+HEAD = """# Plans
 
 What `kt plan` says of 12 models on six machines. None of these figures is measured; some others are,
 [below](#predicted-and-measured). `kt plan MODEL --verify` measures yours. `python scripts/plan_table.py --write` makes
 this page.
+"""
+TWELVE = f"""## Twelve models on six machines
 
-Each field has tokens per second of one answer at 1,024 tokens, then those of a prompt of 2,048. Experts are as the
-model's publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with
-INT4. Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
+Two tables have tokens per second: of one answer at 1,024 tokens, and of a prompt of 2,048. Experts are as the model's
+publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with INT4.
+Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
 """
 
 
@@ -65,15 +106,17 @@ def question(name: str, wish: MachineWish, method: str | None) -> Question:
     return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
 
 
-def cell(name: str, place: str) -> str:
-    """The first method that fits, and what it gives."""
+def cells(name: str, place: str) -> tuple[str, str]:
+    """Of decoding and of a prompt: the first method that fits, and what it gives."""
     for method in METHODS:
         asked = question(name, MACHINES[place], method)
-        found = report(name, asked)
-        if found.predicted is not None:
-            rates = f"{shown(found.predicted.decode[1])}; {shown(found.predicted.prompt)}"
-            return rates if method is None else f"INT4: {rates}"
-    return f"no: {needed(found)}"
+        try:
+            found = asked.predicted(asked.plan())
+        except ConfigError:
+            continue
+        lossy = "" if method is None else "INT4: "
+        return f"{lossy}{shown(found.decode[1])}", f"{lossy}{shown(found.prompt)}"
+    return f"no: {needed(report(name, asked))}", "no"
 
 
 def shown(found: Range) -> str:
@@ -91,8 +134,10 @@ def needed(found: Report) -> str:
     return memory[-1] if memory else found.reasons[0].partition(";")[0]
 
 
-def line(name: str) -> str:
-    return f"| {name} | " + " | ".join(cell(name, place) for place in MACHINES) + " |"
+def lines(name: str) -> tuple[str, ...]:
+    """Of both tables."""
+    columns = zip(*(cells(name, place) for place in MACHINES), strict=True)
+    return tuple(f"| {name} | " + " | ".join(column) + " |" for column in columns)
 
 
 def machine_line(name: str, wish: MachineWish) -> str:
@@ -103,8 +148,53 @@ def machine_line(name: str, wish: MachineWish) -> str:
 def page() -> str:
     machines = ["| machine | GPU, bus | RAM | CPU |", "| --- | --- | --- | --- |"]
     machines += [machine_line(name, wish) for name, wish in MACHINES.items()]
-    plans = ["| model | " + " | ".join(MACHINES) + " |", "| --- " * (len(MACHINES) + 1) + "|", *map(line, MODELS)]
-    return "\n".join([HEAD, *machines, "", *plans, "", answer(), measured(kept_rows())])
+    decode, prompt = ("\n".join(rows) for rows in zip(*map(lines, MODELS), strict=True))
+    return "\n".join([
+        HEAD, *questions(), *machines, "", *heading("of one answer"), decode, "", *heading("of a prompt"), prompt, "",
+        answer(), measured(kept_rows()),
+    ])  # fmt: skip
+
+
+def questions() -> list[str]:
+    """The lines that people with some machine paste, and what comes of them."""
+    asked = ["## What runs on …", "", "| machine | paste | one answer, a prompt, context | done for room |"]
+    rows = [question_line(name) for name in QUESTIONS]
+    how = (
+        "These plans are `kt serve`'s own: no flag about memory is needed. The last column is what the plan gives up "
+        "so that the GPU is used and a context of 16,384 tokens fits."
+    )
+    end = ["", *textwrap.wrap(how, 118), "", TWELVE]
+    return [*asked, "| --- | --- | --- | --- |", *rows, *end]
+
+
+def question_of(name: str) -> Question:
+    wish, _, architecture, flags = QUESTIONS[name]
+    model, stored = named_subject(architecture)
+    machine = wished_machine(wish, ANYTHING)
+    config = EngineConfig.from_keywords(architecture, **flags)
+    return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
+
+
+def command(name: str) -> str:
+    _, hub_name, _, flags = QUESTIONS[name]
+    given = (f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items())
+    return " ".join(["kt serve", hub_name, *given])
+
+
+def question_line(name: str) -> str:
+    asked = question_of(name)
+    plan = asked.plan()
+    found = asked.predicted(plan)
+    given = next((each.value for each in plan.decisions if each.name == "made to fit"), "nothing")
+    rates = f"{shown(found.decode[1])}, {shown(found.prompt)}, {plan.context_length:,}"
+    return f"| {name} | `{command(name)}` | {rates} | {given} |"
+
+
+def heading(what: str) -> list[str]:
+    return [
+        f"| tokens per second {what} | " + " | ".join(MACHINES) + " |",
+        "| --- " * (len(MACHINES) + 1) + "|",
+    ]
 
 
 def answer() -> str:
@@ -122,7 +212,9 @@ would fit with:
 
 
 def kept_rows() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / ROWS).read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = json.loads(
+        (ROOT / "benchmarks" / "results" / ROWS).read_text(encoding="utf-8")
+    )
     return rows
 
 
@@ -155,7 +247,9 @@ def beside(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--check", action="store_true")
     asked.add_argument("--write", action="store_true")

@@ -129,4 +129,4 @@ def test_made_up_tokens_of_a_sample_are_far_apart() -> None:
 )
 def test_prompts_are_repeated_as_the_time_allows(first: float, each: float, expected: list[float]) -> None:
     """The first one counts only where it took too long to wait for another."""
-    assert sample._repeated(lambda: each, sample.PROMPTS, sample.MOST_PROMPTS, [first]) == expected
+    assert sample.repeated(lambda: each, sample.PROMPTS, sample.MOST_PROMPTS, [first]) == expected

@@ -164,6 +164,8 @@ def test_dbrx_says_what_is_missing_in_our_words() -> None:
         ("unsloth/DeepSeek-V3.2-GGUF:Q4_K_M", "deepseek_v32"),
         ("deepseek-ai/DeepSeek-V3-0324", "deepseek_v3"),
         ("zai-org/GLM-5.3-Flash", "glm5_next"),
+        ("Qwen/Qwen3.8-Flash-Next", "qwen4_exp"),
+        ("Qwen3.8-Flash-Next-FP8", "qwen4_exp"),
         ("mixtral-8x7b", "mixtral"),
         ("inclusionAI/Ling-mini-2.0", "bailing_moe_v2"),
         ("moonshotai/Kimi-VL-A3B-Instruct", "deepseek_v3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,21 @@ def test_a_question_about_another_machine() -> None:
     assert shown.exit_code == 0 and "It fits." in shown.stdout
 
 
+def test_the_page_shows_what_is_printed() -> None:
+    """docs/commands.md has the first lines of a plan."""
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    (block,) = re.findall(r"^    \$ kt (plan .*)\n((?:    .*\n)+)", page, re.M)
+    shown = kt(*block[0].split()).stdout.splitlines()
+    lines = [line.strip() for line in block[1].splitlines()]
+    assert len(lines) == 3 and shown[:3] == lines
+
+
 @pytest.mark.parametrize(
     ("model", "hint"),
     [
         ("Qwen/Qwen3-30B-A3B-Instruct-2507-GGUF:Q4_K_M", "kt plan --config qwen3-30b-a3b$"),
         ("deepseek-ai/DeepSeek-V3.2@main", "kt plan --config deepseek-v32$"),
-        ("zai-org/GLM-4.5-Air-FP8", "kt plan --config glm-4.5-air$"),
+        ("zai-org/GLM-4.5-Air-FP8", "kt plan --config glm-4.5-air-fp8$"),
         ("moonshotai/Kimi-K2.5", "--config knows the sizes of .*kimi-k2,"),
     ],
 )

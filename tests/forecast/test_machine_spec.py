@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from plans import GIB, machine
-from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.config.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
 from tandem.config.forecast.speeds import GPU_MODELS, MEASURED, Speeds, gpu_model, read_rate, read_size
 from tandem.config.gpus import Gpu
 from tandem.errors import ConfigError
@@ -91,13 +91,35 @@ def test_sizes_and_rates() -> None:
         (MachineWish(cores=0), "--cpu 0 is no number of cores"),
         (MachineWish(gpus="gtx"), "--gpu 'gtx' is not known; give its memory, as 24GB, or one of 3090, .*4090, "),
         (MachineWish(gpus="4090@fast"), "--gpu 'fast' is no size"),
-        (MachineWish(gpus="1080"), "--gpu '1080' is not known"),  # a name, and no 1080 GiB
-        (MachineWish(gpus="2080ti"), "--gpu '2080ti' is not known"),  # nor TiB
+        (MachineWish(gpus="1080"), "--gpu '1080': it is older than Ampere"),  # a name, and no 1080 GiB
+        (MachineWish(gpus="2080ti"), "--gpu '2080ti': it is older than Ampere"),  # nor TiB
         (MachineWish(gpus="0x4090"), "--gpu '0x4090': a machine has 1 to 64 GPUs"),
         (MachineWish(gpus="99999999x4090"), "a machine has 1 to 64 GPUs"),
-        (MachineWish(gpus="4090 laptop"), "--gpu '4090 laptop' is not known"),
+        (MachineWish(gpus="4090 laptop"), "--gpu '4090 laptop' is another one than .*give its memory"),
+        (MachineWish(gpus="RX 7900 XTX"), "--gpu 'RX 7900 XTX': AMD makes it, .*CUDA .*--gpu none"),
+        (MachineWish(gpus="2x7900xtx"), "--gpu '7900xtx': AMD makes it"),
+        (MachineWish(gpus="MI300X"), "AMD makes it"),
+        (MachineWish(gpus="arc b580"), "Intel makes it"),
+        (MachineWish(gpus="M4 Max"), "Apple makes it"),
+        (MachineWish(gpus="V100"), "'V100': it is older than Ampere, .*8.0"),
     ],
 )
 def test_what_cannot_be_read_names_its_flag(wish: MachineWish, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         wished_machine(wish, machine())
+
+
+def test_what_is_not_said_of_a_machine_is_one_line() -> None:
+    here = machine()
+    for wish, parts in (
+        (MachineWish("4090", "512GB"), ("4 cores (--cpu)", "(--isa): as on this machine", "(--bandwidth)", "(--pcie)")),
+        (MachineWish("none", "32GB", "60GB/s", 8), ("avx2 (--isa)",)),
+        (MachineWish(ram="32GB"), ("no GPU (--gpu)",)),
+    ):  # fmt: skip
+        host = wished_machine(wish, here)
+        said = assumed_text(wish, host, wished_speeds(wish, host, None))
+        assert said.startswith("Not said: ") and "\n" not in said and all(part in said for part in parts), said
+    all_said = MachineWish("4090", "32GB", "60GB/s", 8, "AVX2", "25GB/s")
+    host = wished_machine(all_said, here)
+    assert assumed_text(all_said, host, wished_speeds(all_said, host, None)) == ""
+    assert assumed_text(MachineWish(), here, wished_speeds(MachineWish(), here, None)) == ""

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from plans import GIB, MODEL, machine
 from tandem.bench.architectures import named_subject
 from tandem.config import EngineConfig, ModelConfig, Plan, StoredFormats, resolve
-from tandem.config.choices import left_to_ram
 from tandem.config.gpus import Gpu
 from tandem.config.machine import Machine
+from tandem.config.planner import sizing
 from tandem.errors import ConfigError
 
 SUBJECTS: dict[str, tuple[ModelConfig, StoredFormats]] = {"small": (MODEL, StoredFormats())} | {
@@ -26,6 +26,7 @@ SUBJECTS: dict[str, tuple[ModelConfig, StoredFormats]] = {"small": (MODEL, Store
 HINTS = (  # of a reason: what it says would fit, as a flag of `EngineConfig` and a value
     (r"--mem-fraction-static (0\.\d+) fits", "mem_fraction_static", float),
     (r"--kt-method (INT\d) fits", "kt_method", str),  # on the GPU, where there is one
+    (r"--kt-method (INT\d) --mem-fraction-static 0\.\d+ fits", "kt_method", str),  # with the share behind it
     (r"Without the GPU: .*--kt-method (INT\d) fits", "kt_method", str),
     (r"^--max-total-tokens \d+ needs .*give at most (\d+)", "max_total_tokens", int),
     (r"^--context-length \d+ needs .*the (\d+) tokens that fit; give at most that", "context_length", int),
@@ -64,9 +65,12 @@ def fits(plan: Plan, model: ModelConfig) -> None:
 
 def hints(reason: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """With the pattern that found it."""
+    both = r"--kt-method INT\d --mem-fraction-static (0\.\d+) fits"
     for pattern, field, read in HINTS:
-        if match := re.search(pattern, reason):
-            yield pattern, {field: read(match[1])}
+        where = re.sub(both, "", reason) if field == "mem_fraction_static" else reason
+        if match := re.search(pattern, where):
+            share = re.search(both, match[0])
+            yield pattern, {field: read(match[1])} | ({"mem_fraction_static": float(share[1])} if share else {})
 
 
 def test_plans_fit_and_hints_hold() -> None:
@@ -82,6 +86,11 @@ def test_plans_fit_and_hints_hold() -> None:
         "context_length": 6903, "mem_fraction_static": 0.8697904320887511, "kt_method": "INT8",
         "max_running_requests": 112,
     })  # fmt: skip
+    @example("glm-4.5-air", ([22], 65, 0.875), {})
+    @example("qwen3-30b-a3b", ([8], 64, 0.9), {
+        "context_length": 8192, "mem_fraction_static": 0.95, "kt_method": "INT4", "max_running_requests": 64,
+        "chunked_prefill_size": 4096, "kt_gpu_experts_ratio": 0.09,
+    })
     @given(st.sampled_from(sorted(SUBJECTS)), MACHINES, FLAGS)
     def all_hold(name: str, sizes: tuple[list[int], int, float], flags: dict[str, Any]) -> None:
         met.update(held(name, sizes, flags))
@@ -116,9 +125,9 @@ def refusal(**flags: Any) -> str:
 
 
 def test_a_method_that_fits_beside_the_gpu_alone_is_named() -> None:
-    """Without the GPU even that is too large, which the reason says of it."""
+    """Without the GPU it takes a larger share of the memory, which the reason says of it."""
     beside, _, alone = refusal().partition("Without the GPU")
-    assert "--kt-method INT4 fits (lossy)" in beside and "Even with --kt-method INT4" in alone
+    assert "--kt-method INT4 fits (lossy)" in beside and "--kt-method INT4 --mem-fraction-static 0.81 fits" in alone
     assert "as many as fit there" in beside and "--kt-gpu-experts-ratio" not in beside
 
 
@@ -153,13 +162,13 @@ def test_a_small_share_is_the_gpus_alone() -> None:
 
 def test_what_would_help_is_asked_for_the_request_alone(monkeypatch) -> None:
     """Not again for each of the requests that are tried for it."""
-    asked, ways_out = list[int](), left_to_ram._ways_out
+    asked, ways_out = list[int](), sizing.ways_out
 
     def counted(*args) -> Iterator[str]:
         asked.append(1)
         return ways_out(*args)
 
-    monkeypatch.setattr(left_to_ram, "_ways_out", counted)
+    monkeypatch.setattr(sizing, "ways_out", counted)
     host, (model, stored) = made(([16], 32, 0.97)), SUBJECTS["gpt-oss-120b"]
     with pytest.raises(ConfigError, match="as many as fit there"):
         resolve(EngineConfig.from_keywords("m"), model, host, stored)

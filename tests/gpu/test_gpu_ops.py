@@ -61,6 +61,17 @@ def near(got: Tensor, expected: Tensor, rtol: float = BF16_ULP, atol: float = 0.
     torch.testing.assert_close(got.cpu(), expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (1032, torch.float32)])
+def test_rows_of_a_table_in_cpu_memory_are_those_of_one_on_the_gpu(ops: Ops, width: int, dtype: torch.dtype) -> None:
+    """More rows than are found at a time, and rows that no block of words divides; no row at all is none."""
+    table = torch.randn(4099, width, generator=torch.Generator().manual_seed(3)).to(dtype)
+    there, beside = (ops.lookup(lambda ids: table[ids], len(table), in_ram) for in_ram in (False, True))
+    ids = torch.tensor([0, 4098, 7, 7, 4095, 4096], device=DEVICE)
+    for wanted in (ids, ids[:1], ids[:0]):
+        assert torch.equal(beside(wanted), there(wanted)) and beside(wanted).device.type == DEVICE.type
+    assert torch.equal(beside(ids).cpu(), table[ids.cpu()].bfloat16())
+
+
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 9000), (5, 4096), (3, 7)])
 def test_the_best_logit_of_every_row_is_found(rows: int, vocab: int) -> None:
     """The first of equal ones, infinite and all equal ones too; NaN says so."""

@@ -64,6 +64,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "qwen3_omni_moe": ("Qwen3-Omni-30B-A3B",),
     "qwen3_next": ("Qwen3-Next-80B-A3B", "Qwen3-Coder-Next"),
     "qwen3_vl_moe": ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"),
+    "qwen4_exp": ("Qwen3.8-Flash-Next",),
     "solar_open": ("Solar-Open-100B",),
     "step3p5": ("Step-3.5-Flash",),
     "step3p7": ("Step-3.7-Flash",),

@@ -127,6 +127,14 @@ CONFIGS = {
         "linear_num_value_heads": 32, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
         "intermediate_size": 5120, "max_position_embeddings": 262144, "rope_theta": 1e7,
     },
+    "qwen3.5-35b-a3b": _qwen3(2048, 40, 16, 2, 256, 8, 512) | {
+        "model_type": "qwen3_5_moe_text", "head_dim": 256, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
+        "vocab_size": 248320, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        },
+    },
     "qwen3-512e": _qwen3(2048, 48, 32, 4, 512, 10, 512),
     "deepseek-v3": _latent(
         7168, 61, 3, 128, 1536, 256, 8, 2048, model_type="deepseek_v3", n_shared_experts=1, intermediate_size=18432,
@@ -164,14 +172,26 @@ CONFIGS["deepseek-v4-flash-0731"] = CONFIGS["deepseek-v4-flash"] | {
     "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0], "dspark_block_size": 5, "dspark_noise_token_id": 128799,
     "dspark_target_layer_ids": [40, 41, 42], "dspark_markov_rank": 256,
 }  # fmt: skip
+
+_CHANNEL_FP8 = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+    }},
+}  # fmt: skip
+for _name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-coder-480b-a35b", "qwen3-next-80b", "qwen3.5-35b-a3b"):
+    CONFIGS[f"{_name}-fp8"] = CONFIGS[_name] | {"quantization_config": _FP8}
+for _name in ("glm-4.5-air", "glm-4.6"):
+    CONFIGS[f"{_name}-fp8"] = CONFIGS[_name] | {"quantization_config": _CHANNEL_FP8}
 NAMES = ", ".join(CONFIGS)
 
 
 def named_like(model: str) -> str | None:
-    """The name whose sizes a model of the hub has: `qwen3-30b-a3b` for `Qwen/Qwen3-30B-A3B-Instruct-2507`."""
+    """The name whose sizes a model of the hub has: `qwen3-30b-a3b-fp8` for `Qwen/Qwen3-30B-A3B-Instruct-2507-FP8`."""
     words = _words(model.rpartition("/")[2])
+    fp8 = "fp8" in words
     alike = [name for name in CONFIGS if words[: len(_words(name))] == _words(name)]
-    return max(alike, key=len, default=None)
+    name = max(alike, key=len, default=None)
+    return f"{name}-fp8" if fp8 and f"{name}-fp8" in CONFIGS else name
 
 
 def _words(name: str) -> list[str]:
@@ -185,9 +205,10 @@ def named_config(name: str, layers: int | None) -> ModelConfig:
 
 def named_keys(name: str, layers: int | None) -> dict[str, object]:
     """As `named_config`, as its config.json has it. A draft that reads last layers reads the last of those."""
-    if name not in CONFIGS:
+    known = name if name in CONFIGS else named_like(name)
+    if known is None:
         raise ConfigError(f"--config {name!r} is not known; these are: {NAMES}")
-    keys = CONFIGS[name]
+    keys = CONFIGS[known]
     if layers is None:
         return keys
     read = keys.get("dspark_target_layer_ids")
@@ -197,11 +218,12 @@ def named_keys(name: str, layers: int | None) -> dict[str, object]:
 
 def named_subject(name: str) -> tuple[ModelConfig, StoredFormats]:
     """The architecture, and how its published checkpoint stores it. Raises ConfigError."""
-    model = named_config(name, None)
-    if "quantization_config" not in CONFIGS[name]:
+    keys = named_keys(name, None)
+    model = ModelConfig.from_dict(keys)
+    if "quantization_config" not in keys:
         return model, StoredFormats()
     from tandem.checkpoint.glance.from_names import formats_from_names  # torch: names alone must not load it
 
     with tempfile.TemporaryDirectory(prefix="tandem-plan-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        (Path(folder) / "config.json").write_text(json.dumps(keys))
         return model, formats_from_names(Path(folder), model)

@@ -94,7 +94,8 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     if plan.num_window_pages:
         states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * kept.window_token_bytes
     experts = plan.gpu.experts + plan.gpu.draft_experts * draft_experts(model)
-    on_gpu = dense_bytes(model, plan.dtype, stored) + experts * expert + states
+    dense = dense_bytes(model, plan.dtype, stored, plan.gpu.embedding_in_ram)
+    on_gpu = dense + experts * expert + states
     on_gpu += rope_bytes(model, plan.context_length)
     logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
     returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums

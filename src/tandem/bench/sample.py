@@ -182,13 +182,13 @@ def _times(
     running = _running(question, plan, depth, max(context, prompt) + WARM_STEPS + MOST_STEPS + 16)
     engine, built = running.engine, perf_counter() - started
     heard(running.figures())  # captures a graph, before which PyTorch lets go of its free memory
-    first = _prompt_seconds(engine, prompt)  # takes memory
-    prompts = _repeated(lambda: _prompt_seconds(engine, prompt), PROMPTS, MOST_PROMPTS, [first])
-    _prompt_seconds(engine, context, keep=True)
+    first = prompt_seconds(engine, prompt)  # takes memory
+    prompts = repeated(lambda: prompt_seconds(engine, prompt), PROMPTS, MOST_PROMPTS, [first])
+    prompt_seconds(engine, context, keep=True)
     heard(running.figures())
     for _ in range(WARM_STEPS):
         engine.step()
-    steps = _repeated(lambda: _step_seconds(engine), STEPS, MOST_STEPS)
+    steps = repeated(lambda: step_seconds(engine), STEPS, MOST_STEPS)
     heard(running.figures())
     engine.abort("")
     engine.step()
@@ -196,7 +196,7 @@ def _times(
     return statistics.median(steps), statistics.median(prompts)
 
 
-def _repeated(seconds: Callable[[], float], least: int, most: int, before: Sequence[float] = ()) -> list[float]:
+def repeated(seconds: Callable[[], float], least: int, most: int, before: Sequence[float] = ()) -> list[float]:
     """Until they have taken SHORT_SECONDS together. before: what counts only if it took so long that no other is
     waited for."""
     found = [each for each in before if each > LONG_SECONDS]
@@ -211,13 +211,13 @@ def _spread(times: Sequence[float]) -> str:
     return f"{middle * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f}, {len(times)})"
 
 
-def _step_seconds(engine: Engine) -> float:
+def step_seconds(engine: Engine) -> float:
     started = perf_counter()
     engine.step()
     return perf_counter() - started
 
 
-def _prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
+def prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
     """Until the first token. keep: the sequence goes on."""
     ids = [(7919 * i + tokens) % VOCAB for i in range(tokens)]
     limit = None if keep else 1
@@ -231,8 +231,12 @@ def _prompt_seconds(engine: Engine, tokens: int, keep: bool = False) -> float:
 
 def _running(question: Question, plan: Plan, depth: int, tokens: int) -> Running:
     model = _sample(question, plan, depth)
-    dense, experts = _dense_format(question), _experts_format(question, plan)
-    small = _small_plan(question, plan, model, tokens)
+    return running_plan(question, _small_plan(question, plan, model, tokens), model)
+
+
+def running_plan(question: Question, small: Plan, model: ModelConfig) -> Running:
+    """An engine of this plan, with made-up weights as the question's are stored."""
+    dense, experts = _dense_format(question), _experts_format(question, small)
     workers = planned_pool(small)
     ops, checkpoint = (
         CpuOps(workers, small.tier, small.int8_activations, deterministic=small.deterministic),
@@ -321,6 +325,12 @@ def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
 def _experts_that_fit(model: ModelConfig, nbytes: int) -> int:
     layers = min(LEAST_DEPTH * _period(model.layers), len(model.layers))
     return int(EXPERT_BYTES / max(1, nbytes * layers))
+
+
+def with_experts(model: ModelConfig, count: int) -> ModelConfig:
+    """With so many experts in each layer, chosen without groups; without a draft layer."""
+    layers = tuple(_smaller(layer, count) for layer in model.layers)
+    return dataclasses.replace(model, layers=layers, drafts=None, drafter=None)
 
 
 def _smaller(layer: Layer, count: int) -> Layer:

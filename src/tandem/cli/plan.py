@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,12 +11,15 @@ import typer
 
 if TYPE_CHECKING:
     from tandem.bench.probes import MachineProbe
+    from tandem.bench.sample import Verified
     from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats
+    from tandem.config.forecast.advice import Question
     from tandem.config.forecast.machine_spec import MachineWish
+    from tandem.config.forecast.report import Asked
     from tandem.config.forecast.speeds import Speeds
 
 Subject = tuple["ModelConfig", "StoredFormats"]
-NAMES = "deepseek-v3, kimi-k2, qwen3-30b-a3b, qwen3-235b-a22b, glm-4.5-air, mixtral-8x7b, …"
+NAMES = "deepseek-v3, kimi-k2, qwen3.5-35b-a3b, qwen3-30b-a3b-fp8, glm-4.5-air, …"
 
 ConfigName = Annotated[
     str | None, typer.Option("--config", help=f"A named architecture instead of MODEL: {NAMES}")
@@ -53,8 +57,8 @@ def plan(
 ) -> None:
     """Does MODEL fit, how fast will it be, and what to change: before anything is loaded or fetched.
 
-    MODEL is a directory (config.json and the index are enough), a GGUF file or a name of the hub. All flags of kt serve
-    are taken, too. What is not said of the machine is as on this one.
+    MODEL is a directory (config.json is enough), a GGUF file or a name of the hub. All flags of kt serve are taken.
+    What is not said of the machine is as on this one, and a line names it.
 
     Example: kt plan deepseek-ai/DeepSeek-V3 --gpu 4090 --ram 256GB
     """
@@ -64,8 +68,9 @@ def plan(
     from tandem.cli.plan_text import show
     from tandem.config.forecast.advice import Question
     from tandem.config.forecast.compare import compare as compared
-    from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+    from tandem.config.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
     from tandem.config.forecast.report import Asked, report
+    from tandem.engine.start.planning import check_statistics
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
     if verify:
@@ -79,18 +84,25 @@ def plan(
     question = Question(asked, model, machine, stored, speeds)
     wanted = Asked(tokens, prompt)
     found, measured = report(asked.model, question, refused, wanted), None
+    if found.plan is not None:
+        check_statistics(found.plan, model)
     if probe is not None and found.fits:
-        from tandem.bench.sample import verified
-
-        measured, question, wanted = verified(question, probe, wanted)
+        measured, question, wanted = _verified(question, probe, wanted)
         found = report(asked.model, question, refused, wanted)
     if compare:
         found.compared.extend(compared(question))
+    found = dataclasses.replace(found, assumed=assumed_text(wish, machine, question.speeds))
     if as_json:
         typer.echo(json.dumps(found.as_dict() | ({"measured": measured} if verify else {}), indent=1))
     else:
         show(found, measured)
     raise typer.Exit(0 if found.fits else 2)
+
+
+def _verified(question: Question, probe: MachineProbe, wanted: Asked) -> Verified:
+    from tandem.bench.sample import verified
+
+    return verified(question, probe, wanted)
 
 
 def _config(argv: list[str], named: str | None) -> tuple[EngineConfig, tuple[str, ...]]:
@@ -138,9 +150,8 @@ def _speeds_here(wish: MachineWish, machine: Machine, probe: MachineProbe | None
 def _subject(asked: EngineConfig, named: str | None) -> Subject:
     """The model's sizes and how it is stored. Raises what reading them raises."""
     from tandem.bench.architectures import named_like, named_subject
-    from tandem.checkpoint import with_draft_config
     from tandem.engine.start.model_files import inspect
-    from tandem.engine.start.planning import model_at, stored_at
+    from tandem.engine.start.planning import model_as_stored, stored_at
     from tandem.errors import CheckpointError, HubError
     from tandem.hub.names import may_be_path
 
@@ -148,7 +159,7 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
         return named_subject(named)
 
     def look(path: Path) -> Subject:
-        model = with_draft_config(model_at(path), asked)
+        model = model_as_stored(path, asked)
         return model, stored_at(path, model, asked.kt_weight_path)
 
     try:

@@ -25,11 +25,10 @@ ROUNDING_BYTES = 1 << 20  # the KV cache is whole pages
 def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
     console = Console()
     _say(console, f"{report.model} with {report.machine}", "dim")
-    _say(
-        console,
-        f"It fits.{_in_short(report)}" if report.fits else "It does not run there:",
-        "bold green" if report.fits else "bold red",
-    )
+    idle = "" if report.plan is None else report.plan.idle
+    _say(console, _headline(report, idle), "bold red" if not report.fits else "bold yellow" if idle else "bold green")
+    if report.assumed:
+        _say(console, report.assumed, "dim")
     for reason in report.reasons:
         _say(console, f"  * {reason}")
     for ledger in report.ledgers:
@@ -40,11 +39,23 @@ def show(report: Report, measured: Mapping[str, float] | None = None) -> None:
         console.print("", speed_table(report.predicted, measured or {}), sep="\n")
         _say(console, speeds_text(report.speeds), "dim")
     _ways(console, "To make it fit", report.to_fit)
+    _ways(console, "To use the GPU", report.to_use_gpu)
     _ways(console, "To go faster", report.to_go_faster)
     if report.compared:
         console.print("", compare_table(report.compared), sep="\n")
     for notice in report.notices:
         _say(console, f"note: {notice}")
+
+
+def _headline(report: Report, idle: str) -> str:
+    """With what leaves a GPU idle, and the first way to use it."""
+    if not report.fits:
+        return "It does not run there:"
+    if not idle:
+        return f"It fits.{_in_short(report)}"
+    ways = report.to_use_gpu
+    would = f" This would use it: {ways[0].change}{' (lossy)' if ways[0].lossy else ''}." if ways else ""
+    return f"It fits, but {idle}.{would}{_in_short(report)}"
 
 
 def _in_short(report: Report) -> str:

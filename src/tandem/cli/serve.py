@@ -46,9 +46,10 @@ def serve(context: typer.Context) -> None:
     config = possible_config([word for word in argv if word not in asked])
     tell_at_once(f"{'planning' if '--plan-only' in asked else 'starting'} {config.model} …")
     if "--plan-only" in asked:
-        from tandem.engine.start.planning import plan_of
+        from tandem.engine.start.planning import check_tokenizer, plan_of
 
-        return show_plan(plan_of(config))
+        show_plan(plan_of(config))
+        return check_tokenizer(config)
     if not all_is_here(config):
         prepare_in_a_child(argv)
     for notice in config.notices():
@@ -144,6 +145,9 @@ def show_plan(plan: Plan) -> None:
     from rich.console import Console
 
     console = Console()
+    if plan.idle:
+        said = f"{plan.idle}; `kt plan` with the same flags says what would use it"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     console.print(plan_table(plan))
     for notice in plan.notices:
         console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,8 @@ from tandem.config.machine import Machine
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
-from tandem.config.plan import Plan, resolve
+from tandem.config.plan import Plan
+from tandem.config.planner.resolve import resolve
 from tandem.config.stored import StoredFormat, StoredFormats
 
 __all__ = [

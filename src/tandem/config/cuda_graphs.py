@@ -112,20 +112,23 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
     return size if rows >= LEAST_FILLED * size else 0
 
 
-def prompt_graph_bytes(model: ModelConfig, sizes: tuple[int, ...], parts: int, spared: int = 0) -> int:
+def prompt_graph_bytes(
+    model: ModelConfig, sizes: tuple[int, ...], parts: int, spared: int = 0, row_bytes: int = MOST_ROW_BYTES
+) -> int:
     """Of graphs of prompts, and of what they keep: rows between a chunk's kernels, and each size's logits. parts:
     graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. spared:
-    multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then."""
+    multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then. row_bytes: of
+    experts' rows at a time, as the GPU has room for (`expert_row_bytes`)."""
     if not sizes:
         return 0
     captured = [*sizes, *split_sizes(sizes)] if parts else [*sizes, *sizes] if spared else sizes
     layers, cuts = len(model.layers), len(model.moe_layers) * (parts + 1) if parts else 0
     kernels = layers * CHUNK_KERNELS + len(model.moe_layers) * max(0, parts - 1) * PART_KERNELS
     each = (layers + 1 + cuts) * GRAPH_BYTES + kernels * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
-    return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes))
+    return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes), row_bytes)
 
 
-def _chunk_bytes(model: ModelConfig, rows: int) -> int:
+def _chunk_bytes(model: ModelConfig, rows: int, row_bytes: int) -> int:
     """Of rows between kernels. All sizes share them, and so do layers: experts and dense feed-forwards take turns."""
     hidden, mixers = model.hidden, [mixer for mixer in model.mixers if isinstance(mixer, Gqa)]
     experts = 0
@@ -134,7 +137,7 @@ def _chunk_bytes(model: ModelConfig, rows: int) -> int:
         experts = top_k * pair_bytes(model.expert_channels, model.moe.experts.width)
     heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
     between = max(map(_between_bytes, _dense_parts(model)), default=0)
-    fed = max(min(rows * experts, MOST_ROW_BYTES), min(rows * between, MLP_BYTES))
+    fed = max(min(rows * experts, row_bytes), min(rows * between, MLP_BYTES))
     return fed + rows * (16 * hidden + 2 * heads)
 
 

@@ -41,6 +41,7 @@ class HostShare:
     late: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
     tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
     drafts: int = 0  # a draft layer's experts that are in CPU memory
+    embedding_bytes: int = 0  # of the table whose rows a GPU reads there
 
     @property
     def graph_tokens(self) -> int:
@@ -58,6 +59,7 @@ class HostMemory:
     handoff: int  # pinned, between the GPU and the CPU's experts
     inputs: int  # pinned, of graphs
     graphs: int  # the driver's
+    embedding: int = 0  # pinned
 
     @property
     def total(self) -> int:
@@ -79,13 +81,15 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
         for size in share.graph_sizes
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
+    embedding = pinned_bytes(share.embedding_bytes) if share.embedding_bytes else 0
     if there <= 0:
-        return HostMemory(0, 0, 0, 0, inputs, graphs)
+        return HostMemory(0, 0, 0, 0, inputs, graphs, embedding)
     packed = 0 if share.in_place else there
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,
         share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.expert_channels, share), inputs, graphs,
+        embedding,
     )  # fmt: skip
 
 
@@ -121,6 +125,7 @@ def pinned_bytes(nbytes: int) -> int:
 _HOST_WORDS = {
     "experts": "packed experts in CPU memory", "spare": "places for experts that move", "scratch": "of the threads",
     "handoff": "pinned, between GPU and CPU", "inputs": "pinned, of CUDA graphs", "graphs": "CUDA graphs, the driver's",
+    "embedding": "pinned, whose rows the GPU reads",
 }  # fmt: skip
 
 

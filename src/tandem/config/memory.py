@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import RAM, Entry, Ledger, ledger
@@ -37,6 +39,7 @@ ROPE_WORDS = "for every position"
 PAGE_TABLE_SHARE = 512  # of a mapping's bytes, which takes 8 bytes for every 4 KiB
 LARGEST_FRACTION = 0.95  # that is advised: the rest is the system's
 HOST_STEP_BYTES = 3 * GIB // 2  # what steps beside a GPU take of CPU memory, with grammars, at most
+WANTED_CONTEXT = 16384  # tokens: before a context is shorter, experts make room and tighter plans are tried
 LEAST_CONTEXT = 256  # tokens; with less than this the model counts as not fitting
 
 
@@ -52,9 +55,9 @@ class MemoryPlan:
     kv_reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryRequest:
-    """What `size_memory` starts from."""
+    """What `size_memory` and `size_gpu` start from."""
 
     config: EngineConfig
     model: ModelConfig
@@ -65,16 +68,22 @@ class MemoryRequest:
     stored: StoredFormats = UNQUANTISED
     experts_in_place: bool = False  # used where the checkpoint has them
     step_tokens: int = 0  # at most; 0: layers that see a window keep all tokens, too
+    embedding_in_ram: bool = False  # beside a GPU, which reads its rows there
+    gpu_fraction: float = 0.0  # of free GPU memory; 0.0: as the flag says, or GPU_FRACTION
 
-    @property
+    @cached_property
+    def page(self) -> int:
+        """Tokens."""
+        return page_tokens(self.model.states, self.config.page_size)
+
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         return max(1, self.model.state_layout(self.dtype).token_bytes)  # where all state is in slots
 
-    @property
+    @cached_property
     def window_pages(self) -> int:
         """Of layers that see a window, at most; 0: they keep all tokens."""
-        page = page_tokens(self.model.states, self.config.page_size)
-        layout = self.model.state_layout(self.dtype, page, self.guesses)
+        layout = self.model.state_layout(self.dtype, self.page, self.guesses)
         if not layout.window or not self.step_tokens or keeps_all_tokens(self.config):
             return 0
         return layout.window_pages(self.max_running_requests, self.step_tokens)
@@ -90,13 +99,13 @@ class MemoryRequest:
             return nbytes // each
         return most + (nbytes - most * each) // max(1, each - spared)
 
-    @property
+    @cached_property
     def _windows(self) -> tuple[int, int]:
         """Tokens from which on a cache has no more pages of windows, and the bytes of a token that this spares."""
-        pages, page = self.window_pages, page_tokens(self.model.states, self.config.page_size)
-        return pages * page, self.model.state_layout(self.dtype).window_token_bytes if pages else 0
+        pages = self.window_pages
+        return pages * self.page, self.model.state_layout(self.dtype).window_token_bytes if pages else 0
 
-    @property
+    @cached_property
     def guesses(self) -> int:
         """Of next tokens, of a sequence in a step, at most."""
         return most_guesses(self.config, self.model)
@@ -114,16 +123,16 @@ class MemoryRequest:
         """Of all slots."""
         return self.num_slots * self._each_slot_bytes
 
-    @property
+    @cached_property
     def _each_slot_bytes(self) -> int:
         return self.model.state_layout(self.dtype, guesses=self.guesses).slot_bytes
 
-    @property
+    @cached_property
     def rope_bytes(self) -> int:
         """Of rotary tables, at most: for every position of the context that is wanted."""
         return rope_bytes(self.model, wanted_context(self)[0])
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         if not self.experts_are_there:
             return self.bytes_with(self.expert_format)
@@ -156,7 +165,7 @@ class MemoryRequest:
     def budget_bytes(self) -> int:
         return int(self.machine.available_memory * self.fraction)
 
-    @property
+    @cached_property
     def workspace_bytes(self) -> int:
         """What a step takes beside weights and KV cache; its experts' results are kept until they are added up. With
         what compiled grammars may take."""
@@ -168,6 +177,13 @@ class MemoryRequest:
     @property
     def kv_room_bytes(self) -> int:
         return self.budget_bytes - self.weight_bytes - self.workspace_bytes
+
+
+def changed(request: MemoryRequest, **changes: Any) -> MemoryRequest:
+    """The same with other values of its fields, or of these flags."""
+    own = {name: value for name, value in changes.items() if name in MemoryRequest.__dataclass_fields__}
+    flags = {name: value for name, value in changes.items() if name not in own}
+    return replace(request, **own, config=replace(request.config, **flags)) if flags else replace(request, **own)
 
 
 def ram_fraction(config: EngineConfig) -> float:
@@ -295,14 +311,26 @@ def _way_out(request: MemoryRequest, least: int) -> str:
 
 
 def _ways_out(request: MemoryRequest, needed: int) -> Iterator[str]:
-    fraction = needed / max(1, request.machine.available_memory) + 0.005
-    if request.fraction < fraction <= LARGEST_FRACTION:
-        yield f"--mem-fraction-static {math.ceil(fraction * 100) / 100:.2f} fits without loss"
-    for method in ("INT8", "INT4"):
-        smaller = request.bytes_with(method.lower())
-        if smaller < request.weight_bytes and needed - request.weight_bytes + smaller <= request.budget_bytes:
-            yield f"--kt-method {method} fits: it takes {gib(smaller)} (lossy)"
+    if share := _share(request, needed):
+        yield f"{share} fits without loss"
+    smaller = {method: request.bytes_with(method.lower()) for method in ("INT8", "INT4")}
+    lossy = {method: nbytes for method, nbytes in smaller.items() if nbytes < request.weight_bytes}
+    for method, nbytes in lossy.items():
+        if needed - request.weight_bytes + nbytes <= request.budget_bytes:
+            yield f"--kt-method {method} fits: it takes {gib(nbytes)} (lossy)"
             return
+    for method, nbytes in lossy.items():
+        if share := _share(request, needed - request.weight_bytes + nbytes):
+            yield f"--kt-method {method} {share} fits: it takes {gib(nbytes)} (lossy)"
+            return
+
+
+def _share(request: MemoryRequest, needed: int) -> str:
+    """The flag that lets so many bytes be used; "": not even the largest share that is advised does."""
+    fraction = needed / max(1, request.machine.available_memory) + 0.005
+    if not request.fraction < fraction <= LARGEST_FRACTION:
+        return ""
+    return f"--mem-fraction-static {math.ceil(fraction * 100) / 100:.2f}"
 
 
 def _too_long(request: MemoryRequest, context: int, tokens: int) -> str:

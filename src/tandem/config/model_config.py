@@ -5,9 +5,10 @@ Nothing below `models/` sees a Hugging Face key: a key is read in `architectures
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tandem.config.json_keys import JsonKeys, read_json
 from tandem.config.layers import NO_EXPERTS, SILU, Attention, Body, Layer, Mixer, Moe
@@ -60,6 +61,11 @@ class ModelConfig:
     unit_head: bool = False  # the head's columns are divided by their length
     logit_cap: float = 0.0  # logits are cap * tanh(logits / cap); 0: as they are
     shard: Shard = ALONE  # whose part of the model this is: `ranks.cut`
+    # Sums and layouts by what was asked: a planner asks for the same ones many times.
+    _sums: dict[Any, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _layouts: dict[tuple[str, int, int], StateLayout] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -100,17 +106,17 @@ class ModelConfig:
         """What mixes tokens, of each layer that has one."""
         return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
 
-    @property
+    @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """The mixers that look back at tokens."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
-    @property
+    @cached_property
     def bodies(self) -> tuple[Body, ...]:
         """Of all blocks, in the order in which they run."""
         return tuple(block.body for layer in self.layers for block in layer.blocks)
 
-    @property
+    @cached_property
     def states(self) -> tuple[State, ...]:
         """What all blocks keep of a sequence; behind that, what a draft layer needs."""
         own = tuple(state for body in self.bodies for state in body.states())
@@ -119,7 +125,10 @@ class ModelConfig:
     # -- sizes, for the planner ---
 
     def state_layout(self, dtype: str, page: int = 1, guesses: int = 0) -> StateLayout:
-        return state_layout(self.states, dtype, page, guesses)
+        key = dtype, page, guesses
+        if key not in self._layouts:
+            self._layouts[key] = state_layout(self.states, dtype, page, guesses)
+        return self._layouts[key]
 
     @property
     def routed_experts(self) -> int:
@@ -146,7 +155,7 @@ class ModelConfig:
         """Weights of all routed experts of all layers."""
         return self.expert_params * self.routed_experts
 
-    @property
+    @cached_property
     def dense_params(self) -> int:
         """Weights that every token uses: attention, norms, routers, shared and dense MLPs, head; no embedding."""
         bodies = sum(body.params(self.hidden) for body in self.bodies) + _hyper_params(self)
@@ -156,7 +165,7 @@ class ModelConfig:
         drafter = 0 if guessing is None else guessing.params(self.hidden) + guessing.pair_params(self.vocab)
         return bodies + norms * self.hidden + head_rows(self).size * self.hidden + drafter
 
-    @property
+    @cached_property
     def shared_params(self) -> int:
         """Weights of all shared experts."""
         shared = self.moe.shared
@@ -170,7 +179,10 @@ class ModelConfig:
     def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, on_gpu: bool = False) -> int:
         """Packed bytes of all other weights, experts' biases included; those that are stored as codes stay so, unless
         dtype is float32, or a GPU has no kernels for them."""
-        return _dense_bytes(self, dtype, stored, on_gpu) + self.expert_bias_bytes
+        key = dtype, stored, on_gpu
+        if key not in self._sums:
+            self._sums[key] = _dense_bytes(self, dtype, stored, on_gpu) + self.expert_bias_bytes
+        return self._sums[key]
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
         """Bytes of all packed weights; the embedding stays in the mapped file and is not counted."""
@@ -188,6 +200,11 @@ def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, on_gpu: 
     others = model.dense_params - model.shared_params - head - number_params(model)
     numbers = (number_params(model) - hyper) * DTYPE_BYTES[dtype] + streams
     return int(others * dense + model.shared_params * shared + head * embedding) + numbers
+
+
+def embedding_bytes(model: ModelConfig, dtype: str) -> int:
+    """Of the table of all tokens, as numbers."""
+    return model.vocab * model.hidden * DTYPE_BYTES[dtype]
 
 
 def head_rows(model: ModelConfig) -> Share:
@@ -258,7 +275,7 @@ def _hypers(model: ModelConfig) -> list[Hyper]:
 
 def rope_bytes(model: ModelConfig, context: int) -> int:
     """Of the rotary tables for so many positions: float32 cosines and sines. Layers that turn alike share them."""
-    ropes = {replace(rope, pairs="halves") for each in model.attentions for rope in _ropes_of(each)}
+    ropes = {replace(rope, pairs="halves") for each in set(model.attentions) for rope in _ropes_of(each)}
     return sum(2 * DTYPE_BYTES["float32"] * rope.dims // 2 for rope in ropes) * context
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from tandem.config.choices.travelling import threshold_not_reached
 from tandem.config.cuda_graphs import GRAPH_FLAGS
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import SHARE_FIELDS
@@ -93,6 +94,8 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
 
 
 def _idle_on_gpu(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    if why := threshold_not_reached(config, model):
+        yield f"{why}, so no prompt brings experts to the GPU: leave one of the flags out"
     strategy, experts = config.kt_expert_placement_strategy, model.moe.router.num_experts
     if config.init_expert_location != "trivial" and strategy != "frequency":
         yield (
@@ -107,8 +110,13 @@ def _idle_on_gpu(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
         yield f"--kt-num-gpu-experts {asked}: the model has {experts} per layer, so all of them are meant"
 
 
+def idle_gpus(gpus: Sequence[Gpu], why: str) -> str:
+    """Which are not used, and why."""
+    names = ", ".join(f"GPU {gpu.number} ({gpu.name})" for gpu in gpus)
+    return f"{names} not used: {why}"
+
+
 def _idle_gpus(machine: Machine, used: Gpu) -> Iterator[str]:
     others = [gpu for gpu in machine.gpus if gpu is not used]
     if others:
-        names = ", ".join(f"GPU {gpu.number} ({gpu.name})" for gpu in others)
-        yield f"{names} not used: one engine process uses one GPU; CUDA_VISIBLE_DEVICES says which"
+        yield idle_gpus(others, "one engine process uses one GPU; CUDA_VISIBLE_DEVICES says which")

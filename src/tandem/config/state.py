@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import ceil, lcm, prod
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 KEY_BLOCK = 64  # tokens: kernels read keys from a multiple of it on, and mask those before a window
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateLayout:
     """All states of a model, in the order of its blocks, with activations of `dtype` and pages of `page` tokens; a step
     may have so many guesses of a sequence.
@@ -88,19 +89,19 @@ class StateLayout:
     page: int
     guesses: int = 0
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Of one token, in all layers; rounded up where rows stand for several tokens."""
         pages = (s for s in self.states if isinstance(s, Pages))
         return ceil(sum(Fraction(a.nbytes(self.dtype), s.stride) for s in pages for a in s.rows))
 
-    @property
+    @cached_property
     def window_token_bytes(self) -> int:
         """Of one token, in the layers that see a window."""
         pages = (s for s in self.states if isinstance(s, Pages) and s.window)
         return sum(a.nbytes(self.dtype) // s.stride for s in pages for a in s.rows)
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Tokens of the longest window; 0: every layer sees all of them."""
         return max((s.window for s in self.states if isinstance(s, Pages)), default=0)
@@ -116,13 +117,13 @@ class StateLayout:
         each = -(-(self.window + KEY_BLOCK + self.page + self.guesses) // self.page) + 2
         return running * each + -(-step_tokens // self.page)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Of a page that the strides divide."""
         pages = (s for s in self.states if isinstance(s, Pages))
         return sum(self.page // s.stride * a.nbytes(self.dtype) for s in pages for a in s.rows)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Of one sequence, beside its pages."""
         return sum(self.slot_sizes())

@@ -18,7 +18,7 @@ class InMemory:
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def lookup(self, find: Lookup, rows: int) -> Lookup:
+    def lookup(self, find: Lookup, rows: int, in_ram: bool = False) -> Lookup:
         return find
 
     def reads(self, weight: WeightCodes) -> bool:

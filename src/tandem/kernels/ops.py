@@ -256,8 +256,9 @@ class Ops(Protocol):
         """The tensor where the operations read it: the GPU's memory, or as it is."""
         ...
 
-    def lookup(self, find: Lookup, rows: int) -> Lookup:
-        """`find` for ids where the operations are: a mapped file's rows as they are, or all `rows` in GPU memory."""
+    def lookup(self, find: Lookup, rows: int, in_ram: bool = False) -> Lookup:
+        """`find` for ids where the operations are: a mapped file's rows as they are, or all `rows` in GPU memory, or
+        with `in_ram` in pinned CPU memory that the GPU reads."""
         ...
 
     def reads(self, weight: WeightCodes) -> bool:

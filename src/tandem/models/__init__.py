@@ -14,7 +14,7 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.packed.cache import PackedCache
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder, Progress
-from tandem.models.draft_layer import check_draft_layer
+from tandem.models.draft_layer import with_stored_drafts
 from tandem.models.model import Model
 from tandem.models.passing import States
 from tandem.models.trial import check_headers
@@ -52,4 +52,4 @@ def build(
     return foreign_model(b)
 
 
-__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build", "check_draft_layer", "check_headers"]
+__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build", "check_headers", "with_stored_drafts"]

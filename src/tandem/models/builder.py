@@ -93,9 +93,10 @@ class Builder:
             return self.ops.resident(self._get(name, size).to(torch.float32, copy=True) + 1)
         return self.float_tensor(name, size) if norm.wide else self.tensor(name, size)
 
-    def lookup(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
-        """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file, or where `ops` computes."""
-        return self.ops.lookup(self.checkpoint.lookup(name, (rows, columns)), rows)
+    def lookup(self, name: str, rows: int, columns: int, in_ram: bool = False) -> Callable[[Tensor], Tensor]:
+        """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file, or where `ops` computes; in_ram: in
+        CPU memory whatever computes."""
+        return self.ops.lookup(self.checkpoint.lookup(name, (rows, columns)), rows, in_ram)
 
     def linear(
         self,

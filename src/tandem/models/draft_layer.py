@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.architectures import family_of
 from tandem.architectures.names import BLOCK_NAMES, DraftNames, Names
-from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig
 from tandem.config.mechanisms.norm import Norm
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS, why_one_token
 from tandem.config.speculation.drafts import window_of
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.ops import Linear
@@ -150,16 +152,29 @@ def draft_names(config: ModelConfig) -> DraftNames:
     return family_of(config.model_type).drafts.behind(len(config.layers))
 
 
-def check_draft_layer(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where a draft layer is wanted and its weights are not there."""
-    if config.drafter is None:
-        return
-    block = config.drafter.block is not None
-    projection = (BLOCK_NAMES if block else draft_names(config)).projection
-    if not checkpoint.has_matrix(projection):
-        asked, what = ("DSPARK", "DSpark draft") if block else ("NEXTN", "draft layer")
+class TensorNames(Protocol):
+    """A checkpoint, or its index."""
+
+    def has_matrix(self, module: str) -> bool: ...
+    def path_of(self, name: str) -> Path: ...
+
+
+def with_stored_drafts(model: ModelConfig, checkpoint: TensorNames, asked: str | None) -> ModelConfig:
+    """The model, without a draft layer that its config.json has and the checkpoint does not. asked: the algorithm.
+
+    Raises ConfigError where that layer is to guess.
+    """
+    if model.drafts is None:
+        return model
+    block = model.drafts.block is not None
+    projection = (BLOCK_NAMES if block else draft_names(model)).projection
+    if checkpoint.has_matrix(projection):
+        return model
+    if asked in DRAFT_ALGORITHMS and not why_one_token(model):
         raise ConfigError(
-            f"--speculative-algorithm {asked}: {checkpoint.path_of(projection)} has no {what}: there is no tensor "
-            f"{projection}.weight; take NGRAM, which needs none, or leave it out",
+            f"--speculative-algorithm {asked}: {checkpoint.path_of(projection)} has no "
+            f"{'DSpark draft' if block else 'draft layer'}: there is no tensor {projection}.weight; take NGRAM, which "
+            "needs none, or leave it out",
             fields=("speculative_algorithm",),
         )
+    return replace(model, drafts=None)

@@ -227,7 +227,8 @@ def final_norm_of(b: Builder) -> Tensor:
 def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:
     """Ids [T] → rows [T, hidden] out of the mapped file, in the stored dtype or float32; scaled ones in the
     activations'."""
-    find, dtype = b.lookup(f"{_embedding_name(b)}.weight", b.config.vocab, b.config.hidden), b.dtype
+    in_ram, dtype = b.plan.gpu is not None and b.plan.gpu.embedding_in_ram, b.dtype
+    find = b.lookup(f"{_embedding_name(b)}.weight", b.config.vocab, b.config.hidden, in_ram)
     if b.config.embedding_scale == 1.0:
         return find
     scale = b.config.embedding_scale

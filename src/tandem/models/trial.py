@@ -49,7 +49,9 @@ class _NoOps:
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def lookup(self, find: Callable[[Tensor], Tensor], rows: int) -> Callable[[Tensor], Tensor]:
+    def lookup(
+        self, find: Callable[[Tensor], Tensor], rows: int, in_ram: bool = False
+    ) -> Callable[[Tensor], Tensor]:
         return find
 
     def reads(self, weight: object) -> bool:

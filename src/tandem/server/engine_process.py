@@ -136,6 +136,8 @@ def pin_main_thread(cpu: int) -> None:
 def print_plan(plan: Plan, said: Sequence[str]) -> None:
     """With what it takes of each memory, and the notices that were not said yet: those that depend on the machine and
     the model."""
+    if plan.idle:
+        print(f"note: {plan.idle}; `kt plan` with the same flags says what would use it", flush=True)
     for decision in plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16}  {decision.reason}", flush=True)
     for ledger in plan.ledgers:

@@ -175,7 +175,7 @@ def test_a_checkpoint_without_its_tensors_is_refused_by_name(tiny_models, made: 
     for file in tiny_models["deepseek_v4"].iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     (path / "config.json").write_bytes((made.path / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match="DSPARK: .* has no DSpark draft: there is no tensor mtp.0.main_proj.weight"):
+    with pytest.raises(ConfigError, match="NEXTN: .* has no DSpark draft: there is no tensor mtp.0.main_proj.weight"):
         engine_of(path, tmp_path)
 
 

@@ -67,6 +67,7 @@ if HAS_TRITON and not INTERPRETED:
     from tandem.kernels.gpu.delta import prompt
     from tandem.kernels.gpu.latent import decode, prompt_kernels
     from tandem.kernels.gpu.linear import GpuLinear
+    from tandem.kernels.gpu.memory.pinned import read_rows
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
@@ -156,6 +157,14 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(scope="module")
 def ops() -> GpuOps:
     return GpuOps(torch.device("cpu"), CpuOps(_core.WorkerPool([-1]), "scalar"))
+
+
+def test_rows_of_a_table_in_cpu_memory_are_read(compiler: Compiler) -> None:
+    """By one variant, whatever rows there are: the number of words is no constant."""
+    for rows, width in ((1, 64), (5, 7168), (16, 2880)):
+        ids = torch.zeros(rows, dtype=torch.int64)
+        assert read_rows(torch.zeros(9, width, dtype=torch.bfloat16), ids).shape == (rows, width)
+    assert len(compiler.variants["_read_rows"]) == 1
 
 
 @pytest.mark.parametrize("compiler", [SM80, 90], indirect=True)

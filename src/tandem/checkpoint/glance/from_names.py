@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,24 @@ class Index(NamedTuple):
 
     names: tuple[str, ...]
     total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexNames:
+    """What is known of tensors before their files are there."""
+
+    path: Path
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, directory: Path) -> IndexNames:
+        return cls(directory / INDEX, read_index(directory).names)
+
+    def has_matrix(self, module: str) -> bool:
+        return any(name.startswith(f"{module}.") for name in self.names)
+
+    def path_of(self, name: str) -> Path:
+        return self.path
 
 
 def read_index(directory: Path) -> Index:
@@ -83,7 +101,7 @@ def _guesses(
     index: Index, config: Mapping[str, Any], hints: QuantHints, model: ModelConfig
 ) -> Iterator[Matrices]:
     """The most likely first."""
-    kinds = _kinds(index.names) if index.names else _kinds_by_config(hints)
+    kinds = _kinds(index.names) if index.names else _kinds_by_config(hints, config)
     plain = QuantFormat(PLAIN.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16"))
     experts = _formats(kinds["experts"], hints, config, plain)
     if config.get("expert_dtype") == "fp4":
@@ -132,14 +150,16 @@ def _kinds(names: Iterable[str]) -> dict[str, Roles]:
     return {kind: found.most_common(1)[0][0] if found else plain for kind, found in counts.items()}
 
 
-def _kinds_by_config(hints: QuantHints) -> dict[str, Roles]:
+def _kinds_by_config(hints: QuantHints, config: Mapping[str, Any]) -> dict[str, Roles]:
     """Without names: all matrices are as the configuration says."""
     by_method = {
         "": ("weight",), "gptq": ("qweight", "scale"), "gptq_v2": ("qweight", "scale"), "awq": ("qweight", "scale"),
         "compressed-tensors": ("packed", "scale", "shape"), "mxfp4": ("blocks", "scale"),
         "modelopt": ("weight", "scale", "multiplier"), "modelopt_fp4": ("weight", "scale", "multiplier"),
     }  # fmt: skip
-    roles = frozenset(by_method.get(hints.method, ("weight", "scale_inv" if hints.blocks else "scale")))
+    scaled = "weight", "scale_inv" if hints.blocks else "scale"
+    floats = hints.bits == 8 and "'float'" in str(config.get("quantization_config"))  # each is a byte, not packed
+    roles = frozenset(scaled if floats else by_method.get(hints.method, scaled))
     if hints.method == "mxfp4":  # of experts alone
         return {"experts": roles, "shared": frozenset(("weight",)), "dense": frozenset(("weight",))}
     return dict.fromkeys(("experts", "shared", "dense"), roles)

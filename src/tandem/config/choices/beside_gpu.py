@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.config.gpu_plan import GpuPlan
 from tandem.config.host_memory import HostShare
-from tandem.config.model_config import ModelConfig, draft_experts
+from tandem.config.model_config import ModelConfig, draft_experts, embedding_bytes
 
 
 def host_share(
@@ -22,5 +22,6 @@ def host_share(
     sizes, late = gpu.graph_sizes, gpu.deferred > 0
     drafts = 0 if gpu.draft_experts else draft_experts(model)
     return HostShare(
-        gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, late, drafts=drafts
+        gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, late, drafts=drafts,
+        embedding_bytes=embedding_bytes(model, "bfloat16") if gpu.embedding_in_ram else 0,
     )  # fmt: skip

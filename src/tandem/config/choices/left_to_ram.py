@@ -1,9 +1,9 @@
-"""`check_ram`: whether the experts that a GPU leaves fit into CPU memory, and what would help where they do not."""
+"""`short_of_ram`: whether the experts that a GPU leaves fit into CPU memory, and what would help where they do not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.host_memory import HostShare, host_memory
@@ -15,64 +15,68 @@ from tandem.config.memory import (
     gib,
     ram_fraction,
 )
-from tandem.config.model_config import FORMAT_BYTES, ModelConfig, draft_experts
-from tandem.errors import GpuTooSmall
+from tandem.config.model_config import FORMAT_BYTES, ModelConfig, draft_experts, embedding_bytes
 
 LARGER_FRACTIONS = (0.85, 0.9, LARGEST_FRACTION)
 ROUNDED = ("int8", "int4")  # what --kt-method makes of experts that are stored larger
 
 
-def check_ram(
-    request: MemoryRequest, on_gpu: int, drafts_there: bool, would_fit: Callable[[MemoryRequest], bool] | None
-) -> None:
-    """Of experts: what steps need beside them is not known yet. The default fraction leaves enough for it. would_fit:
-    the same request with other flags; None: nobody reads which would help. Raises GpuTooSmall."""
+def short_of_ram(request: MemoryRequest, on_gpu: int, drafts_there: bool) -> str:
+    """Why the experts that stay in CPU memory do not fit there; "": they do. Of experts and an embedding: what steps
+    need beside them is not known yet. The default fraction leaves enough for it."""
     fraction = ram_fraction(request.config)
     steps = HOST_STEP_BYTES if fraction > DEFAULT_FRACTION else 0
     budget = request.machine.available_memory * fraction - steps
     needed = _needed(request, on_gpu, drafts_there)
-    if needed > budget:
-        ways = "; ".join(_ways_out(request, on_gpu, would_fit)) if would_fit else "unexplained"
-        beside = f", less {gib(steps)} for steps" if steps else ""
-        raise GpuTooSmall(
-            f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
-            f"({fraction:g} of what is free{beside}); {ways}"
-        )
+    if needed <= budget:
+        return ""
+    beside = f", less {gib(steps)} for steps" if steps else ""
+    return (
+        f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
+        f"({fraction:g} of what is free{beside})"
+    )
 
 
 def _needed(request: MemoryRequest, on_gpu: int, drafts_there: bool) -> int:
     live, _ = live_placement(request.config, on_gpu, request.model)
     drafts = 0 if drafts_there else draft_experts(request.model)
-    there = request.experts_are_there
-    share = HostShare(on_gpu, expert_bytes(request), 0, 0, (), 0, 0, live, there, drafts=drafts)
+    embedding = embedding_bytes(request.model, request.dtype) if request.embedding_in_ram else 0
+    share = HostShare(
+        on_gpu, expert_bytes(request), 0, 0, (), 0, 0, live, request.experts_are_there, drafts=drafts,
+        embedding_bytes=embedding,
+    )  # fmt: skip
     host = host_memory(request.model, share)
-    return host.experts + host.spare
+    return host.experts + host.spare + host.embedding
 
 
-def _ways_out(request: MemoryRequest, on_gpu: int, would_fit: Callable[[MemoryRequest], bool]) -> Iterator[str]:
+class WouldFit(Protocol):
+    def __call__(self, **changes: Any) -> bool:
+        """The same request with these changes, of it or of its flags."""
+        ...
+
+
+def ways_out(request: MemoryRequest, on_gpu: int, would_fit: WouldFit) -> Iterator[str]:
     """What loses nothing comes first. Each is tried."""
     asked, flag = asked_experts(request.config, request.model)
     places = f"{on_gpu} of {request.model.routed_experts} are on the GPU"
     if asked is None:
         yield f"{places}, as many as fit there"
-    elif would_fit(_without_shares(request)):
+    elif would_fit(kt_gpu_experts_ratio=None, kt_num_gpu_experts=None):
         yield f"{places}: without {flag} there are more, and it fits"
     else:
         yield f"{places}, as {flag} says"
-    for fraction in LARGER_FRACTIONS:
-        larger = replace(request.config, mem_fraction_static=fraction)
-        if fraction > ram_fraction(request.config) and would_fit(replace(request, config=larger)):
-            yield f"--mem-fraction-static {fraction:g} fits without loss"
-            break
+    larger = [each for each in LARGER_FRACTIONS if each > ram_fraction(request.config)]
+    if fraction := next((each for each in larger if would_fit(mem_fraction_static=each)), None):
+        yield f"--mem-fraction-static {fraction:g} fits without loss"
     for fmt in ROUNDED:
-        smaller = FORMAT_BYTES[fmt] * request.model.expert_params < expert_bytes(request)
-        if smaller and would_fit(replace(request, expert_format=fmt)):
-            yield f"--kt-method {fmt.upper()} fits (lossy)"
-            return
-
-
-def _without_shares(request: MemoryRequest) -> MemoryRequest:
-    return replace(request, config=replace(request.config, kt_gpu_experts_ratio=None, kt_num_gpu_experts=None))
+        if FORMAT_BYTES[fmt] * request.model.expert_params >= expert_bytes(request):
+            continue
+        fractions: list[dict[str, float]] = [{}, *({"mem_fraction_static": each} for each in larger)]
+        for more in fractions:
+            if would_fit(expert_format=fmt, **more):
+                also = "".join(f" --mem-fraction-static {each:g}" for each in more.values())
+                yield f"--kt-method {fmt.upper()}{also} fits (lossy)"
+                return
 
 
 def expert_bytes(request: MemoryRequest) -> int:

@@ -10,10 +10,11 @@ from tandem.config.choices.deferral import deferred_experts
 from tandem.config.choices.left_to_ram import live_placement
 from tandem.config.cuda_graphs import captured_sizes, graph_reason, settled_sizes
 from tandem.config.engine_config import EngineConfig
-from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan, size_gpu
+from tandem.config.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan
 from tandem.config.gpus import Gpu
 from tandem.config.memory import MemoryPlan, MemoryRequest
 from tandem.config.model_config import draft_experts
+from tandem.config.planner.sizing import size_gpu
 from tandem.errors import ConfigError
 
 
@@ -62,7 +63,7 @@ def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[Memor
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (), m.draft_experts,
         settled_sizes(config, model, running, request.guesses) if sizes else (), spared,
-        m.step_tokens, m.step_reason, m.shared_tokens,
+        m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped,
     )  # fmt: skip
 
 

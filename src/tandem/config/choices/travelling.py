@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tandem.config.choices.left_to_ram import expert_bytes
 from tandem.config.cuda_graphs import prompt_graph_bytes
-from tandem.config.gpu_scratch import Ring, expert_scratch_bytes, experts_at_once, ring_of
+from tandem.config.engine_config import EngineConfig
+from tandem.config.gpu_scratch import Ring, expert_row_bytes, expert_scratch_bytes, experts_at_once, ring_of
 from tandem.config.gpus import Gpu
-from tandem.config.memory import MemoryRequest
+from tandem.config.memory import MemoryRequest, long_step_tokens
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import StoredFormats
 
@@ -27,12 +28,25 @@ def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
         return "an expert's place decides its last bits"
     if request.config.kt_gpu_prefill_token_threshold == 0:
         return "--kt-gpu-prefill-token-threshold 0"
+    if why_not := threshold_not_reached(request.config, request.model):
+        return why_not
     if why_not := experts_kept_off(request.model, request.expert_format, request.stored):
         return why_not
     if request.experts_in_place:
         return "experts are used in the mapped file, which DMA cannot read"
     uneven = channels % 8 or experts.width % 8
     return f"grouped products need multiples of 8, not {channels} and {experts.width}" if uneven else ""
+
+
+def threshold_not_reached(config: EngineConfig, model: ModelConfig) -> str:
+    """Why no step has as many rows as `--kt-gpu-prefill-token-threshold` wants; "": some have, or nothing was asked."""
+    least, chunk = config.kt_gpu_prefill_token_threshold, config.chunked_prefill_size
+    rows = long_step_tokens(model) if chunk is None else chunk if chunk > 0 else model.max_positions
+    most = min(rows, config.max_prefill_tokens or rows)
+    flags = " and ".join(config.given_flags(("chunked_prefill_size", "max_prefill_tokens"))) or "the default"
+    if not least or least <= most:
+        return ""
+    return f"--kt-gpu-prefill-token-threshold {least} is never reached: a step has at most {most} rows ({flags})"
 
 
 def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
@@ -48,4 +62,4 @@ def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], stream
     if streamed:
         ring, places = ring_for(request, gpu), request.model.moe.router.num_experts
         parts = 1 if ring.holds(places) else -(-places // ring.experts)
-    return prompt_graph_bytes(request.model, sizes, parts, spared)
+    return prompt_graph_bytes(request.model, sizes, parts, spared, expert_row_bytes(gpu.memory_bytes))

@@ -1,34 +1,47 @@
-"""What to change so that a model fits, or is faster: found by planning anew. What loses nothing comes first."""
+"""What to change so that a model fits, is faster, or uses a GPU: found by planning anew. What loses nothing comes
+first, and of that the fastest."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from tandem.config.choices.cached import cached_as
-from tandem.config.engine_config import EngineConfig
+from tandem.config.engine_config import FLAGS, EngineConfig
 from tandem.config.expert_format import EXPERT_FORMATS
 from tandem.config.forecast.machine_spec import system_bytes
-from tandem.config.forecast.prediction import CONTEXT, PROMPT, Case, Prediction, predict
+from tandem.config.forecast.prediction import CONTEXT, PROMPT, WORTH, Case, Prediction, predict
 from tandem.config.forecast.speeds import GIB, Speeds
 from tandem.config.machine import Machine
 from tandem.config.memory import DEFAULT_PREFILL_TOKENS, LARGEST_FRACTION, gib
 from tandem.config.model_config import FORMAT_BYTES, ModelConfig
-from tandem.config.plan import Plan, resolve
+from tandem.config.plan import Plan
+from tandem.config.planner.resolve import fits, resolve
 from tandem.config.stored import StoredFormats
 from tandem.errors import ConfigError
 
-WORTH = 1.15  # times as fast: less is not advised
 SHORT_CONTEXT = 8192
 LARGEST_RAM = 16 << 40
-_SPELLED = {
-    "mem_fraction_static": "--mem-fraction-static", "kt_method": "--kt-method", "context_length": "--context-length",
-    "chunked_prefill_size": "--chunked-prefill-size", "kt_gpu_experts_ratio": "--kt-gpu-experts-ratio",
-    "device": "--device",
-}  # fmt: skip
+MOST_WAYS = 4  # of one kind that are shown
+LEAST_KEPT = 0.95  # of a speed that advice about the other may cost
+GPU_SIZES = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # GB that are sold
+# Flags whose absence may fit or be faster: the planner then chooses by itself.
+LEFT_OUT = (
+    "tensor_parallel_size", "mem_fraction_static", "max_total_tokens", "context_length", "max_running_requests",
+    "chunked_prefill_size", "max_prefill_tokens", "kt_gpu_experts_ratio", "kt_num_gpu_experts",
+    "kt_gpu_prefill_token_threshold", "kt_method", "kv_cache_dtype", "device", "disable_cuda_graph",
+    "cuda_graph_bs", "kernel_tier", "kt_cpuinfer", "enable_deterministic_inference",
+)  # fmt: skip
+SHARES = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
+WISHES = ("max_total_tokens", "context_length", "enable_deterministic_inference", "max_running_requests", "kt_method")
+"""Flags of what answers are: to leave them out makes nothing faster that was asked for."""
+_SPELLED = {f.name: f.spellings[0] for f in FLAGS}
+_DEFAULTS = {f.name: f.default for f in FLAGS}
+
+Changes = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +56,20 @@ class Question:
 
     def plan(self, **changes: Any) -> Plan:
         """With these flags instead. Raises ConfigError."""
-        given = self.config.given | set(changes)
-        config = dataclasses.replace(self.config, **changes, given=given)
-        return resolve(config, self.model, self.machine, self.stored)
+        return resolve(self.changed(changes), self.model, self.machine, self.stored)
+
+    def fits(self, **changes: Any) -> bool:
+        """Whether there is a plan with these flags instead."""
+        try:
+            return fits(self.changed(changes), self.model, self.machine, self.stored)
+        except ConfigError:
+            return False
+
+    def changed(self, changes: Changes) -> EngineConfig:
+        """A flag with its default value counts as one that was not given."""
+        left_out = {name for name, value in changes.items() if value == _DEFAULTS[name]}
+        given = (self.config.given | set(changes)) - left_out
+        return dataclasses.replace(self.config, **changes, given=given)
 
     def predicted(
         self, plan: Plan, batches: tuple[int, ...] = (1,), context: int = CONTEXT, prompt: int = PROMPT
@@ -56,25 +80,83 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A change: flags as typed, or another machine; what it brings; whether answers become less exact."""
+    """A change: flags as typed, or another machine; what it brings; whether answers become less exact. changes: the
+    same as fields of `EngineConfig`; empty where another machine is meant."""
 
     change: str
     brings: str
     lossy: bool = False
+    changes: Changes = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    way: Way
+    plan: Plan
+    predicted: Prediction
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, of an answer and of a prompt alike."""
+        return both(self.predicted)
+
+
+def both(predicted: Prediction) -> float:
+    """The geometric mean of tokens per second of an answer and of a prompt."""
+    return float((predicted.decode[1].middle * predicted.prompt.middle) ** 0.5)
 
 
 def ways_to_fit(question: Question) -> list[Way]:
-    """Empty where the model fits as it is. Flags come before memory that has to be bought."""
-    if _fits(question, {}):
+    """Empty where the model fits as it is. Flags come before memory that has to be bought. No way is slower than to
+    leave out what stands in the way."""
+    if question.fits():
         return []
-    found: list[Way] = []
-    for changes, lossy in _fitting_changes(question):
-        way = _tried(question, changes, lossy)
-        if way is not None and not any(other.change in way.change for other in found):
-            found.append(way)
-    more = [] if any(not way.lossy for way in found) else [*_more_memory(question, False)]
-    more += [] if found else [*_more_memory(question, True)]
+    tried = _best(_not_slower(_tried(question, _fitting_changes(question))))
+    more = [] if any(not each.way.lossy for each in tried) else [*_more_memory(question, False)]
+    more += [] if tried else [*_more_memory(question, True)]
+    found = [dataclasses.replace(each.way, brings=f"fits; {_rate(each.predicted)}") for each in tried]
     return sorted([*found, *more], key=lambda way: way.lossy)
+
+
+def _rate(predicted: Prediction) -> str:
+    rate = predicted.decode[1]
+    return f"{rate.low:.1f} to {rate.high:.1f} tokens/s"
+
+
+def _not_slower(tried: Iterable[_Tried]) -> list[_Tried]:
+    """Without those that are slower than a flag that is merely left out."""
+    found = list(tried)
+    left = [each.speed for each in found if _leaves_out(each.way.changes)]
+    return [each for each in found if _leaves_out(each.way.changes) or each.speed >= max(left, default=0.0)]
+
+
+def _leaves_out(changes: Changes) -> bool:
+    return all(value == _DEFAULTS[name] for name, value in changes.items())
+
+
+def _best(tried: Iterable[_Tried]) -> list[_Tried]:
+    """What loses nothing first, and of that the fastest; no more than MOST_WAYS. What changes more than another is
+    there only if it is WORTH times as fast."""
+    found: list[_Tried] = []
+    for each in sorted(tried, key=lambda each: (each.way.lossy, len(each.way.changes))):
+        less = (other for other in found if other.way.changes.items() <= each.way.changes.items())
+        if all(each.speed >= WORTH * other.speed for other in less):
+            found.append(each)
+    return sorted(found, key=lambda each: (each.way.lossy, -each.speed))[:MOST_WAYS]
+
+
+def _tried(question: Question, options: Iterable[tuple[dict[str, Any], bool]]) -> Iterator[_Tried]:
+    """Those that can be planned, each once."""
+    seen: list[Changes] = []
+    for changes, lossy in options:
+        if changes in seen:
+            continue
+        seen.append(changes)
+        try:
+            plan = question.plan(**changes)
+        except ConfigError:
+            continue
+        yield _Tried(Way(_typed(changes), "", lossy, changes), plan, question.predicted(plan))
 
 
 def _more_memory(question: Question, lossy: bool) -> Iterator[Way]:
@@ -89,19 +171,29 @@ def _more_memory(question: Question, lossy: bool) -> Iterator[Way]:
 
 
 def _fitting_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]]:
-    config = question.config
+    config, asked = question.config, _asked(question)
     more: dict[str, Any] = {"mem_fraction_static": LARGEST_FRACTION}
+    yield from ((changes, False) for changes in asked)
     yield more, False
+    yield from ((changes | more, False) for changes in asked if "mem_fraction_static" not in changes)
     if (config.chunked_prefill_size or 0) > DEFAULT_PREFILL_TOKENS:
         yield {"chunked_prefill_size": DEFAULT_PREFILL_TOKENS}, False
     if (config.context_length or 0) > SHORT_CONTEXT:
         yield {"context_length": SHORT_CONTEXT}, False
     if question.machine.gpus:
-        yield {"kt_gpu_experts_ratio": None, "kt_num_gpu_experts": None}, False
         yield {"device": "cpu"}, False
     for method in _smaller_methods(question):
         yield {"kt_method": method}, True
         yield {"kt_method": method} | more, True
+
+
+def _asked(question: Question) -> list[dict[str, Any]]:
+    """Each flag that was given left out, and those that share experts out together."""
+    config = question.config
+    given = [name for name in LEFT_OUT if getattr(config, name) != _DEFAULTS[name]]
+    found: list[dict[str, Any]] = [{name: _DEFAULTS[name]} for name in given if name not in SHARES]
+    shares = [name for name in SHARES if name in given]
+    return [*found, dict.fromkeys(shares)] if shares else found
 
 
 def _smaller_methods(question: Question) -> list[str]:
@@ -110,39 +202,22 @@ def _smaller_methods(question: Question) -> list[str]:
     return [method for method in roundings(question.stored) if now not in (method.lower(), "int4")]
 
 
-def _tried(question: Question, changes: dict[str, Any], lossy: bool) -> Way | None:
-    try:
-        plan = question.plan(**changes)
-    except ConfigError:
-        return None
-    rate = question.predicted(plan).decode[1]
-    return Way(_typed(changes), f"fits; {rate.low:.1f} to {rate.high:.1f} tokens/s", lossy)
-
-
-def _typed(changes: Mapping[str, Any]) -> str:
+def _typed(changes: Changes) -> str:
     """As on a command line."""
-    if set(changes) == {"kt_gpu_experts_ratio", "kt_num_gpu_experts"}:
-        return "without --kt-num-gpu-experts and --kt-gpu-experts-ratio"
-    return " ".join(f"{_SPELLED[name]} {value:g}" if isinstance(value, float) else f"{_SPELLED[name]} {value}"
-                    for name, value in changes.items())  # fmt: skip
+    left = [_SPELLED[name] for name, value in changes.items() if value == _DEFAULTS[name]]
+    words = [f"{_SPELLED[name]} {value:g}" if isinstance(value, float) else f"{_SPELLED[name]} {value}"
+             for name, value in changes.items() if value != _DEFAULTS[name]]  # fmt: skip
+    return " ".join([*words, *([f"without {' and '.join(sorted(left))}"] if left else [])])
 
 
-def _fits(question: Question, changes: Mapping[str, Any]) -> bool:
-    try:
-        question.plan(**changes)
-    except ConfigError:
-        return False
-    return True
-
-
-def least_ram(question: Question, changes: Mapping[str, Any] = MappingProxyType({})) -> int:
+def least_ram(question: Question, changes: Changes = MappingProxyType({})) -> int:
     """Bytes of RAM, in steps of a GiB, that the plan needs with these changes; 0: memory is not what is missing."""
 
     def enough(total: int) -> bool:
         machine = question.machine
         used = max(machine.total_memory - machine.available_memory, system_bytes(total))  # `kt plan --ram` agrees
         other = dataclasses.replace(machine, total_memory=total, available_memory=max(0, total - used))
-        return _fits(dataclasses.replace(question, machine=other), changes)
+        return dataclasses.replace(question, machine=other).fits(**changes)
 
     if not enough(LARGEST_RAM):
         return 0
@@ -154,21 +229,18 @@ def least_ram(question: Question, changes: Mapping[str, Any] = MappingProxyType(
 
 
 def ways_to_go_faster(question: Question, plan: Plan) -> list[Way]:
-    """Beside what the plan does: at least WORTH times as many tokens per second."""
-    now, found = question.predicted(plan), list[tuple[float, Way]]()
-    for changes, lossy in _faster_changes(question, plan):
-        try:
-            other = question.predicted(question.plan(**changes))
-        except ConfigError:
-            continue
-        decode, prompt = (
-            other.decode[1].middle / now.decode[1].middle,
-            other.prompt.middle / now.prompt.middle,
-        )
-        if max(decode, prompt) >= WORTH:
-            found.append((decode, Way(_typed(changes), _brings(decode, prompt), lossy)))
-    found.sort(key=lambda way: (way[1].lossy, -way[0]))
-    return [way for _, way in found]
+    """Beside what the plan does: at least WORTH times as many tokens per second, of answers or of prompts, and not
+    clearly fewer of the other."""
+    now, found = question.predicted(plan), list[_Tried]()
+    for each in _tried(question, _faster_changes(question, plan)):
+        decode, prompt = _gains(each.predicted, now)
+        if max(decode, prompt) >= WORTH and min(decode, prompt) >= LEAST_KEPT:
+            found.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=_brings(decode, prompt))))
+    return [each.way for each in _best(found)]
+
+
+def _gains(new: Prediction, now: Prediction) -> tuple[float, float]:
+    return new.decode[1].middle / now.decode[1].middle, new.prompt.middle / now.prompt.middle
 
 
 def _brings(decode: float, prompt: float) -> str:
@@ -178,19 +250,46 @@ def _brings(decode: float, prompt: float) -> str:
 
 
 def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, Any], bool]]:
-    config = question.config
-    if question.machine.gpus:
-        if config.kt_gpu_experts_ratio is not None or config.kt_num_gpu_experts is not None:
-            yield {"kt_gpu_experts_ratio": None, "kt_num_gpu_experts": None}, False
-        if config.device == "cpu":
-            yield {"device": "auto"}, False
-        if plan.context_length > SHORT_CONTEXT:
-            yield {"context_length": SHORT_CONTEXT}, False
+    yield from ((changes, False) for changes in _asked(question) if not set(changes) & set(WISHES))
+    if question.machine.gpus and plan.context_length > SHORT_CONTEXT:
+        yield {"context_length": SHORT_CONTEXT}, False
     if plan.max_step_tokens <= DEFAULT_PREFILL_TOKENS:
         yield {"chunked_prefill_size": 4 * DEFAULT_PREFILL_TOKENS}, False
     for method in roundings(question.stored):
         if plan.expert_format != method.lower():
             yield {"kt_method": method}, True
+
+
+def ways_to_use_gpu(question: Question, plan: Plan) -> list[Way]:
+    """Of a plan that leaves the machine's GPU idle: what would use it, and is not slower."""
+    if plan.gpu is not None or not question.machine.gpus:
+        return []
+    now, found = question.predicted(plan), list[_Tried]()
+    for each in _tried(question, _fitting_changes(question)):
+        gains = _gains(each.predicted, now)
+        if each.plan.gpu is not None and gains[0] * gains[1] >= 1.0:
+            found.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=_brings(*gains))))
+    ways = [each.way for each in _best(found)]
+    return ways if any(not way.lossy for way in ways) else [*ways, *_larger_gpu(question)]
+
+
+def _larger_gpu(question: Question) -> Iterator[Way]:
+    """The smallest that would be used, of sizes that are sold."""
+    gpu = question.machine.gpus[0]
+    for size in GPU_SIZES:
+        nbytes = size * GIB
+        if nbytes <= gpu.memory_bytes:
+            continue
+        free = nbytes - (gpu.memory_bytes - gpu.free_bytes)
+        larger = dataclasses.replace(gpu, memory_bytes=nbytes, free_bytes=free)
+        machine = dataclasses.replace(question.machine, gpus=(larger,))
+        try:
+            plan = resolve(question.config, question.model, machine, question.stored)
+        except ConfigError:
+            continue
+        if plan.gpu is not None:
+            yield Way(f"a GPU with {size} GB", f"is used; this one has {gib(gpu.memory_bytes)}")
+            return
 
 
 def roundings(stored: StoredFormats) -> list[str]:

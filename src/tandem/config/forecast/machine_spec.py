@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from tandem.config.forecast.speeds import (
@@ -30,6 +31,14 @@ GPU_FREE_SHARE = 0.97  # the driver keeps the rest
 MOST_GPU_GIB = 1024  # no GPU has more
 MOST_GPUS = 64
 CAPABILITY = (8, 0)  # of a GPU whose name is not known
+OTHER_MAKERS = {
+    "AMD": r"^(amd|radeon|instinct|rx\d{3,4}|mi\d{2,3}[a-z]?$|[679]\d[05]0(xtx?|gre)|w7\d00|9070|ryzen|strix)",
+    "Intel": r"^(intel|arc|[ab]\d{3}$|b60$|gaudi|max\d{4})", "Apple": r"^(apple|m[1-5](pro|max|ultra)?$)",
+    "Huawei": r"^(huawei|ascend)", "Google": r"^tpu",
+}  # fmt: skip
+OLD_NAMES = (  # of NVIDIA's
+    r"^(nvidia)?(geforce)?(gtx\d{3,4}|(rtx)?20[678]0(ti|super)?$|10[5678]0(ti)?$|16[56]0|titan|[vp]100|p40?$|t4$|k80)"
+)
 ANY_VERSION = "999.0"  # of packages: they can be installed on the machine that is asked about
 
 
@@ -97,6 +106,28 @@ def wished_speeds(wish: MachineWish, machine: Machine, here: Speeds | None) -> S
     return found
 
 
+def assumed_text(wish: MachineWish, machine: Machine, speeds: Speeds) -> str:
+    """What of a machine that was described is not said, with the flag that says it; "": nothing was described."""
+    if not wish.anything:
+        return ""
+    here, bus = [], speeds.sources.get("pcie_gbps", ASSUMED)
+    if wish.cores is None:
+        here.append(f"{machine.max_threads} cores (--cpu)")
+    if wish.isa is None:
+        here.append(f"{machine.tiers[-1]} (--isa)")
+    if wish.ram is None:
+        here.append(f"{machine.total_memory / GIB:.0f} GiB of RAM (--ram)")
+    if wish.gpus is None:
+        here.append(f"{', '.join(gpu.name for gpu in machine.gpus) or 'no GPU'} (--gpu)")
+    rates = []
+    if wish.bandwidth is None:
+        rates.append(f"RAM {speeds.dram_gbps:.0f} GB/s, {speeds.sources.get('dram_gbps', ASSUMED)} (--bandwidth)")
+    if machine.gpus and wish.pcie is None:
+        rates.append(f"bus {speeds.pcie_gbps:.0f} GB/s, {bus} (--pcie)")
+    parts = [f"{', '.join(here)}: as on this machine"] if here else []
+    return f"Not said: {'; '.join([*parts, *rates])}" if parts or rates else ""
+
+
 def _gpu_speeds(wish: MachineWish, gpu: Gpu, found: Speeds, here: Speeds | None) -> Speeds:
     if not wish.other_gpu and here is not None and here.gpu_gbps:
         for name in ("gpu_gbps", "gpu_flops", "pcie_gbps", "kernel_seconds", "launch_seconds"):
@@ -118,9 +149,10 @@ def _as_read(found: Speeds, here: Speeds, name: str) -> Speeds:
 def _with_cpu(wish: MachineWish, here: Machine) -> Machine:
     tiers = here.tiers
     if wish.isa is not None:
-        if wish.isa not in TIERS:
+        isa = wish.isa.lower()
+        if isa not in TIERS:
             raise ConfigError(f"--isa {wish.isa!r} is not known; these are: {', '.join(TIERS)}")
-        tiers = TIERS[: TIERS.index(wish.isa) + 1]
+        tiers = TIERS[: TIERS.index(isa) + 1]
     count = len(here.cores) if wish.cores is None else wish.cores
     if count < 1:
         raise ConfigError(f"--cpu {count} is no number of cores; try 16")
@@ -139,7 +171,7 @@ def _gpus(text: str, pcie: str) -> tuple[Gpu, ...]:
 def _each(part: str) -> list[str]:
     """ "2x4090", "2 x 4090": two of them."""
     count, times, what = part.lower().partition("x")
-    several = bool(times) and count.strip().isdecimal() and bool(what.strip())
+    several = bool(times) and count.strip().isdecimal() and bool(what.strip()) and not _of_another_maker(part)
     if not several:
         return [part]
     number = int(count)
@@ -156,10 +188,25 @@ def _gpu(word: str, number: int, pcie: str) -> Gpu:
     known = gpu_model(what)
     if known is not None:
         return _made(what, known, number, pcie, rate)
+    if why := _of_another_maker(what) or _too_old(what):
+        raise ConfigError(f"--gpu {what!r}: {why}; plan without it: --gpu none")
     size = _gpu_gib(what)
     return _made(
         f"a GPU of {size:g} GiB", GpuModel(size, GPU_GBPS, GPU_FLOPS, CAPABILITY), number, pcie, rate
     )
+
+
+def _of_another_maker(what: str) -> str:
+    """Why a GPU that NVIDIA does not make is not used; "": it does, or nobody knows."""
+    name = what.lower().replace(" ", "")
+    maker = next((maker for maker, names in OTHER_MAKERS.items() if re.search(names, name)), "")
+    return f"{maker} makes it, and the GPU kernels need CUDA (NVIDIA, Ampere or newer)" if maker else ""
+
+
+def _too_old(what: str) -> str:
+    """Likewise of NVIDIA's GPUs before Ampere."""
+    old = re.search(OLD_NAMES, what.lower().replace(" ", ""))
+    return "it is older than Ampere, whose instructions the GPU kernels need (compute capability 8.0)" if old else ""
 
 
 def _gpu_gib(what: str) -> float:
@@ -170,7 +217,8 @@ def _gpu_gib(what: str) -> float:
         size = math.inf
     if size > MOST_GPU_GIB:
         names = ", ".join(GPU_MODELS)
-        raise ConfigError(f"--gpu {what!r} is not known; give its memory, as 24GB, or one of {names}")
+        why = "is another one than the desktop's of the same name" if "laptop" in what.lower() else "is not known"
+        raise ConfigError(f"--gpu {what!r} {why}; give its memory, as 24GB, or one of {names}")
     return size
 
 

@@ -6,7 +6,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.config.forecast.advice import LARGEST_RAM, Question, Way, ways_to_fit, ways_to_go_faster
+from tandem.config.forecast.advice import (
+    LARGEST_RAM,
+    Question,
+    Way,
+    ways_to_fit,
+    ways_to_go_faster,
+    ways_to_use_gpu,
+)
 from tandem.config.forecast.compare import Row
 from tandem.config.forecast.ledger import RAM, Ledger
 from tandem.config.forecast.prediction import CONTEXT, PROMPT, Prediction
@@ -42,6 +49,8 @@ class Report:
     to_fit: list[Way]
     to_go_faster: list[Way]
     notices: tuple[str, ...] = ()
+    to_use_gpu: list[Way] = field(default_factory=list)
+    assumed: str = ""  # what of the machine was not said; "": all of it was, or it is this one
     compared: list[Row] = field(default_factory=list)
 
     @property
@@ -60,6 +69,8 @@ class Report:
             "speeds": dataclasses.asdict(self.speeds),
             "to_fit": [dataclasses.asdict(way) for way in self.to_fit],
             "to_go_faster": [dataclasses.asdict(way) for way in self.to_go_faster],
+            "idle_gpus": "" if plan is None else plan.idle,
+            "to_use_gpu": [dataclasses.asdict(way) for way in self.to_use_gpu], "assumed": self.assumed,
             "compared": [dataclasses.asdict(row) for row in self.compared],
         }  # fmt: skip
 
@@ -76,8 +87,9 @@ def report(name: str, question: Question, refused: tuple[str, ...] = (), asked: 
     predicted = question.predicted(plan, asked.batches, asked.context, asked.prompt)
     if refused:
         return Report(*about, refused, None, plan.ledgers, predicted, speeds, [], [], plan.notices)
-    faster = ways_to_go_faster(question, plan)
-    return Report(*about, (), plan, plan.ledgers, predicted, speeds, [], faster, plan.notices)
+    used = ways_to_use_gpu(question, plan)
+    faster = [way for way in ways_to_go_faster(question, plan) if way.changes not in [each.changes for each in used]]
+    return Report(*about, (), plan, plan.ledgers, predicted, speeds, [], faster, plan.notices, used)
 
 
 def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
@@ -93,8 +105,7 @@ def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
     except ConfigError:
         return (), ()
     ledgers = tuple(_beside(ledger, machine) if ledger.place == RAM else ledger for ledger in plan.ledgers)
-    unused = [d.reason for d in plan.decisions if d.name == "device" and d.value == "cpu" and machine.gpus]
-    return ledgers, (*plan.notices, *(f"the GPU is not used: {reason}" for reason in unused))
+    return ledgers, (*plan.notices, *filter(None, [plan.idle]))
 
 
 def _beside(roomy: Ledger, machine: Machine) -> Ledger:
@@ -106,9 +117,9 @@ def _beside(roomy: Ledger, machine: Machine) -> Ledger:
 
 
 def machine_text(machine: Machine) -> str:
-    gpus = " + ".join(
-        gpu.name if "GiB" in gpu.name else f"{gpu.name}, {gib(gpu.memory_bytes)}" for gpu in machine.gpus
-    )
+    names = [gpu.name if "GiB" in gpu.name else f"{gpu.name}, {gib(gpu.memory_bytes)}" for gpu in machine.gpus]
+    counted = {name: names.count(name) for name in names}
+    gpus = " + ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
     cpu = f"{machine.max_threads} cores, {machine.tiers[-1]}"
     shown = cpu if machine.cpu_model == cpu else f"{machine.cpu_model}, {cpu}"
     return (

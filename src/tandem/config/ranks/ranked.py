@@ -55,7 +55,7 @@ def _expert_unit(config: EngineConfig, stored: StoredFormats) -> int:
 def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
     """What stands in the way, and what to do about it; "": nothing."""
     if config.device != "cpu" and (config.device == "cuda" or machine.gpus):
-        return "ranks have no GPU yet; add --device cpu, or leave --tp out"
+        return "ranks have no GPU yet; leave --tp out, which uses one GPU, or add --device cpu"
     if config.speculative_algorithm is not None:
         return "ranks decode one token a step; leave --speculative-algorithm out"
     if config.kt_enable_dynamic_expert_update:

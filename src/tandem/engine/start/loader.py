@@ -29,7 +29,7 @@ from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.choices.cached import cached_as
 from tandem.config.choices.threads import plan_threads
 from tandem.config.in_place import stored_in
-from tandem.config.plan import machine_refusals
+from tandem.config.planner.resolve import machine_refusals
 from tandem.config.ranks.ranked import check_alone, own_side, ranked
 from tandem.config.speculation.choice import drafting
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
@@ -100,13 +100,14 @@ def load_parts(
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        model_config = cached_as(config, drafting(config, with_draft_config(load_model_config(directory), config)))
+        model_config = with_draft_config(load_model_config(directory), config)
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
         checkpoint = with_draft_layer(checkpoint, config)
+        model_config = models.with_stored_drafts(model_config, checkpoint, config.speculative_algorithm)
+        model_config = cached_as(config, drafting(config, model_config))
         stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
         plan = resolve(config, model_config, whole.result(), stored)
         model_config = ranked(config, model_config, machine, stored)[1]
-        models.check_draft_layer(model_config, checkpoint)
         if planned is not None:
             planned(plan)
         ops = CpuOps(

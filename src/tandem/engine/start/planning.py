@@ -11,16 +11,21 @@ from tandem.checkpoint import (
     open_checkpoint,
     resolve_model,
     with_draft_config,
+    with_draft_layer,
     with_experts,
 )
 from tandem.checkpoint.demo_text import CONFIG
-from tandem.checkpoint.glance.from_names import formats_from_names
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
+from tandem.checkpoint.elsewhere.drafts import draft_directory
+from tandem.checkpoint.glance.from_names import IndexNames, formats_from_names
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
 from tandem.config.in_place import stored_in
 from tandem.config.memory import prefill_tokens
-from tandem.config.plan import machine_refusals
+from tandem.config.planner.resolve import machine_refusals
+from tandem.engine.expert_statistics import expert_placement
+from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
+from tandem.models import with_stored_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +49,44 @@ def planned(config: EngineConfig, machine: Machine, path: Path | None = None) ->
     """As `plan_of`, for any machine. path: where the model's files are; None: where `config.model` says."""
     path = resolve_model(config.model) if path is None else path
     try:
-        model = with_draft_config(model_at(path), config)
+        model = model_as_stored(path, config)
     except ConfigError as error:
         raise ConfigError(*error.reasons, *machine_refusals(config, machine)) from error
     try:
         stored = stored_at(path, model, config.kt_weight_path)
     except ConfigError as error:
         raise ConfigError(*error.reasons, *_other_refusals(config, machine, path, model)) from error
-    return Planned(model, stored, resolve(config, model, machine, stored))
+    plan = resolve(config, model, machine, stored)
+    check_statistics(plan, model)
+    return Planned(model, stored, plan)
+
+
+def check_statistics(plan: Plan, model: ModelConfig) -> None:
+    """Raises ConfigError where the file that places experts is no such file, or another model's."""
+    if plan.gpu is not None and plan.gpu.statistics is not None:
+        expert_placement(plan.gpu, model)
+
+
+def check_tokenizer(config: EngineConfig) -> None:
+    """Raises CheckpointError where a start would: the weights are there, and what reads text is not, or is damaged."""
+    path = resolve_model(config.model)
+    if path.exists() and has_weights(path):
+        Tokenizer.load(path)
+
+
+def model_as_stored(path: Path, config: EngineConfig) -> ModelConfig:
+    """What config.json says, without a draft layer that the files lack. Raises ConfigError where it is to guess."""
+    model = with_draft_config(model_at(path), config)
+    asked = config.speculative_algorithm
+    if has_weights(path):
+        return with_stored_drafts(model, with_draft_layer(open_checkpoint(path), config), asked)
+    names = IndexNames.of(path)
+    return with_stored_drafts(model, names, asked) if names.names and draft_directory(config) is None else model
+
+
+def has_weights(path: Path) -> bool:
+    """Whether more than the configuration is there."""
+    return path.is_file() or any(path.glob("*.safetensors"))
 
 
 def _other_refusals(
@@ -78,13 +113,19 @@ def model_at(path: Path) -> ModelConfig:
 
 def stored_at(path: Path, model: ModelConfig, experts: str | None) -> StoredFormats:
     """From the files' headers, or from names where the weights are not there. experts: --kt-weight-path."""
-    if path.is_file() or any(path.glob("*.safetensors")):
+    theirs = None if experts is None else resolve_model(experts)
+    if has_weights(path) and (theirs is None or has_weights(theirs)):
         checkpoint = with_experts(open_checkpoint(path), experts, model)
         return stored_in(checkpoint.formats(), *checkpoint.expert_files())
-    stored = formats_from_names(path, model) if (path / "config.json").is_file() else StoredFormats()
-    if experts is None:
-        return stored
-    return replace(stored, experts=open_checkpoint(resolve_model(experts)).formats().experts)
+    if theirs is not None:  # neither may be fetched yet, and where they are decides nothing then
+        return replace(stored_at(path, model, None), experts=_stored_experts(theirs, model))
+    return formats_from_names(path, model) if (path / "config.json").is_file() else StoredFormats()
+
+
+def _stored_experts(path: Path, model: ModelConfig) -> StoredFormat:
+    if path.is_dir() and (path / "config.json").is_file() and not has_weights(path):
+        return stored_at(path, model, None).experts
+    return open_checkpoint(path).formats().experts  # raises CheckpointError where nothing is there
 
 def without_streams(config: EngineConfig, plan: Plan) -> Plan:
     """The same where experts turn out not to travel to the GPU: long steps would take seconds on the CPU."""

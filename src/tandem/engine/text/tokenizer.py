@@ -61,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json (or tiktoken.model, or vocab.json and merges.txt), tokenizer_config.json and what else has
+        """Reads tokenizer.json (or tiktoken.model, or vocab.json and merges.txt), tokenizer_config.json, what else has
         tokens, chat templates, and the end tokens of generation_config.json or config.json; or a GGUF file, which has
         all that inside."""
         if directory.is_file():

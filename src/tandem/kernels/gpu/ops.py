@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
+from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.recurrent.folds import GpuFolds
 from tandem.kernels.gpu.residual import norm
@@ -88,16 +90,18 @@ class GpuOps:
     def resident(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
-    def lookup(self, find: Lookup, rows: int) -> Lookup:
+    def lookup(self, find: Lookup, rows: int, in_ram: bool = False) -> Lookup:
         """A copy of the table, found by several threads, a few parts at a time."""
         parts = torch.arange(rows).split(LOOKUP_ROWS)
-        table = torch.empty((rows, find(parts[0][:1]).shape[1]), dtype=torch.bfloat16, device=self.device)
+        shape, pinned = (rows, find(parts[0][:1]).shape[1]), in_ram and self.device.type == "cuda"
+        device = torch.device("cpu") if in_ram else self.device
+        table = torch.empty(shape, dtype=torch.bfloat16, device=device, pin_memory=pinned)
         with ThreadPoolExecutor(LOOKUP_THREADS, "tandem-lookup") as threads:
             for first in range(0, len(parts), LOOKUP_THREADS):
                 some = parts[first : first + LOOKUP_THREADS]
                 for ids, found in zip(some, threads.map(find, some), strict=True):
-                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(_there(found, self))
-        return lambda wanted: table.index_select(0, wanted)
+                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(found if in_ram else _there(found, self))
+        return partial(read_rows, table) if in_ram else lambda wanted: table.index_select(0, wanted)
 
     reads = staticmethod(dense_codes.readable)
 

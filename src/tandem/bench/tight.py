@@ -1,0 +1,195 @@
+"""Plans that fill a small GPU, run whole with made-up weights: memory planned and used, speed predicted and measured.
+
+A small GPU is a large one of which another process holds all but so much. Kernels whose scratch goes by the GPU's size
+are told the small one's. What is used is what the whole GPU lost meanwhile: contexts, libraries and graphs are in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem.bench.architectures import named_config
+from tandem.bench.probes import MachineProbe
+from tandem.bench.sample import (
+    PROMPTS,
+    STEPS,
+    WARM_STEPS,
+    Running,
+    prompt_seconds,
+    repeated,
+    running_plan,
+    step_seconds,
+    with_experts,
+)
+from tandem.bench.stored import stored_as
+from tandem.config import EngineConfig, Machine, Plan
+from tandem.config.forecast.advice import Question
+from tandem.config.forecast.ledger import VRAM
+from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.config.forecast.prediction import CONTEXT, PROMPT
+from tandem.config.forecast.speeds import GIB, Speeds
+from tandem.config.gpus import Gpu, detect_gpus
+from tandem.engine.start.loader import use_one_torch_thread
+from tandem.errors import ConfigError
+
+CLOSE = 0.03  # of what is planned, by which the GPU memory in use may differ
+HOLDER = """
+import sys, torch
+left = int(sys.argv[1])
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(max(0, free - left), dtype=torch.uint8, device="cuda")
+print(torch.cuda.mem_get_info()[0], flush=True)
+sys.stdin.read()
+"""
+HOLDER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TightCase:
+    """gpu_gib: of the small GPU. experts: of a layer, 0: as the architecture has them; fewer fit into RAM, and the GPU
+    takes as much. dense: as dense matrices are stored."""
+
+    name: str
+    gpu_gib: int
+    experts: int = 0
+    dense: str = "bf16"
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    TightCase("deepseek-v3", 24, 16, "fp8", {"kt_method": "INT4", "mem_fraction_static": 0.97}),
+    TightCase("qwen3.5-35b-a3b", 8, flags={"kt_method": "INT4"}),
+)
+
+
+class Seen(NamedTuple):
+    """What the engine did: bytes of GPU memory at most; tokens per second of a prompt of so many tokens, and of one
+    answer."""
+
+    used: int
+    prompt_tokens: int
+    prompt: float
+    decode: float
+
+
+def tight_question(case: TightCase, machine: Machine, speeds: Speeds) -> Question:
+    """With experts in bf16, which are rounded while loading."""
+    model = named_config(case.name, None)
+    model = with_experts(model, case.experts or model.moe.experts.count)
+    config = EngineConfig.from_keywords(case.name, **case.flags)
+    return Question(config, model, machine, stored_as(model, case.dense, "bf16"), speeds)
+
+
+def cut(machine: Machine, gpu: Gpu, gib: int) -> Machine:
+    """With this GPU alone, as if it had so much memory."""
+    nbytes = gib * GIB
+    small = dataclasses.replace(gpu, memory_bytes=nbytes, free_bytes=min(gpu.free_bytes, nbytes))
+    return dataclasses.replace(machine, gpus=(small,))
+
+
+@contextmanager
+def held(left: int) -> Iterator[None]:
+    """Another process holds all GPU memory but so many bytes. Raises ConfigError where it cannot."""
+    command = [sys.executable, "-c", HOLDER, str(left)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        if not child.stdout.readline().strip():
+            raise ConfigError("the process that holds GPU memory ended at once; is a GPU there, and free?")
+        yield
+    finally:
+        child.communicate(timeout=HOLDER_SECONDS)
+
+
+@contextmanager
+def sized_as(nbytes: int) -> Iterator[None]:
+    """Kernels of experts take scratch as on a GPU of so many bytes."""
+    from tandem.kernels.gpu.prompts import products  # Triton is there only where a GPU is
+
+    size = products._memory
+    setattr(products, "_memory", lambda device: nbytes)  # noqa: B010 (its own is cached)
+    try:
+        yield
+    finally:
+        setattr(products, "_memory", size)  # noqa: B010
+
+
+def measured(case: TightCase, machine: Machine) -> list[dict[str, Any]]:
+    """Rows: of memory, of decoding, of a prompt."""
+    use_one_torch_thread()
+    left = case.gpu_gib * GIB
+    with held(left), sized_as(left):
+        gpus, why = detect_gpus()  # before this process has a context, which the plan's workspace has to hold
+        if not gpus:
+            raise ConfigError(f"no GPU to cut: {why}")
+        small = cut(machine, gpus[0], case.gpu_gib)
+        probe = MachineProbe(small)
+        torch.cuda.empty_cache()
+        question = tight_question(case, small, wished_speeds(MachineWish(), small, probe.speeds()))
+        plan = question.plan()
+        whole = dataclasses.replace(plan, radix_cache=False)  # the same prompt is computed several times
+        seen = ran(running_plan(question, whole, question.model), whole, gpus[0].free_bytes, probe)
+        settled = wished_speeds(MachineWish(), small, probe.speeds())
+    return rows(case, dataclasses.replace(question, speeds=settled), plan, seen)
+
+
+def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
+    """free: bytes of GPU memory before there was anything. The longest chunk comes first: it takes most."""
+    engine, most = running.engine, [free]
+
+    def look() -> None:
+        most.append(torch.cuda.mem_get_info()[0])
+
+    look()
+    prompt_seconds(engine, min(plan.max_step_tokens, plan.context_length - 1))
+    look()
+    tokens = min(PROMPT, plan.context_length - 1)
+    prompts = repeated(lambda: prompt_seconds(engine, tokens), PROMPTS, 2 * PROMPTS, [])
+    probe.add(running.figures())
+    prompt_seconds(engine, CONTEXT, keep=True)
+    for _ in range(WARM_STEPS):
+        engine.step()
+    steps = repeated(lambda: step_seconds(engine), STEPS, 4 * STEPS)
+    probe.add(running.figures())
+    look()
+    engine.abort("")
+    engine.step()
+    return Seen(free - min(most), tokens, tokens / statistics.median(prompts), 1 / statistics.median(steps))
+
+
+def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[dict[str, Any]]:
+    """As they are kept."""
+    where = {
+        "bench": "plan_tight", "config": case.name, "experts": question.model.moe.experts.count,
+        "gpu_gib": case.gpu_gib, "dense": case.dense, "flags": dict(case.flags), "given_up": given_up(plan),
+        "context": plan.context_length,
+    }  # fmt: skip
+    (vram,) = (ledger for ledger in plan.ledgers if ledger.place == VRAM)
+    ratio = seen.used / vram.total_bytes
+    memory = {
+        "what": "memory", "gpu_planned": vram.total_bytes, "gpu_used": seen.used, "gpu_ratio": round(ratio, 4),
+        "gpu_free": vram.free_bytes, "holds": abs(ratio - 1) <= CLOSE,
+    }  # fmt: skip
+    predicted = question.predicted(plan, (1,), CONTEXT, seen.prompt_tokens)
+    prompt = f"prompt of {seen.prompt_tokens}"
+    speeds = [("decoding", predicted.decode[1], seen.decode), (prompt, predicted.prompt, seen.prompt)]
+    return [where | memory, *(
+        where | {
+            "what": what, "predicted_low": round(found.low, 1), "predicted_high": round(found.high, 1),
+            "measured": round(rate, 1), "holds": found.low <= rate <= found.high,
+        }
+        for what, found, rate in speeds
+    )]  # fmt: skip
+
+
+def given_up(plan: Plan) -> str:
+    return next((each.value for each in plan.decisions if each.name == "made to fit"), "")
