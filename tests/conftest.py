@@ -38,6 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     scheduling.longest_first(items)
 
 
+def pytest_collection_finish() -> None:
+    scheduling.let_workers_sleep()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Only called by pytest-xdist, for `-n 2`."""
