@@ -27,6 +27,9 @@ SERVERS = (  # what start servers, or are like them
 )  # fmt: skip
 
 
+full = False  # for files that make their tests when they are imported
+
+
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the tests marked `full` (make test-all)")
     parser.addoption("--store-durations", action="store_true", help=f"write what files take to {DURATIONS.name}")
