@@ -28,7 +28,7 @@ from tandem.server.app import create_app
 from tandem.server.messages import ToEngine
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 50  # of each operation; tests/clients/test_schemathesis.py goes on for minutes (make test-all)
+EXAMPLES = 12  # of each operation; tests/clients/test_schemathesis.py goes on for minutes (make test-all)
 # Of which each field's bounds, and other methods, are tried, too: a thousand cases of one body. Those of the other
 # bodies come with --full.
 COVERED = ("POST /v1/chat/completions", "GET ", "DELETE ")
