@@ -83,7 +83,7 @@ PROGRAMS: dict[str, Callable[[Kind], str]] = {
 
 
 def program_by_full(kind: Kind, program: str) -> Any:
-    """All of them take minutes. Those of one kind each meet all cards below, whatever their blocks."""
+    """All of them take minutes. Each kind meets some card with each sort of program below."""
     turn = list(PROGRAMS).index(program) % len(ONE_OF_EACH)
     marks = () if kind == ONE_OF_EACH[turn] else pytest.mark.full
     return pytest.param(kind, program, id="-".join(map(str, (*kind, program))), marks=marks)
