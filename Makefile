@@ -130,7 +130,7 @@ wheel: $(STAMPS)/build-tools ## a manylinux wheel with every kernel tier, in dis
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --plat $(PLATFORM) --wheel-dir dist build/wheel/*.whl
 	@ls -l dist/*.whl
 
-test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages
+test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages (ARGS="--part 1/3": a third)
 	PYTHON="$(PYTHON)" scripts/test_gpu.sh $(ARGS)
 
 page-vendor: ## fetch the page's libraries by npm into the package, where they are kept in git

@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     scheduling.use_one_torch_thread()
+    scheduling.full = scheduling.runs_full(config)
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(scheduling.Durations())
     if (folder := config.getoption("--write-faults")) and not hasattr(config, "workerinput"):
@@ -36,6 +37,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     scheduling.leave_out_full(config, items)
     scheduling.leave_out_other_parts(config, items)
     scheduling.longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    scheduling.let_workers_sleep()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,6 +41,7 @@ DIGITS = Grammar("regex", "[0-9]{3}")
 LATE = Grammar("ebnf", "root ::= [0-9]{90} s\ns ::= s s | [a-z]")
 
 
+@cache
 def vocabulary() -> Vocabulary:
     """As large as a small tokenizer's: each token of letters must be tried where letters may come."""
     chance = random.Random(0)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,9 @@ UNLISTED_SECONDS = 0.02  # of one of their tests
 SERVERS = (  # what start servers, or are like them
     "tests/server/", "tests/faults/", "tests/clients/", "tests/cli/test_bench_serve.py",
 )  # fmt: skip
+
+
+full = False  # for files that make their tests when they are imported
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -44,9 +49,20 @@ def use_one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-def leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:
+def let_workers_sleep() -> None:
+    """Likewise: workers of an engine in this process poll for 20 µs, where those of a server with cores of its own poll
+    for 200. Only where tests import engines."""
+    if workers := sys.modules.get("tandem.kernels.workers"):
+        vars(workers)["WorkerPool"] = partial(vars(workers)["WorkerPool"], spin_us=20)
+
+
+def runs_full(config: pytest.Config) -> bool:
     """Tests marked `full` run with --full, or where they are named: file::test."""
-    if config.getoption("--full") or any("::" in each for each in config.args):
+    return config.getoption("--full") or any("::" in each for each in config.args)
+
+
+def leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if runs_full(config):
         return
     full = [item for item in items if item.get_closest_marker("full")]
     if full:

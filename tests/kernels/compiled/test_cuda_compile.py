@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -82,14 +82,11 @@ PROGRAMS: dict[str, Callable[[Kind], str]] = {
 }
 
 
-def programs_by_full() -> Iterator[Any]:
-    """All of them take minutes. Those of one kind each meet all cards below, whatever their blocks."""
-    order = list(PROGRAMS)
-    for kind, program in product(KINDS, order):
-        some = kind in ONE_OF_EACH and order.index(program) % len(ONE_OF_EACH) == ONE_OF_EACH.index(kind)
-        yield pytest.param(
-            kind, program, id="-".join(map(str, (*kind, program))), marks=() if some else pytest.mark.full
-        )
+def program_by_full(kind: Kind, program: str) -> Any:
+    """All of them take minutes. Each kind meets some card with each sort of program below."""
+    turn = list(PROGRAMS).index(program) % len(ONE_OF_EACH)
+    marks = () if kind == ONE_OF_EACH[turn] else pytest.mark.full
+    return pytest.param(kind, program, id="-".join(map(str, (*kind, program))), marks=marks)
 
 
 def one_of_each_source(kind: Kind) -> list[str]:
@@ -99,7 +96,7 @@ def one_of_each_source(kind: Kind) -> list[str]:
     return [code_mma.source(kind, blocks[0]), *experts, rows.source(delta, 3, 2048)]
 
 
-@pytest.mark.parametrize(("kind", "program"), programs_by_full())
+@pytest.mark.parametrize(("kind", "program"), [program_by_full(*each) for each in product(KINDS, PROGRAMS)])
 def test_every_kind_of_codes_compiles(kind: Kind, program: str) -> None:
     assert compile_log(PROGRAMS[program](kind), 90) == ""
 

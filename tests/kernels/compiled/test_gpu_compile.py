@@ -19,6 +19,7 @@ from covering import one_of_each
 from gpu import HAS_TRITON, INTERPRETED
 from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
+from scheduling import runs_full
 from tandem import _core
 from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
 from tandem.config.mechanisms.hyper import Hyper
@@ -127,7 +128,7 @@ class Compiler:
 
 
 def is_whole(request: pytest.FixtureRequest) -> bool:
-    return request.config.getoption("--full") or request.node.get_closest_marker("front_end") is None
+    return runs_full(request.config) or request.node.get_closest_marker("front_end") is None
 
 
 def compiled_by(
