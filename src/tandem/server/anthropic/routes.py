@@ -49,7 +49,7 @@ def routes(state: ServerState) -> APIRouter:
         state.check_up()
         with named(_NAMES):
             prepared = await prepare_wishes(
-                state.chat, conversation_of(body), SamplingParams(), _WISHES, ignored
+                state.chat, conversation_of(body, ignored), SamplingParams(), _WISHES, ignored
             )
         count = TokenCountBody(len(prepared.prompt_ids))
         return name_ignored(json_response(count), ignored)
@@ -63,7 +63,7 @@ async def _messages(state: ServerState, http: Request) -> Response:
     message_id = new_id("msg")
     with named(_NAMES | {"grammar": "tools" if _format(body) is None else "output_config.format"}):
         prepared = await prepare_wishes(
-            state.chat, conversation_of(body), _sampling(state, body), _WISHES, ignored
+            state.chat, conversation_of(body, ignored), _sampling(state, body), _WISHES, ignored
         )
         sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
         clipped = sampling is not prepared.sampling

@@ -10,11 +10,6 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-# Of parts of a tool's result: an agent that read a picture sends it again with every later request, so a refusal would
-# end its work for good. What a user shows is refused.
-IMAGES = ("image", "image_url", "input_image")
-UNSEEN = "[an image, which this model cannot see]"
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -27,7 +22,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. Texts only: a dialect joins text parts and refuses others.
+    """One turn. Texts only: a dialect joins text parts; what becomes of others, `attachments.py` says.
 
     `reasoning` and `tool_calls` belong to assistants, `tool_call_id` to tools. A tool's `name` may be left out where
     `tool_call_id` names a call of the conversation.

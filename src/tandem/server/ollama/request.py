@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
+from tandem.server.chat.attachments import Attachment, joined, newest_turn
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall
-from tandem.server.errors import ApiError
 from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
 from tandem.server.openai_schema import SamplingBody
 
+_IMAGE = Attachment("image", field="")
 
-def chat_of(body: ChatBody) -> Conversation:
-    """Raises RequestError, ApiError 400."""
+
+def chat_of(body: ChatBody, unread: list[str]) -> Conversation:
+    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
     tools = tuple(
         Tool(t.function.name, t.function.description, t.function.parameters, bool(t.function.strict))
         for t in body.tools or ()
     )
-    return Conversation(messages=_messages(body.messages), tools=tools, **_thinking(body))
+    return Conversation(messages=_messages(body.messages, unread), tools=tools, **_thinking(body))
 
 
 def generation_of(body: GenerateBody) -> Conversation:
     """Raises ApiError 400."""
-    if body.images:
-        raise _no_images("images")
+    for i in range(len(body.images or ())):
+        _IMAGE.shown(f"images[{i}]", None)
     system = [Message("system", body.system)] if body.system else []
     return Conversation(messages=(*system, Message("user", body.prompt)), **_thinking(body))
 
@@ -63,13 +67,13 @@ def _thinking(body: CommonBody) -> dict[str, Any]:
     return {"thinking": body.think}
 
 
-def _messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
+def _messages(bodies: list[MessageBody], unread: list[str]) -> tuple[Message, ...]:
     """Results of tools name no call, only the tool: they answer the calls before them in order."""
     messages: list[Message] = []
     waiting: list[ToolCall] = []
+    newest = newest_turn([body.role for body in bodies])
     for i, body in enumerate(bodies):
-        if body.images:
-            raise _no_images(f"messages[{i}].images")
+        body = _with_notes(body, f"messages[{i}]", None if i == newest else unread)
         if body.role == "tool":
             messages.append(_result(body, waiting))
             continue
@@ -98,5 +102,10 @@ def _result(body: MessageBody, waiting: list[ToolCall]) -> Message:
     return Message("tool", body.content or "", name=body.tool_name, tool_call_id=call_id)
 
 
-def _no_images(where: str) -> ApiError:
-    return ApiError(400, f"{where}: only text is served", param=where, code="not_available")
+def _with_notes(body: MessageBody, where: str, unread: list[str] | None) -> MessageBody:
+    """Images stand beside the text here. Raises ApiError 400 where unread is None."""
+    notes = [_IMAGE.shown(f"{where}.images[{i}]", unread) for i in range(len(body.images or ()))]
+    if not notes:
+        return body
+    parts = [(body.content or "", False), *((note, True) for note in notes)]
+    return msgspec.structs.replace(body, content=joined(parts))

@@ -50,7 +50,7 @@ def routes(state: ServerState) -> APIRouter:
     @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
     async def chat(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), ChatBody, Options)
-        return name_ignored(await _chat(state, http, body), _with_keep_alive(body, ignored))
+        return name_ignored(await _chat(state, http, body, ignored), _with_keep_alive(body, ignored))
 
     @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
     async def generate(http: Request) -> Response:
@@ -81,13 +81,13 @@ def routes(state: ServerState) -> APIRouter:
     return router
 
 
-async def _chat(state: ServerState, http: Request, body: ChatBody) -> Response:
+async def _chat(state: ServerState, http: Request, body: ChatBody, ignored: list[str]) -> Response:
     """Without messages a client asks for the model to be loaded."""
     state.admit()
     if not body.messages:
         return _loaded(state, body, message=Said("assistant", ""))
     with named(_names(body, "messages")):
-        prepared = await state.chat.prepare(chat_of(body), _sampling(state, body))
+        prepared = await state.chat.prepare(chat_of(body, ignored), _sampling(state, body))
         return await _answer(state, http, body, prepared, chat=True)
 
 

@@ -66,7 +66,7 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
 
     def keep(response: Response, items: Items) -> None:
         if body.store is not False:
-            messages = (*earlier, *input_messages(body), items.said())
+            messages = (*earlier, *input_messages(body, []), items.said())
             made = {item["id"]: msgspec.json.encode(item) for item in items.done}
             store.put(response_id, Stored(messages, msgspec.json.encode(response), made))
 
@@ -77,7 +77,7 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
     formatted = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     try:
         with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
-            conversation = conversation_of(body, earlier, [each.tool for each in offer.values()])
+            conversation = conversation_of(body, earlier, [each.tool for each in offer.values()], ignored)
             prepared = await prepare_wishes(state.chat, conversation, sampling, _WISHES, ignored)
             ids = prepared.prompt_ids
             limited = cut_to_room(state, prepared.sampling, len(ids))

@@ -13,11 +13,19 @@ from tandem.server.openai_schema import Int64, RequestId
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A piece of a message, of a tool's output or of reasoning. Which types are served, `request.py` knows."""
+    """A piece of a message, of a tool's output or of reasoning. Which types are served, `request.py` knows. The fields
+    from `filename` on are attachments'."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    filename: str | None = None
+    file_data: str | None = None
+    file_url: Any = None
+    file_id: Any = None
+    image_url: Any = None
+    input_audio: Any = None
+    detail: Any = None
     annotations: Any = None
     logprobs: Any = None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tandem.errors import RequestError
+from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, newest_turn, string
 from tandem.server.chat.conversation import (
-    IMAGES,
-    UNSEEN,
     Conversation,
     Message,
     Role,
@@ -15,19 +15,21 @@ from tandem.server.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
-from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, NamedTool, ToolCallBody
+from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, ContentPart, NamedTool, ToolCallBody
 from tandem.server.errors import ApiError
 
 _ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
 
+_THOUGHTS = ("thinking", "reasoning")  # types of parts
 
-def conversation_of(body: ChatRequest) -> Conversation:
-    """Raises RequestError, ApiError 400."""
+
+def conversation_of(body: ChatRequest, unread: list[str]) -> Conversation:
+    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
     tools = _tools(body)
     return Conversation(
-        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
+        messages=tuple(_messages(body.messages, unread)),
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -97,7 +99,14 @@ def _budget(body: ChatRequest) -> int | None:
     )
 
 
-def _message(message: ChatMessage, where: str) -> Message:
+def _messages(bodies: Sequence[ChatMessage], unread: list[str]) -> Iterator[Message]:
+    newest = newest_turn([message.role for message in bodies])
+    for i, message in enumerate(bodies):
+        yield _message(message, f"messages[{i}]", None if i == newest else unread)
+
+
+def _message(message: ChatMessage, where: str, unread: list[str] | None) -> Message:
+    """unread: None: what cannot be read is refused."""
     if message.role not in _ROLES:
         roles = ", ".join(_ROLES)
         raise RequestError(f"{where}.role must be one of {roles}, not {message.role[:40]!r}", f"{where}.role")
@@ -108,11 +117,12 @@ def _message(message: ChatMessage, where: str) -> Message:
         raise RequestError(
             f"{where}.tool_call_id is missing; say whose result this is", f"{where}.tool_call_id"
         )
+    thoughts, parts = _apart(message)
     return Message(
         role,
-        _content(message, role, where),
+        _content(parts, message.refusal, role, where, unread),
         name=message.name,
-        reasoning=message.reasoning_content or message.reasoning,
+        reasoning=message.reasoning_content or message.reasoning or thoughts,
         tool_calls=tuple(
             _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
         ),
@@ -124,17 +134,43 @@ def _call(call: ToolCallBody, where: str) -> ToolCall:
     return ToolCall(call.id or where, call.function.name, call.function.arguments)
 
 
-def _content(message: ChatMessage, role: Role, where: str) -> str:
+def _apart(message: ChatMessage) -> tuple[str | None, str | list[ContentPart] | None]:
+    """An assistant's thoughts, and what else it said."""
+    if message.role != "assistant" or not isinstance(message.content, list):
+        return None, message.content
+    thoughts = [part for part in message.content if part.type in _THOUGHTS]
+    said = [part for part in message.content if part.type not in (*_THOUGHTS, "redacted_thinking")]
+    return "\n\n".join(filter(None, map(_thought, thoughts))) or None, said
+
+
+def _thought(part: ContentPart) -> str:
+    """Mistral's are lists of text parts."""
+    if isinstance(part.thinking, list):
+        return "".join(each.text or "" for each in part.thinking)
+    return part.thinking or part.text or ""
+
+
+def _content(
+    content: str | list[ContentPart] | None, refusal: str | None, role: Role, where: str, unread: list[str] | None
+) -> str:
     """An assistant may have said nothing, or refused; a tool may have found nothing."""
-    content: Any = message.content
     if content is None:
         if role in ("assistant", "tool"):
-            return message.refusal or ""
+            return refusal or ""
         raise RequestError(f"{where}.content is missing; send a string", f"{where}.content")
     if isinstance(content, str):
         return content
-    for i, part in enumerate(content):
-        if part.type not in ("text", "refusal") and not (role == "tool" and part.type in IMAGES):
-            text = f"{where}.content[{i}]: only text parts are served, not {part.type[:40]!r}"
-            raise ApiError(400, text, param=f"{where}.content[{i}].type", code="not_available")
-    return "".join(UNSEEN if part.type in IMAGES else part.text or part.refusal or "" for part in content)
+    return joined(_part(part, f"{where}.content[{i}]", unread) for i, part in enumerate(content))
+
+
+def _part(part: ContentPart, where: str, unread: list[str] | None) -> tuple[str, bool]:
+    """Its text, and whether it was attached. Raises ApiError 400."""
+    if part.type in ("text", "refusal"):
+        return part.text or part.refusal or "", False
+    if not is_attachment(part.type):
+        text = f"{where}: only text parts are served, not {part.type[:40]!r}"
+        raise ApiError(400, text, param=f"{where}.type", code="not_available")
+    file = part.file if isinstance(part.file, dict) else {}
+    name = string(file.get("filename"))
+    text = file_text(string(file.get("file_data")), name)
+    return Attachment(part.type, name, text).shown(where, unread), True

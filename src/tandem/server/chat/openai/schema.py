@@ -15,9 +15,17 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
+    """`thinking`: of an assistant. The fields from `file` on are attachments."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None
+    file: Any = None
+    image_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
