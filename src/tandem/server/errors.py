@@ -141,11 +141,14 @@ def form_of(app: Any, path: str) -> Form:
 def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     """Routing errors of Starlette."""
     headers, no_route = error.headers, "no such route; /docs lists them"
+    methods = "this route does not take this method"
     if error.status_code == 404 and scope is not None:
         no_route = hint(scope["path"], lambda path: bool(_methods({**scope, "path": path})))
     if error.status_code == 405 and scope is not None:
-        headers = {"Allow": ", ".join(_methods(scope))}
-    messages = {404: no_route, 405: "this route does not take this method"}
+        allowed = _methods(scope)
+        headers = {"Allow": ", ".join(allowed)}
+        methods = f"this route takes {' and '.join(allowed)}, not {scope['method'][:20]}"
+    messages = {404: no_route, 405: methods}
     codes = {404: "unknown_route", 405: "method_not_allowed"}
     message = messages.get(error.status_code, str(error.detail))
     code = codes.get(error.status_code)

@@ -5,6 +5,7 @@ Dialects check their own fields and name them in their errors; here everything i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +35,13 @@ class Message:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+
+
+def waiting_call(result: Message, calls: Sequence[ToolCall]) -> ToolCall | None:
+    """The call that a tool's result answers: that of its id, else the first of its name, or of any. calls: those that
+    wait for a result."""
+    same = [call for call in calls if call.id == result.tool_call_id]
+    return next(iter(same or [call for call in calls if result.name in (None, call.name)]), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.attachments import Attachment, joined, newest_turn
-from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall
+from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, waiting_call
 from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
 from tandem.server.openai_schema import SamplingBody
 
@@ -93,13 +94,12 @@ def _calls(body: MessageBody, prefix: str) -> tuple[ToolCall, ...]:
 
 
 def _result(body: MessageBody, waiting: list[ToolCall]) -> Message:
-    same = [call for call in waiting if body.tool_call_id == call.id]
-    same = same or [call for call in waiting if body.tool_name in (None, call.name)]
-    call_id = body.tool_call_id
-    if same:
-        waiting.remove(same[0])
-        call_id = same[0].id
-    return Message("tool", body.content or "", name=body.tool_name, tool_call_id=call_id)
+    result = Message("tool", body.content or "", name=body.tool_name, tool_call_id=body.tool_call_id)
+    call = waiting_call(result, waiting)
+    if call is None:
+        return result
+    waiting.remove(call)
+    return dataclasses.replace(result, tool_call_id=call.id)
 
 
 def _with_notes(body: MessageBody, where: str, unread: list[str] | None) -> MessageBody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tandem.errors import RequestError
@@ -14,6 +15,7 @@ from tandem.server.chat.conversation import (
     Tool,
     ToolCall,
     ToolChoice,
+    waiting_call,
 )
 from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, ContentPart, NamedTool, ToolCallBody
 from tandem.server.errors import ApiError
@@ -101,8 +103,26 @@ def _budget(body: ChatRequest) -> int | None:
 
 def _messages(bodies: Sequence[ChatMessage], unread: list[str]) -> Iterator[Message]:
     newest = newest_turn([message.role for message in bodies])
-    for i, message in enumerate(bodies):
-        yield _message(message, f"messages[{i}]", None if i == newest else unread)
+    calls: list[ToolCall] = []  # whose results are waited for
+    for i, body in enumerate(bodies):
+        message = _message(body, f"messages[{i}]", None if i == newest else unread)
+        if message.role == "tool":
+            message = _answering(message, calls, f"messages[{i}]")
+        elif message.role == "assistant":
+            calls = list(message.tool_calls)
+        yield message
+
+
+def _answering(result: Message, calls: list[ToolCall], where: str) -> Message:
+    """Raises RequestError where no call waits for it, and it names none."""
+    call = waiting_call(result, [call for call in calls if result.tool_call_id in (None, call.id)])
+    if call is not None:
+        calls.remove(call)
+        return replace(result, tool_call_id=call.id)
+    if result.tool_call_id is None:
+        text = f"{where}.tool_call_id is missing; say whose result this is"
+        raise RequestError(text, f"{where}.tool_call_id")
+    return result
 
 
 def _message(message: ChatMessage, where: str, unread: list[str] | None) -> Message:
@@ -113,10 +133,6 @@ def _message(message: ChatMessage, where: str, unread: list[str] | None) -> Mess
     role = _ROLES[message.role]
     if message.tool_calls and role != "assistant":
         raise RequestError(f"{where}.tool_calls: only assistants call tools", f"{where}.tool_calls")
-    if role == "tool" and message.tool_call_id is None:
-        raise RequestError(
-            f"{where}.tool_call_id is missing; say whose result this is", f"{where}.tool_call_id"
-        )
     thoughts, parts = _apart(message)
     return Message(
         role,

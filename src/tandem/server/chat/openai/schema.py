@@ -43,7 +43,8 @@ class ToolCallBody(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """`reasoning_content` (or `reasoning`) of an assistant goes back to the model where its template has a place.
+    """`reasoning_content` (or `reasoning`) of an assistant goes back to the model where its template has a place. A
+    result without `tool_call_id` is the next one that is waited for.
     `prefix` of the last message: the answer goes on with it."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant", "tool"]})]
