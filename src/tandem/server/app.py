@@ -19,6 +19,7 @@ from tandem.server.chat.openai.schema import ChatCompletion, ChatRequest
 from tandem.server.errors import ErrorBody
 from tandem.server.guard import gate
 from tandem.server.guard.bodies import UnfinishedBodies
+from tandem.server.info import model_routes
 from tandem.server.info import routes as info_routes
 from tandem.server.info import schema as info_schema
 from tandem.server.info.docs_page import docs_page
@@ -44,9 +45,10 @@ _SCHEMA_TYPES = [
     anthropic_schema.MessagesRequest, anthropic_schema.CountRequest, anthropic_schema.Message,
     anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.TokenizeBody,
     info_schema.DetokenizeBody, info_schema.Tokens, info_schema.Text, info_schema.Load, info_schema.Loads,
-    responses_schema.ResponsesRequest, responses_schema.Response, responses_schema.Deleted,
-    ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody, ollama_schema.Chunk,
-    ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
+    info_schema.Props, info_schema.LmStudioModel, info_schema.LmStudioModels,
+    responses_schema.ResponsesRequest, responses_schema.Response, responses_schema.InputTokens,
+    responses_schema.Deleted, ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody,
+    ollama_schema.Chunk, ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
 _BODIES = (
     "ChatRequest", "CompletionRequest", "SglangSampling", "MessagesRequest", "ResponsesRequest", "Options",
@@ -73,6 +75,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(sglang_control.routes(state))
     app.include_router(anthropic_routes.routes(state))
     app.include_router(info_routes.routes(state))
+    app.include_router(model_routes.routes(state))
     app.include_router(ollama_routes.routes(state))
     app.include_router(responses_routes.routes(state))
     app.include_router(page.routes(state))
@@ -119,7 +122,7 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
 
 def _card(state: ServerState) -> ModelCard:
     length = state.engine.plan.context_length
-    return ModelCard(state.model_name, state.started_at, length, root=state.config.model)
+    return ModelCard(state.model_name, state.started_at, length, length, root=state.config.model)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from tandem.errors import BusyError, EngineError, RequestError, TandemError
-from tandem.server.info.other_routes import hint
+from tandem.server.info.other_routes import hint, is_known
 from tandem.server.limits import RETRY_AFTER_SECONDS
 
 log = logging.getLogger("tandem.server")
@@ -140,19 +140,20 @@ def form_of(app: Any, path: str) -> Form:
 
 def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     """Routing errors of Starlette."""
-    headers, no_route = error.headers, "no such route; /docs lists them"
+    headers, no_route, status = error.headers, "no such route; /docs lists them", error.status_code
     methods = "this route does not take this method"
-    if error.status_code == 404 and scope is not None:
+    if status == 405 and scope is not None and is_known(scope["path"]):
+        status = 404  # a route with a name in its path took it for one
+    if status == 404 and scope is not None:
         no_route = hint(scope["path"], lambda path: bool(_methods({**scope, "path": path})))
-    if error.status_code == 405 and scope is not None:
+    if status == 405 and scope is not None:
         allowed = _methods(scope)
         headers = {"Allow": ", ".join(allowed)}
         methods = f"this route takes {' and '.join(allowed)}, not {scope['method'][:20]}"
     messages = {404: no_route, 405: methods}
     codes = {404: "unknown_route", 405: "method_not_allowed"}
-    message = messages.get(error.status_code, str(error.detail))
-    code = codes.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=headers)
+    message = messages.get(status, str(error.detail))
+    return ApiError(status, message, code=codes.get(status), headers=headers)
 
 
 def _methods(scope: Scope) -> list[str]:

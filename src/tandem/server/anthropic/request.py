@@ -13,6 +13,8 @@ from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCal
 from tandem.server.errors import ApiError
 
 _BILLING = "x-anthropic-billing-header:"  # what a system block of Claude Code's begins with that no model is to read
+# Anthropic runs these itself. Agents name them to every model, and the model need not use them: it is not told of them.
+_LEFT_OUT = ("web_search_", "web_fetch_", "tool_search_")
 _OTHERS = ("server_tool_use", "mcp_tool_use")  # calls that another server ran
 
 
@@ -20,7 +22,8 @@ _OTHERS = ("server_tool_use", "mcp_tool_use")  # calls that another server ran
 
 def conversation_of(body: CountRequest, unread: list[str]) -> Conversation:
     """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ()))
+    served = [(i, tool) for i, tool in enumerate(body.tools or ()) if not _is_left_out(tool)]
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in served)
     system = _system(body)
     messages = [*system, *_turns(body.messages, unread)]
     if all(message.role == "system" for message in messages):
@@ -59,6 +62,16 @@ def _system(body: CountRequest) -> list[Message]:
     # It differs from one conversation to the next, at the very beginning: no prompt would be found in the prefix cache.
     said = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
     return [Message("system", text_of(said))] if said else []
+
+
+def left_out(body: CountRequest) -> list[str]:
+    """Names of the tools that the model is not told of."""
+    return [f"tools[{i}]" for i, tool in enumerate(body.tools or ()) if _is_left_out(tool)]
+
+
+def _is_left_out(tool: ToolBody) -> bool:
+    """Each has versions: "web_search_20250305"."""
+    return (tool.type or "").startswith(_LEFT_OUT)
 
 
 def _tool(tool: ToolBody, where: str) -> Tool:

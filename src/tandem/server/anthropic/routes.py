@@ -7,7 +7,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.server.anthropic.request import conversation_of
+from tandem.server.anthropic.request import conversation_of, left_out
 from tandem.server.anthropic.schema import CountRequest, Message, MessagesRequest, TokenCountBody
 from tandem.server.anthropic.writer import MessageWriter
 from tandem.server.body import answers, body_schema, json_response, read_fields
@@ -70,16 +70,18 @@ async def _messages(state: ServerState, http: Request) -> Response:
         request = GenerateRequest(id=message_id, prompt_ids=prepared.prompt_ids, sampling=sampling)
         shown = body.thinking is None or body.thinking.display != "omitted"
         writer = MessageWriter(
-            message_id, state.model_name, prepared.new_parser(), clipped=clipped, show_thinking=shown
-        )
+            message_id, state.model_name, prepared.new_parser(), len(prepared.prompt_ids), clipped=clipped,
+            show_thinking=shown,
+        )  # fmt: skip
         response = await Generation(state, http, [request]).answer(writer, body.stream)
     response.headers["request-id"] = message_id
     return name_ignored(response, ignored)
 
 
 async def _read(http: Request, kind: type[T]) -> tuple[T, list[str]]:
-    """The body, and the names of fields that nobody knows."""
-    return read_fields_as(await read_fields(http), kind)
+    """The body, and the names of what the model is not told of."""
+    body, ignored = read_fields_as(await read_fields(http), kind)
+    return body, [*ignored, *left_out(body)]
 
 
 def _format(body: CountRequest) -> ResponseFormat | None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tandem.errors import RequestError
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -52,6 +54,14 @@ class Tool:
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+
+
+def allowed_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:
+    """Those that a request's tool_choice allows: the model is told of no others. Raises RequestError."""
+    for name in names:
+        if name not in {tool.name for tool in tools}:
+            raise RequestError(f"tool_choice names {name[:100]!r}, which is not among tools", "tool_choice")
+    return tuple(tool for tool in tools if tool.name in names)
 
 
 @dataclass(frozen=True, slots=True)

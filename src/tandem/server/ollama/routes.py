@@ -148,13 +148,14 @@ def _is_zero(keep_alive: Any) -> bool:
 
 
 def _tag(state: ServerState) -> Tag:
+    length = state.engine.plan.context_length
     began = datetime.fromtimestamp(state.started_at, UTC).isoformat()
-    return Tag(state.model_name, state.model_name, began, 0, "", _details(state))
+    return Tag(state.model_name, state.model_name, began, state.files.nbytes, "", _details(state), length)
 
 
 def _details(state: ServerState) -> Details:
     kind = state.engine.model_type
-    return Details("", kind, [kind])
+    return Details(state.files.format, kind, [kind], quantization_level=state.weight_format)
 
 
 def _show(state: ServerState) -> Show:

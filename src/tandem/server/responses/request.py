@@ -13,9 +13,10 @@ from tandem.server.chat.conversation import (
     Tool,
     ToolCall,
     ToolChoice,
+    allowed_tools,
 )
 from tandem.server.errors import ApiError
-from tandem.server.responses.schema import Item, NamedTool, Part, ResponsesRequest
+from tandem.server.responses.schema import Item, Part, ResponsesRequest, ToolChoiceBody
 from tandem.server.responses.tools import joined_name
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -36,10 +37,11 @@ def conversation_of(
     read. Raises RequestError, ApiError 400."""
     system = [Message("system", body.instructions)] if body.instructions else []
     messages = (*system, *earlier, *input_messages(body, unread))
+    offered, choice = _choice(body, tuple(tools))
     return Conversation(
         messages=messages,
-        tools=tuple(tools),
-        tool_choice=_tool_choice(body, tools),
+        tools=offered,
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
@@ -149,16 +151,20 @@ def _part(part: Part, where: str, unread: list[str] | None) -> tuple[str, bool]:
     return Attachment(part.type, part.filename, text).shown(where, unread), True
 
 
-def _tool_choice(body: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
+def _choice(body: ResponsesRequest, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model is told of, and how it may call them. Raises RequestError."""
     choice = body.tool_choice
+    if isinstance(choice, ToolChoiceBody) and choice.type == "allowed_tools":
+        names = [joined_name(one.namespace, one.name) for one in choice.tools if one.name is not None]
+        tools, choice = allowed_tools(tools, names), choice.mode
     if choice is None or choice in ("auto", "none"):
-        return ToolChoice("none" if choice == "none" else "auto")
+        return tools, ToolChoice("none" if choice == "none" else "auto")
     if not tools:
         raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if not isinstance(choice, NamedTool):
-        return ToolChoice("required")
+    if not isinstance(choice, ToolChoiceBody):
+        return tools, ToolChoice("required")
+    if choice.name is None:
+        raise RequestError("tool_choice.name is missing", "tool_choice.name")
     name = joined_name(choice.namespace, choice.name)
-    if name not in {tool.name for tool in tools}:
-        text = f"tool_choice names {name[:100]!r}, which is not among tools"
-        raise RequestError(text, "tool_choice")
-    return ToolChoice("named", name)
+    allowed_tools(tools, [name])
+    return tools, ToolChoice("named", name)

@@ -69,10 +69,22 @@ class ToolBody(msgspec.Struct, frozen=True):
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    type: Literal["function", "custom"]
-    name: str
+class AllowedTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a tool that may be called. Those that OpenAI runs itself have a type alone."""
+
+    type: str
+    name: str | None = None
     namespace: str | None = None
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tool that must be called, or `tools` that may be, as `mode` says."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[AllowedTool], Meta(max_length=MAX_TOOLS)] = []
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -113,7 +125,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextBody | None = None
@@ -184,6 +196,11 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str = "disabled"
     background: bool = False
     object: str = "response"
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 class Deleted(msgspec.Struct, frozen=True):

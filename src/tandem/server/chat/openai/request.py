@@ -15,9 +15,10 @@ from tandem.server.chat.conversation import (
     Tool,
     ToolCall,
     ToolChoice,
+    allowed_tools,
     waiting_call,
 )
-from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, ContentPart, NamedTool, ToolCallBody
+from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, ContentPart, ToolCallBody, ToolChoiceBody
 from tandem.server.errors import ApiError
 
 _ROLES: dict[str, Role] = {
@@ -29,11 +30,11 @@ _THOUGHTS = ("thinking", "reasoning")  # types of parts
 
 def conversation_of(body: ChatRequest, unread: list[str]) -> Conversation:
     """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
-    tools = _tools(body)
+    tools, choice = _choice(body, _tools(body))
     return Conversation(
         messages=tuple(_messages(body.messages, unread)),
         tools=tools,
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_variables=body.chat_template_kwargs or {},
         thinking=_thinking(body),
@@ -73,18 +74,24 @@ def _tools(body: ChatRequest) -> tuple[Tool, ...]:
     return tools
 
 
-def _tool_choice(body: ChatRequest, tools: tuple[Tool, ...]) -> ToolChoice:
+def _choice(body: ChatRequest, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model is told of, and how it may call them. Raises RequestError."""
     choice = body.tool_choice
+    if isinstance(choice, ToolChoiceBody) and choice.type == "allowed_tools":
+        if choice.allowed_tools is None:
+            raise RequestError("tool_choice.allowed_tools is missing", "tool_choice.allowed_tools")
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        tools, choice = allowed_tools(tools, names), choice.allowed_tools.mode
     if choice is None or choice in ("auto", "none"):
-        return ToolChoice("none" if choice == "none" else "auto")
+        return tools, ToolChoice("none" if choice == "none" else "auto")
     if not tools:
         raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if not isinstance(choice, NamedTool):
-        return ToolChoice("required")
-    name = choice.function.name
-    if name not in {tool.name for tool in tools}:
-        raise RequestError(f"tool_choice names {name[:100]!r}, which is not among tools", "tool_choice")
-    return ToolChoice("named", name)
+    if not isinstance(choice, ToolChoiceBody):
+        return tools, ToolChoice("required")
+    if choice.function is None:
+        raise RequestError("tool_choice.function is missing", "tool_choice.function")
+    allowed_tools(tools, [choice.function.name])
+    return tools, ToolChoice("named", choice.function.name)
 
 
 def _thinking(body: ChatRequest) -> bool | None:

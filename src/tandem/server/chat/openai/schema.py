@@ -79,6 +79,19 @@ class NamedTool(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True):
+    """One tool that must be called, or several that may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class Thinking(msgspec.Struct, frozen=True):
     """As DeepSeek's and GLM's own servers take it."""
 
@@ -94,7 +107,7 @@ class ChatRequest(SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
