@@ -9,9 +9,11 @@ import asyncio
 import logging
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tandem.server.errors import ApiError, form_of
+from tandem.server.guard.half_closed import HalfClosed
+from tandem.server.guard.unframed import Unframed
 from tandem.server.limits import (
     BODY_SECONDS,
     HEAD_SECONDS,
@@ -25,6 +27,8 @@ from tandem.server.limits import (
 
 log = logging.getLogger("tandem.server")
 
+_PIECE_BYTES = 16 << 10  # fed to the parser at once: so much more than their limit headers may have
+
 
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. What it refuses never reaches the application, so the key does not matter."""
@@ -35,12 +39,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None  # rings when it has read nothing
         self._refusal: ApiError | None = None
         self._refused = False
+        self._last_words: ApiError | None = None  # a refusal behind the answers to earlier requests
+        self._answered: RequestResponseCycle | None = None  # the newest request that a task answers
+        self._half_closed: HalfClosed | None = None
         self._used = False  # a request has begun
         self._in_head = False
         self._head_bytes = 0  # of header lines
         self._head_fed = 0  # of all that came before a head was complete
         self._untold = 0  # since the parser last said what it had read
-        self._told = False
+        self._told = self._begun = False  # by the parser, of what it was fed last: something, a request
 
     # --- asyncio
 
@@ -54,19 +61,37 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._expect(None)
-        if self._reading is not None:
-            self._reading.cancel()
+        for timer in (self._reading, self._half_closed):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(error)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True  # uvicorn tells the newest request alone
+            self._answered.message_event.set()
+
+    def eof_received(self) -> bool:
+        """False: the connection is closed, and what runs for it ends. One that has begun to get its answer has left."""
+        cycle = self._answered
+        if cycle is None or cycle.response_started or cycle.more_body or cycle.scope["http_version"] == "1.0":
+            return False
+        self.cycle.keep_alive = False
+        self._half_closed = HalfClosed(self.transport, lambda: cycle.response_started)
+        return True
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self.transport.is_closing():
-            return
         if self._sending is None and (self.cycle is None or self.cycle.response_complete):
             self._expect(HEAD_SECONDS)
-        self._told = False
-        super().data_received(data)
-        self._untold = 0 if self._told else self._untold + len(data)
-        self._head_fed = self._head_fed + len(data) if self._in_head else 0
+        for begin in range(0, len(data), _PIECE_BYTES):
+            if self._refused or self.transport.is_closing():
+                return
+            self._feed(data[begin : begin + _PIECE_BYTES])
+
+    def _feed(self, piece: bytes) -> None:
+        """A head is counted from the piece behind the one that it begins in: nobody knows where."""
+        self._told = self._begun = False
+        super().data_received(piece)
+        self._untold = 0 if self._told else self._untold + len(piece)
+        self._head_fed = self._head_fed + len(piece) if self._in_head and not self._begun else 0
         if max(self._untold, self._head_fed) > MAX_URL_BYTES + MAX_HEAD_BYTES:
             self._refuse(_headers_too_large())
 
@@ -82,7 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- the parser
 
     def on_message_begin(self) -> None:
-        self._used = self._told = self._in_head = True
+        self._used = self._told = self._in_head = self._begun = True
         self._head_bytes = 0
         super().on_message_begin()
 
@@ -104,6 +129,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._expect(BODY_SECONDS)
         super().on_headers_complete()
+        if self.cycle.scope["http_version"] == "1.0":
+            self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._told = True
@@ -112,6 +139,21 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._expect(None)
         super().on_message_complete()
+
+    # --- answers
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._last_words is not None and not self._is_answering:
+            self._say_last(self._last_words)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
 
     # --- bounds
 
@@ -151,13 +193,27 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or _refusal(400, "this is not HTTP", "invalid_http"))
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answers where that is still possible, and closes; not at once: a client that still sends would not see it."""
+        """Answers where that is still possible: behind the answers to requests that came before."""
         self._expect(None)
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()  # in the midst of another answer
+        newest = self.cycle
+        unfinished = newest is not None and newest.more_body and not newest.response_complete
+        wrong = newest if unfinished else None  # what has come of its body is
+        if wrong is not None and wrong.response_started:
+            self.transport.abort()
+            return
+        for queued in [each for each in self.pipeline if each[0] is wrong]:
+            self.pipeline.remove(queued)
+        if self._is_answering and self._answered is not wrong:
+            self._last_words = refusal
+        else:
+            self._say_last(refusal)
+
+    def _say_last(self, refusal: ApiError) -> None:
+        """And closes; not at once: a client that still sends would not see it."""
+        if self.transport.is_closing():
             return
         url: bytes = getattr(self, "url", b"")  # as much of it as has come
         body = form_of(self.config.app, url.decode("latin-1"))(refusal)
