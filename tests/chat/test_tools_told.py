@@ -93,3 +93,44 @@ def test_tokens_of_a_response_are_counted():
         assert error_of(await server.post("/v1/responses/input_tokens", input=[]), 400)["param"] == "input"
 
     run(scenario, tool_call_parser="hermes")
+
+
+LOOSE = {
+    "type": "object", "required": ["tags"],
+    "properties": {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "a b": {"not": {}}},
+}  # fmt: skip
+STRICT: dict[str, tuple[dict[str, Any], str]] = {
+    CHAT: (
+        {"messages": user("x"), "max_tokens": 4, "tools": [
+            FUNCTIONS[0], {"type": "function", "function": {"name": "f", "parameters": LOOSE, "strict": True}}]},
+        "tools[1].function.parameters",
+    ),
+    "/v1/responses": (
+        {"input": "x", "max_output_tokens": 16, "tools": [
+            FLAT[0], {"type": "function", "name": "f", "parameters": LOOSE, "strict": True}]},
+        "tools[1].parameters",
+    ),
+    "/v1/messages": (
+        {"messages": user("x"), "max_tokens": 4, "tools": [
+            OWN[0], {"name": "f", "input_schema": LOOSE, "strict": True}]},
+        "tools[1].input_schema",
+    ),
+    "/api/chat": (
+        {"messages": user("x"), "stream": False, "tools": [
+            FUNCTIONS[0], {"type": "function", "function": {"name": "f", "parameters": LOOSE, "strict": True}}]},
+        "tools[1].function.parameters",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", STRICT)
+def test_what_a_strict_tool_cannot_be_held_to_is_named(path: str):
+    asked, where = STRICT[path]
+
+    async def scenario(server: LocalServer):
+        response = await server.post(path, **asked)
+        assert response.status_code == 200, response.text
+        named = set(response.headers["x-tandem-ignored"].split(", "))
+        assert named == {f"{where}.properties.tags.uniqueItems", f"{where}.properties.a_b.not"}
+
+    run(scenario, tool_call_parser="hermes")

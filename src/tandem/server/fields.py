@@ -19,7 +19,7 @@ from tandem.server.guard.shape import says_nothing
 T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED_HEADER = "x-tandem-ignored"
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,128}")
 _MAX_NAMES = 16
 
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}

@@ -80,7 +80,7 @@ def _tool(tool: ToolBody, where: str) -> Tool:
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is missing", f"{where}.input_schema")
-    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), f"{where}.input_schema")
 
 
 def _tool_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:

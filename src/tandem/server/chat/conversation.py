@@ -48,12 +48,14 @@ def waiting_call(result: Message, calls: Sequence[ToolCall]) -> ToolCall | None:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters`: JSON schema of an object. `strict`: calls must fit it."""
+    """A function that the model may call. `parameters`: JSON schema of an object. `strict`: calls must fit it.
+    `where`: the parameters stand in the client's body."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    where: str = "tools"
 
 
 def allowed_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:

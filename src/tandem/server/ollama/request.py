@@ -20,8 +20,11 @@ _IMAGE = Attachment("image", field="")
 def chat_of(body: ChatBody, unread: list[str]) -> Conversation:
     """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
     tools = tuple(
-        Tool(t.function.name, t.function.description, t.function.parameters, bool(t.function.strict))
-        for t in body.tools or ()
+        Tool(
+            t.function.name, t.function.description, t.function.parameters, bool(t.function.strict),
+            f"tools[{i}].function.parameters",
+        )
+        for i, t in enumerate(body.tools or ())
     )
     return Conversation(messages=_messages(body.messages, unread), tools=tools, **_thinking(body))
 

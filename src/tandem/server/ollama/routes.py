@@ -88,6 +88,7 @@ async def _chat(state: ServerState, http: Request, body: ChatBody, ignored: list
         return _loaded(state, body, message=Said("assistant", ""))
     with named(_names(body, "messages")):
         prepared = await state.chat.prepare(chat_of(body, ignored), _sampling(state, body))
+        ignored += prepared.unheld
         return await _answer(state, http, body, prepared, chat=True)
 
 

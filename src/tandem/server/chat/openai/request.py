@@ -64,8 +64,9 @@ def _tools(body: ChatRequest) -> tuple[Tool, ...]:
             tool.function.description,
             tool.function.parameters,
             bool(tool.function.strict),
+            f"tools[{i}].function.parameters",
         )
-        for tool in body.tools or ()
+        for i, tool in enumerate(body.tools or ())
     )
     names = [tool.name for tool in tools]
     for i, name in enumerate(names):
