@@ -54,7 +54,9 @@ PLACES: dict[str, Any] = {
     "#/properties/urls/items": lambda part: {
         "type": "object", "properties": {"urls": {"type": "array", "items": part}}, "required": ["urls"],
     },
-    "#/properties/url/anyOf/1": lambda part: {"type": "object", "properties": {"url": {"anyOf": [{"type": "null"}, part]}}},
+    "#/properties/url/anyOf/1": lambda part: {
+        "type": "object", "properties": {"url": {"anyOf": [{"type": "null"}, part]}},
+    },
     "#/$defs/Url": lambda part: {
         "type": "object", "properties": {"a": {"$ref": "#/$defs/Url"}, "b": {"$ref": "#/$defs/Url"}},
         "$defs": {"Other": {"type": "null"}, "Url": part},
@@ -114,7 +116,7 @@ def test_looking_has_an_end(monkeypatch) -> None:
 def test_warnings_say_what_is_not_supported() -> None:
     line = "[10:00:00] /project/cpp/x.cc:5: Warning: {}\n"
     assert warned(line.format("a is not supported; ignoring a")) == "a is not supported"
-    assert warned(line.format("a cannot be represented exactly; falling back to b")) == "a cannot be represented exactly"
+    assert warned(line.format("a is not exact; falling back to b")) == "a is not exact"
     assert warned("nothing\n") is None
 
 
@@ -130,5 +132,5 @@ def test_a_loosened_schema_says_what_it_lacks() -> None:
 
 
 def test_conditions_go_together() -> None:
-    made, places = loosened({"type": "object", "if": {}, "then": {}, "else": {}, "contains": {}, "dependentRequired": {}})
-    assert made == {"type": "object"} and len(places) == 5
+    made, places = loosened({"type": "object", "if": {}, "then": {}, "else": {}, "dependentRequired": {}})
+    assert made == {"type": "object"} and len(places) == 4

@@ -18,4 +18,4 @@ def open_standard_files() -> None:
                 os.dup2(null, number)
                 os.close(null)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

@@ -91,7 +91,9 @@ def read_fields_as(
             value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
             if not _changes_nothing(name, value):
                 raise not_available(path, _instead(name, kind if name == path else inner))
-        elif not path.startswith("sampling_params") and (near := misspelt(name, kind if name == path else inner)):
+        elif path.startswith("sampling_params"):  # `refuse_misspelt` looks at these
+            continue
+        elif near := misspelt(name, kind if name == path else inner):
             value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
             if not says_nothing(value):
                 text = f"{path} is not known here; the nearest name is {near!r}"
@@ -100,8 +102,8 @@ def read_fields_as(
 
 
 def misspelt(name: str, kind: type[msgspec.Struct] | None) -> str | None:
-    """The field of a body of this kind that is meant: one letter is wrong, or only case and underscores are. None: it is
-    another server's field, or an object's in the body. One model is served, so what is like `model` does not matter."""
+    """The field of a body of this kind that is meant: one letter is wrong, or only case and underscores are. None: it
+    is another server's field, or an object's in the body. What is like `model` does not matter: one is served."""
     known = {} if kind is None else {_letters(f.encode_name): f.encode_name for f in msgspec.structs.fields(kind)}
     letters = _letters(name[:64])
     near = (field for field in known if field == letters or (len(field) >= 5 and _one_is_wrong(letters, field)))

@@ -109,12 +109,6 @@ class ServerState:
     def model_name(self) -> str:
         return self.config.served_model_name or shown_name(self.config.model)
 
-    @property
-    def weight_format(self) -> str:
-        """Of the routed experts, where it is one for all; else ""."""
-        kind = self.engine.plan.expert_format
-        return "" if kind == "stored" else kind
-
     def check_model(self, name: str | None) -> None:
         """Of a route that names it. Requests may say any name: one model is served. Raises ApiError 404."""
         if name not in (None, self.model_name, self.config.model):

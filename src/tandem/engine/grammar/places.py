@@ -28,9 +28,10 @@ def placed(complaint: str, schemas: Iterable[Any], complaint_of: ComplaintOf) ->
 def _inner(complaint: str, whole: Any, part: Any, complaint_of: ComplaintOf) -> tuple[str, Any] | None:
     """First those that need no definitions: what refers to a definition that is wrong brings the same complaint."""
     within = list(children(part)) if isinstance(part, dict) else []
-    for asked in (lambda child: child, lambda child: _with_definitions(child, whole)):
+    nothing: Any = {}
+    for definitions in (nothing, whole):
         for name, child in within:
-            if _same(complaint, asked(child), complaint_of):
+            if _same(complaint, _with_definitions(child, definitions), complaint_of):
                 return name, child
     return None
 

@@ -21,7 +21,13 @@ import msgspec
 from tandem.config.cgroup import read_cgroup_limits
 from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.grammar.answers import send_answer
-from tandem.engine.grammar.backend import complaint_of_schema, compiled_by, grammar_compiler, heard, schemas_of
+from tandem.engine.grammar.backend import (
+    compiled_by,
+    complaint_of_schema,
+    grammar_compiler,
+    heard,
+    schemas_of,
+)
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.jobs import DONE, REFUSED, Jobs
 from tandem.engine.grammar.places import placed

@@ -18,8 +18,6 @@ _LEFT_OUT = ("web_search_", "web_fetch_", "tool_search_")
 _OTHERS = ("server_tool_use", "mcp_tool_use")  # calls that another server ran
 
 
-
-
 def conversation_of(body: CountRequest, unread: list[str]) -> Conversation:
     """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
     served = [(i, tool) for i, tool in enumerate(body.tools or ()) if not _is_left_out(tool)]

@@ -17,7 +17,9 @@ from urllib.parse import unquote_to_bytes
 from tandem.server.errors import ApiError
 
 _NOTES = {
-    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "an image, which this model cannot see"),
+    **dict.fromkeys(
+        ("image", "image_url", "input_image", "computer_screenshot"), "an image, which this model cannot see",
+    ),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), "a file, which this model cannot read"),
     **dict.fromkeys(("audio", "input_audio", "audio_url"), "a sound, which this model cannot hear"),
     **dict.fromkeys(("video", "video_url", "input_video"), "a video, which this model cannot see"),

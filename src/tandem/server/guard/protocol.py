@@ -9,15 +9,13 @@ import asyncio
 import logging
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tandem.server.errors import ApiError, form_of
-from tandem.server.guard.half_closed import HalfClosed
-from tandem.server.guard.unframed import Unframed
+from tandem.server.guard.answering import AnsweringProtocol
 from tandem.server.limits import (
     BODY_SECONDS,
     HEAD_SECONDS,
-    LINGER_SECONDS,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
@@ -30,7 +28,7 @@ log = logging.getLogger("tandem.server")
 _PIECE_BYTES = 16 << 10  # fed to the parser at once: so much more than their limit headers may have
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(AnsweringProtocol):
     """One connection. What it refuses never reaches the application, so the key does not matter."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -39,9 +37,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None  # rings when it has read nothing
         self._refusal: ApiError | None = None
         self._refused = False
-        self._last_words: ApiError | None = None  # a refusal behind the answers to earlier requests
-        self._answered: RequestResponseCycle | None = None  # the newest request that a task answers
-        self._half_closed: HalfClosed | None = None
         self._used = False  # a request has begun
         self._in_head = False
         self._head_bytes = 0  # of header lines
@@ -61,22 +56,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._expect(None)
-        for timer in (self._reading, self._half_closed):
-            if timer is not None:
-                timer.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
         super().connection_lost(error)
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True  # uvicorn tells the newest request alone
-            self._answered.message_event.set()
-
-    def eof_received(self) -> bool:
-        """False: the connection is closed, and what runs for it ends. One that has begun to get its answer has left."""
-        cycle = self._answered
-        if cycle is None or cycle.response_started or cycle.more_body or cycle.scope["http_version"] == "1.0":
-            return False
-        self.cycle.keep_alive = False
-        self._half_closed = HalfClosed(self.transport, lambda: cycle.response_started)
-        return True
 
     def data_received(self, data: bytes) -> None:
         if self._sending is None and (self.cycle is None or self.cycle.response_complete):
@@ -129,8 +111,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._expect(BODY_SECONDS)
         super().on_headers_complete()
-        if self.cycle.scope["http_version"] == "1.0":
-            self.cycle.send = Unframed(self.cycle).send  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._told = True
@@ -139,21 +119,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._expect(None)
         super().on_message_complete()
-
-    # --- answers
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._last_words is not None and not self._is_answering:
-            self._say_last(self._last_words)
-
-    @property
-    def _is_answering(self) -> bool:
-        return self._answered is not None and not self._answered.response_complete
 
     # --- bounds
 
@@ -203,26 +168,15 @@ class GuardedProtocol(HttpToolsProtocol):
         wrong = newest if unfinished else None  # what has come of its body is
         if wrong is not None and wrong.response_started:
             self.transport.abort()
-            return
-        for queued in [each for each in self.pipeline if each[0] is wrong]:
-            self.pipeline.remove(queued)
-        if self._is_answering and self._answered is not wrong:
-            self._last_words = refusal
         else:
-            self._say_last(refusal)
+            self.end_with(_written(self.config.app, getattr(self, "url", b""), refusal), wrong)
 
-    def _say_last(self, refusal: ApiError) -> None:
-        """And closes; not at once: a client that still sends would not see it."""
-        if self.transport.is_closing():
-            return
-        url: bytes = getattr(self, "url", b"")  # as much of it as has come
-        body = form_of(self.config.app, url.decode("latin-1"))(refusal)
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
-            body
-        )
-        self.transport.write(STATUS_LINE[refusal.status] + head + body)
-        self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+def _written(app: Any, url: bytes, refusal: ApiError) -> bytes:
+    """url: as much of it as has come."""
+    body = form_of(app, url.decode("latin-1"))(refusal)
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    return STATUS_LINE[refusal.status] + head % len(body) + body
 
 
 def _refusal(status: int, message: str, code: str) -> ApiError:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.config.plan import Plan
 from tandem.errors import HubError
 from tandem.hub.files import GGUF, INDEX, gguf_variants, shards
 
@@ -29,6 +30,11 @@ def model_files(path: Path) -> ModelFiles:
             parts = next((files for files in gguf_variants(names).values() if path.name in files), [path.name])
             return ModelFiles(_bytes(path.parent / name for name in parts), "gguf")
     return ModelFiles()
+
+
+def weight_format(plan: Plan) -> str:
+    """Of the routed experts, where it is one for all; else ""."""
+    return "" if plan.expert_format == "stored" else plan.expert_format
 
 
 def _safetensors(directory: Path) -> list[str]:

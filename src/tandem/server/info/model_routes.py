@@ -8,6 +8,7 @@ from fastapi import APIRouter, Response
 
 import tandem
 from tandem.server.body import answers, json_response
+from tandem.server.info.model_files import weight_format
 from tandem.server.info.schema import LmStudioModel, LmStudioModels, Modalities, Props
 from tandem.server.state import ServerState
 
@@ -51,7 +52,7 @@ def _model(state: ServerState) -> LmStudioModel:
         id=state.model_name,
         arch=engine.model_type,
         compatibility_type=state.files.format,
-        quantization=state.weight_format,
+        quantization=weight_format(engine.plan),
         max_context_length=engine.plan.context_length,
         loaded_context_length=engine.plan.context_length,
     )

@@ -16,6 +16,7 @@ from tandem.server.chat.model import PreparedChat
 from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
+from tandem.server.info.model_files import weight_format
 from tandem.server.ollama.request import chat_of, generation_of, sampling_body
 from tandem.server.ollama.schema import (
     ChatBody,
@@ -156,7 +157,7 @@ def _tag(state: ServerState) -> Tag:
 
 def _details(state: ServerState) -> Details:
     kind = state.engine.model_type
-    return Details(state.files.format, kind, [kind], quantization_level=state.weight_format)
+    return Details(state.files.format, kind, [kind], quantization_level=weight_format(state.engine.plan))
 
 
 def _show(state: ServerState) -> Show:

@@ -23,7 +23,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "sum
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _ASSISTANT = ("reasoning", *_CALLS)  # items that are an assistant's, as are its messages
-# What OpenAI ran itself, in a conversation that was begun there: the model has its answer, and can do nothing with them.
+# What OpenAI ran itself, in a conversation that was begun there: the model can do nothing with them.
 _LEFT_OUT = ("web_search_call", "image_generation_call", "tool_search_call", "tool_search_output", "file_search_call")
 _ROLES: dict[str, Role] = {
     "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
@@ -147,8 +147,8 @@ def _part(part: Part, where: str, unread: list[str] | None) -> tuple[str, bool]:
     if not is_attachment(part.type):
         text = f"{where}: only text parts are served, not {part.type[:40]!r}"
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
-    text = file_text(part.file_data, part.filename)
-    return Attachment(part.type, part.filename, text).shown(where, unread), True
+    content = file_text(part.file_data, part.filename)
+    return Attachment(part.type, part.filename, content).shown(where, unread), True
 
 
 def _choice(body: ResponsesRequest, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tandem.errors import RequestError
 from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, newest_turn, string
@@ -18,7 +17,13 @@ from tandem.server.chat.conversation import (
     allowed_tools,
     waiting_call,
 )
-from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, ContentPart, ToolCallBody, ToolChoiceBody
+from tandem.server.chat.openai.schema import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    ToolCallBody,
+    ToolChoiceBody,
+)
 from tandem.server.errors import ApiError
 
 _ROLES: dict[str, Role] = {
@@ -196,5 +201,5 @@ def _part(part: ContentPart, where: str, unread: list[str] | None) -> tuple[str,
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
     file = part.file if isinstance(part.file, dict) else {}
     name = string(file.get("filename"))
-    text = file_text(string(file.get("file_data")), name)
-    return Attachment(part.type, name, text).shown(where, unread), True
+    content = file_text(string(file.get("file_data")), name)
+    return Attachment(part.type, name, content).shown(where, unread), True

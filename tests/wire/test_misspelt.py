@@ -29,8 +29,8 @@ MISSPELT = {
     "/api/chat": {"options.num_predic": "num_predict", "keepAlive": "keep_alive"},
 }  # fmt: skip
 OTHERS = [
-    "metadata", "user", "store", "provider", "models", "mode", "speed", "reasoning_format", "return_tokens", "cache_prompt",
-    "temperature_last", "repetition_penalty_range", "parse_tool_calls", "max_input_tokens", "id_slot", "tags", "priority",
+    "metadata", "user", "store", "provider", "models", "mode", "speed", "reasoning_format", "return_tokens",
+    "cache_prompt", "temperature_last", "repetition_penalty_range", "parse_tool_calls", "max_input_tokens", "id_slot",
 ]  # fmt: skip
 
 

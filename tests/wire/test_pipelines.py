@@ -24,7 +24,8 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: tandem\r\n\r\n"
 def post(tokens: int, version: str = "1.1", **fields: Any) -> bytes:
     sampling = {"max_new_tokens": tokens, "ignore_eos": True}
     body = json.dumps({"input_ids": [97], "sampling_params": sampling} | fields).encode()
-    return b"POST /generate HTTP/%s\r\nHost: tandem\r\nContent-Length: %d\r\n\r\n%s" % (version.encode(), len(body), body)
+    head = f"POST /generate HTTP/{version}\r\nHost: tandem\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 @pytest.fixture(params=LOOPS)
