@@ -85,3 +85,8 @@ def listed(reasons: Sequence[str]) -> str:
     if len(reasons) == 1:
         return reasons[0]
     return "\n  * ".join([f"{len(reasons)} things stand in the way:", *reasons])
+
+
+def typed(error: BaseException) -> str:
+    """Its type, and what it says: Python's own `MemoryError` says nothing."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
