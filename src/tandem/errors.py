@@ -71,6 +71,10 @@ class EngineError(TandemError):
     """The engine failed or died while it had work."""
 
 
+class RankLost(EngineError):
+    """Another rank of the model has ended, or does not answer: the supervisor says which, and why."""
+
+
 class KernelError(TandemError, ValueError):
     """A kernel was given an array of a shape, type or alignment it cannot take."""
 

@@ -158,12 +158,12 @@ def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
     assert answers == ["a", "b"] and kinds.index(ExpertTraffic) > kinds.index(StepOutputs)
 
 
-def test_our_own_errors_are_a_line_of_the_log_without_a_trace() -> None:
-    """As where another rank is gone: gloo's trace would hide it."""
+def test_a_lost_rank_is_a_line_of_the_log_and_no_trace() -> None:
+    """gloo's trace would hide what the server says of it. What else goes wrong keeps its trace."""
     code = (
-        "import logging; from tandem.errors import EngineError; from tandem.server.terminal import say_own_errors; "
-        "say_own_errors(); log = logging.getLogger('tandem')\n"
-        "for error in (EngineError('another rank has ended'), ValueError('a bug')):\n"
+        "import logging; from tandem.errors import EngineError, RankLost; "
+        "from tandem.server.terminal import tell_lost_ranks; tell_lost_ranks(); log = logging.getLogger('tandem')\n"
+        "for error in (RankLost('another rank has ended'), EngineError('the GPU stopped working')):\n"
         "    try: raise error\n"
         "    except Exception: log.exception('a step of %d failed', 2)\n"
     )

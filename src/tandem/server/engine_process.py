@@ -38,7 +38,7 @@ from tandem.engine.protocol import (
     SamplingParams,
     TokenOutput,
 )
-from tandem.errors import BusyError, ConfigError, EngineError, RequestError, TandemError, typed
+from tandem.errors import BusyError, ConfigError, EngineError, RankLost, RequestError, TandemError, typed
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -53,7 +53,7 @@ from tandem.server.messages import (
     StopEngine,
     ToEngine,
 )
-from tandem.server.terminal import outlive_terminal, say_own_errors
+from tandem.server.terminal import outlive_terminal, tell_lost_ranks
 
 HEARTBEAT_SECONDS = 1.0  # an idle engine reports this often
 STATS_SECONDS = 0.25  # a busy engine reports at most this often
@@ -333,11 +333,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options: Any = parser.parse_args(arguments)
     tie_to_parent(options.parent)
     outlive_terminal()
-    say_own_errors()
+    tell_lost_ranks()
     socket = connect(options.endpoint)
     try:
         return run_engine(socket)
-    except TandemError as error:  # no later step could work
+    except EngineError as error:  # no later step could work
+        if not isinstance(error, RankLost) and not isinstance(error.__context__, RankLost):
+            raise
         print(f"the engine ends: {error}", file=sys.stderr, flush=True)
         return 1
     finally:

@@ -1,5 +1,5 @@
 """What an engine's process prints. `outlive_terminal`: it may have no reader any more, which must not end it.
-`say_own_errors`: our own errors say in a line what happened."""
+`tell_lost_ranks`: that another rank is gone is a line, no trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TextIO
 
-from tandem.errors import TandemError
+from tandem.errors import RankLost
 
 
 class LastingStream(io.TextIOWrapper):
@@ -45,14 +45,14 @@ def _lasting(stream: TextIO) -> TextIO:
     return LastingStream(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
-def say_own_errors() -> None:
-    """Where nothing else was set up: logging's last resort prints tracebacks of them, too."""
+def tell_lost_ranks() -> None:
+    """Where nothing else was set up: logging's last resort prints traces of them, which hide what the server says."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_without_traceback)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, TandemError):
+    if isinstance(error, RankLost):
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {error}", (), None
     return True
