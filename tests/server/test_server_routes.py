@@ -50,7 +50,7 @@ WRONG_KEYS = [
 METHODS = [
     ("/start_expert_distribution_record", "GET", "POST"), ("/flush_cache", "GET", "POST"),
     ("/v1/chat/completions", "GET", "POST"), ("/health", "POST", "GET and HEAD"),
-    ("/v1/responses/resp-1", "POST", "DELETE and GET and HEAD"),
+    ("/v1/responses/resp-1", "POST", "DELETE and GET and HEAD"), ("/v1/responses/input_tokens", "PUT", "POST"),
 ]  # fmt: skip
 
 

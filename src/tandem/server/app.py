@@ -23,7 +23,7 @@ from tandem.server.info import model_routes
 from tandem.server.info import routes as info_routes
 from tandem.server.info import schema as info_schema
 from tandem.server.info.docs_page import docs_page
-from tandem.server.info.openapi import document_ranges
+from tandem.server.info.openapi import document_nulls, document_ranges, structs_in
 from tandem.server.ollama import errors as ollama_errors
 from tandem.server.ollama import routes as ollama_routes
 from tandem.server.ollama import schema as ollama_schema
@@ -39,16 +39,17 @@ from tandem.server.responses import schema as responses_schema
 from tandem.server.sglang_schema import AbortBody, SglangAnswer, SglangRequest
 from tandem.server.state import ServerState
 
+_SENT_TYPES = [
+    ChatRequest, CompletionRequest, SglangRequest, AbortBody, anthropic_schema.MessagesRequest,
+    anthropic_schema.CountRequest, info_schema.TokenizeBody, info_schema.DetokenizeBody,
+    responses_schema.ResponsesRequest, ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody,
+]  # fmt: skip
 _SCHEMA_TYPES = [
-    ChatRequest, CompletionRequest, SglangRequest, AbortBody,
-    ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody,
-    anthropic_schema.MessagesRequest, anthropic_schema.CountRequest, anthropic_schema.Message,
-    anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.TokenizeBody,
-    info_schema.DetokenizeBody, info_schema.Tokens, info_schema.Text, info_schema.Load, info_schema.Loads,
-    info_schema.Props, info_schema.LmStudioModel, info_schema.LmStudioModels,
-    responses_schema.ResponsesRequest, responses_schema.Response, responses_schema.InputTokens,
-    responses_schema.Deleted, ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody,
-    ollama_schema.Chunk, ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
+    *_SENT_TYPES, ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody, anthropic_schema.Message,
+    anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.Tokens, info_schema.Text,
+    info_schema.Load, info_schema.Loads, info_schema.Props, info_schema.LmStudioModel, info_schema.LmStudioModels,
+    responses_schema.Response, responses_schema.InputTokens, responses_schema.Deleted, ollama_schema.Chunk,
+    ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
 _BODIES = (
     "ChatRequest", "CompletionRequest", "SglangSampling", "MessagesRequest", "ResponsesRequest", "Options",
@@ -128,9 +129,12 @@ def _card(state: ServerState) -> ModelCard:
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, components = msgspec.json.schema_components(
-            _SCHEMA_TYPES, ref_template="#/components/schemas/{name}"
+        sent = structs_in(_SENT_TYPES)
+        refs, components = msgspec.json.schema_components(
+            [*sent, *_SCHEMA_TYPES], ref_template="#/components/schemas/{name}"
         )
+        names = [ref["$ref"].rpartition("/")[2] for ref in refs]
+        document_nulls(components, dict(zip(sent, names, strict=False)))
         document_ranges(components, _BODIES)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
         _document_refusals(schema)

@@ -157,7 +157,11 @@ def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
 
 
 def _methods(scope: Scope) -> list[str]:
-    """Of all routes with this path; Starlette names those of the first."""
+    """Of all routes with this path; Starlette names those of the first. One that takes any name does not count where
+    the document has just this path."""
+    if documented := scope["app"].openapi()["paths"].get(scope["path"]):
+        found = [method.upper() for method in documented]
+        return sorted([*found, "HEAD"] if "GET" in found else found)
     routes: list[BaseRoute] = scope["app"].routes
     asked = {method: {**scope, "method": method} for method in ("DELETE", "GET", "POST")}
     found = [m for m in asked if any(route.matches(asked[m])[0] is Match.FULL for route in routes)]

@@ -62,7 +62,7 @@ def shape_of(kind: Any) -> Shape:
 
 def _shape(info: inspect.Type, structs: dict[type, Shape]) -> Shape:
     shape = Shape()
-    for part in _parts(info):
+    for part in parts(info):
         if isinstance(part, inspect.StructType):
             struct = _of_struct(part, structs)
             shape.fields, shape.defaulted = struct.fields, struct.defaulted
@@ -83,16 +83,16 @@ def _of_struct(info: inspect.StructType, structs: dict[type, Shape]) -> Shape:
 
 def is_defaulted(field: inspect.Field) -> bool:
     """It may be left out, and is never null."""
-    takes_null = any(isinstance(part, inspect.NoneType | inspect.AnyType) for part in _parts(field.type))
+    takes_null = any(isinstance(part, inspect.NoneType | inspect.AnyType) for part in parts(field.type))
     return not field.required and not takes_null
 
 
-def _parts(info: inspect.Type) -> Iterator[inspect.Type]:
+def parts(info: inspect.Type) -> Iterator[inspect.Type]:
     if isinstance(info, inspect.UnionType):
         for part in info.types:
-            yield from _parts(part)
+            yield from parts(part)
     elif isinstance(info, inspect.Metadata):
-        yield from _parts(info.type)
+        yield from parts(info.type)
     else:
         yield info
 
