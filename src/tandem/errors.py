@@ -71,6 +71,10 @@ class EngineError(TandemError):
     """The engine failed or died while it had work."""
 
 
+class RankLost(EngineError):
+    """Another rank of the model has ended, or does not answer: the supervisor says which, and why."""
+
+
 class KernelError(TandemError, ValueError):
     """A kernel was given an array of a shape, type or alignment it cannot take."""
 
@@ -85,3 +89,8 @@ def listed(reasons: Sequence[str]) -> str:
     if len(reasons) == 1:
         return reasons[0]
     return "\n  * ".join([f"{len(reasons)} things stand in the way:", *reasons])
+
+
+def typed(error: BaseException) -> str:
+    """Its type, and what it says: Python's own `MemoryError` says nothing."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -7,6 +7,9 @@ import sys
 
 def main() -> None:
     """Runs `kt serve` with this command line."""
+    from tandem.cli.standard_files import open_standard_files
+
+    open_standard_files()
     from tandem.cli.app import run
 
     run(["serve", *sys.argv[1:]])

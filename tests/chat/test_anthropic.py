@@ -252,7 +252,11 @@ def test_thinking_that_is_not_to_be_shown():
 BAD = {
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     "no max_tokens": ({"max_tokens": None}, "max_tokens"),
-    "a tool of theirs": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    "a tool of theirs": ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    "a tool that is left out": (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}],
+         "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice",
+    ),
     "an unknown tool": (
         {"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name",
     ),

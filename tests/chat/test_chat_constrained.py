@@ -21,6 +21,7 @@ from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.conversation import Conversation, Tool, ToolChoice
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import ToolFormat, tool_format, tool_formats
+from tandem.server.chat.held_tools import held_tools
 from tandem.server.chat.settled import whole_answer
 
 COLOURS = Tool(
@@ -134,6 +135,9 @@ def test_what_cannot_be_promised_is_refused() -> None:
     odd = Tool("odd", None, {"type": "array", "uniqueItems": True}, strict=True)
     with pytest.raises(RequestError, match="'odd'.*uniqueItems"):
         constraint(Conversation((), (odd,), ToolChoice("auto")), speech(one, one.written[0]), None)
+    held, unheld = held_tools(Conversation((), (odd,), ToolChoice("auto")))
+    assert unheld == ("tools.uniqueItems",)
+    assert constraint(held, speech(one, one.written[0]), None) is not None
     lax = msgspec.structs.replace(tool_format("hermes"))
     tools = (Tool("odd", None, odd.parameters), NOW)
     assert constraint(Conversation((), tools, ToolChoice("required")), speech(lax, lax.written[0]), None).lenient

@@ -24,7 +24,7 @@ ASKED = {
     "/api/chat": {"messages": user(LONG), "options": {"num_predict": 2}},
 }
 FIRST = {  # what is said before the first token
-    "/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n',
+    "/v1/messages": b"event: message_start\n",
     "/v1/responses": b"event: response.created\n",
     "/api/chat": b'{"model":"echo","created_at":',
 }
@@ -47,6 +47,20 @@ def test_something_is_said_before_the_first_token(path: str):
         assert response.status_code == 200
         assert response.content.startswith(FIRST.get(path, b": waiting\n\n")), response.text[:300]
         assert "error" not in response.text.replace('"error":null', "")
+
+    slow(scenario)
+
+
+def test_a_message_begins_once_and_before_its_pings():
+    """Anthropic's clients take a ping before the message for a mistake of the protocol."""
+
+    async def scenario(server: LocalServer):
+        response = await server.post("/v1/messages", **ASKED["/v1/messages"], stream=True)
+        names = [line for line in response.text.split("\n") if line.startswith("event: ")]
+        assert names.index("event: message_start") == 0 and names.count("event: message_start") == 1
+        assert names[1] == "event: ping"
+        start = json.loads(response.text.split("\n")[1].removeprefix("data: "))
+        assert start["message"]["usage"]["input_tokens"] == len(LONG) + 1  # the echo's mark behind a prompt
 
     slow(scenario)
 

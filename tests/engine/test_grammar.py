@@ -170,6 +170,10 @@ REFUSED = {
     "a large length beside a pattern": (
         {"type": "string", "pattern": "^a+$", "maxLength": 65_535}, "pattern combined with minLength/maxLength",
     ),
+    "Pydantic's HttpUrl": (
+        {"properties": {"url": {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}}},
+        "refused: #/properties/url: format combined with minLength/maxLength is not supported",
+    ),
     "false": (False, "cannot accept any value"),
     "deep": (json.loads('{"items":' * 120 + "{}" + "}" * 120), "deep"),
 }  # fmt: skip

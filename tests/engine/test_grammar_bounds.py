@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -212,7 +212,7 @@ def test_an_aborted_request_leaves_no_job(model, monkeypatch) -> None:
 def test_too_many_wait(model, monkeypatch) -> None:
     may_go_on, compile_now = threading.Event(), GrammarCompiler._compile
     made = beside(model).grammars._compiler
-    monkeypatch.setattr(compiler, "MOST_WAITING", 3)
+    monkeypatch.setattr(compiler, "MOST_SMALL_WAITING", 3)
     monkeypatch.setattr(
         GrammarCompiler, "_compile", lambda self, *asked: (may_go_on.wait(60), compile_now(self, *asked))[1]
     )
@@ -225,9 +225,41 @@ def test_too_many_wait(model, monkeypatch) -> None:
     assert made.ask(Grammar("regex", "d")).future.result(240)
 
 
+def test_small_grammars_wait_for_each_other(model) -> None:
+    """Each client has a schema of its own: more than ever were let wait, beside as many hostile ones as are."""
+    made = beside(model).grammars._compiler
+    slow = [Grammar("regex", f"(a|b){{{1000 + i}}}") for i in range(compiler.MOST_WAITING)]
+    held = threading.Event()
+    compile_now = made._compile
+
+    def compile_held(grammar: Grammar, cancellation: Any) -> Any:
+        return held.wait(60) if grammar in slow else compile_now(grammar, cancellation)
+
+    made._compile = compile_held
+    hostile = [made.ask(grammar) for grammar in slow]
+    with pytest.raises(BusyError, match="64 grammars are waiting"):
+        made.ask(Grammar("regex", "(a|b){999}"))
+    schemas = [{"type": "object", "properties": {f"name{i}": {"type": "string"}}} for i in range(100)]
+    small = [made.ask(sources.json_schema(schema)) for schema in schemas]
+    for one in small:  # while the others are not
+        assert one.future.result(240)
+    assert not any(one.future.done() for one in hostile)
+    held.set()
+
+
+@pytest.mark.parametrize("text,small", [
+    ('{"type": "string"}', True), ('{"maximum": 100000}', True), ('{"maxLength": 99}', True),
+    ('{"$schema": "https://json-schema.org/draft/2020-12/schema"}', True),
+    ('{"maxLength": 100}', False), ('{"minItems":2083}', False), ("a{1,500}", False), ("a{500}", False),
+    ("a{,500}", False), ("a{5}{5}", True), ("x" * 4097, False),
+])  # fmt: skip
+def test_which_grammars_are_small(text: str, small: bool) -> None:
+    assert sources.is_small(Grammar("regex", text)) == small
+
+
 def test_a_list_of_prompts_may_have_more_grammars(model, monkeypatch) -> None:
     """In one's own process the others wait: nobody else is kept from anything."""
-    monkeypatch.setattr(compiler, "MOST_WAITING", 1)
+    monkeypatch.setattr(compiler, "MOST_SMALL_WAITING", 1)
     patterns = [f"{letter}[0-9]{{2}}" for letter in "pqrstu"]
     params = [SamplingParams(grammar=Grammar("regex", each)) for each in patterns]
     made = LLM.from_engine(model).generate([[63]] * len(patterns), params, progress=False)
@@ -309,6 +341,10 @@ def test_a_busy_machine_is_no_reason_to_wait_for_a_large_grammar(monkeypatch) ->
         assert answer_of(to) == b"+done"
 
 
+def counted(letter: str) -> Grammar:
+    return Grammar("regex", f"{letter}{{1000}}")
+
+
 def test_one_that_the_clock_has_ended_gets_its_own_time_next(monkeypatch) -> None:
     """Else a good schema is never accepted where the machine is always busy. Others are not waited for so long."""
     monkeypatch.setattr(jobs, "COMPILE_SECONDS", 60.0)
@@ -326,11 +362,12 @@ def test_one_that_the_clock_has_ended_gets_its_own_time_next(monkeypatch) -> Non
         made._socket = to
         for letter in "abc":  # and so "a" is forgotten
             with pytest.raises(EngineError, match="in 0.2 s; .* try again: it may then take 30 s"):
-                made.compiled(Grammar("regex", letter), Cancellation())
-        assert made.compiled(Grammar("regex", "b"), Cancellation()) == b"done"
-        assert made.compiled(Grammar("regex", "c"), Cancellation()) == b"done"
+                made.compiled(counted(letter), Cancellation())
+        assert made.compiled(counted("b"), Cancellation()) == b"done"
+        assert made.compiled(counted("c"), Cancellation()) == b"done"
         with pytest.raises(EngineError, match="in 0.2 s"):
-            made.compiled(Grammar("regex", "a"), Cancellation())
+            made.compiled(counted("a"), Cancellation())
+        assert made.compiled(Grammar("regex", "a"), Cancellation()) == b"done"  # a small one gets its time at once
 
 
 def test_an_answer_is_whole_though_its_job_is_ended_before_anybody_reads_it(monkeypatch) -> None:

@@ -99,6 +99,7 @@ def test_a_killed_rank_ends_the_other_and_both_come_back(server, expected, rank)
     assert asked(server).json()["output_ids"] == expected
     assert f"the engine process ended (rank {rank} ended: SIGKILL" in server.log.read_text()
     assert not {each.pid for each in ranks(server)} & {each.pid for each in before}
+    assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.full

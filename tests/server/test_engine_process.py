@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import zmq
 
 from fake_model import VOCAB, FakeModel, fake_config, fake_engine, fake_plan
 from idle_engine import PLAN, IdleEngine
+from quiet_clock import PATIENCE
 from tandem.config import EngineConfig
 from tandem.engine.protocol import ExpertTraffic, GenerateRequest, LookAtExperts, SamplingParams
 from tandem.errors import EngineError
@@ -107,6 +110,8 @@ def test_the_engine_is_closed_whatever_ends_it(monkeypatch, fails) -> None:
 @pytest.mark.parametrize(
     ("error", "said", "traced"),
     [
+        (MemoryError(), "memory ran out while the model was loaded: free some", False),
+        (RuntimeError(), "^RuntimeError$", True),
         (MemoryError("57 MiB"), r"memory ran out while the model was loaded \(57 MiB\): free some", False),
         (EngineError("no"), "^no$", False),
         (ValueError("a bug"), "ValueError: a bug", True),
@@ -151,3 +156,18 @@ def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
     kinds = [type(each) for each in said]
     answers = [output.id for each in said if isinstance(each, StepOutputs) for output in each.outputs]
     assert answers == ["a", "b"] and kinds.index(ExpertTraffic) > kinds.index(StepOutputs)
+
+
+def test_a_lost_rank_is_a_line_of_the_log_and_no_trace() -> None:
+    """gloo's trace would hide what the server says of it. What else goes wrong keeps its trace."""
+    code = (
+        "import logging; from tandem.errors import EngineError, RankLost; "
+        "from tandem.server.terminal import tell_lost_ranks; tell_lost_ranks(); log = logging.getLogger('tandem')\n"
+        "for error in (RankLost('another rank has ended'), EngineError('the GPU stopped working')):\n"
+        "    try: raise error\n"
+        "    except Exception: log.exception('a step of %d failed', 2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    said, rest = done.stderr.split("\n", 1)
+    assert said == "a step of 2 failed: another rank has ended"
+    assert rest.startswith("a step of 2 failed\nTraceback") and rest.count("Traceback") == 1

@@ -205,13 +205,13 @@ def test_too_many_grammars_at_once_are_a_429(served, monkeypatch) -> None:
     """And one that the machine was too busy for a 503: both may be asked for again."""
 
     async def scenario(server: LocalServer) -> None:
-        monkeypatch.setattr(compiler, "MOST_WAITING", 0)
+        monkeypatch.setattr(compiler, "MOST_SMALL_WAITING", 0)
         for stream in (False, True):
             response = await server.post("/v1/completions", prompt="x", stream=stream, regex="[0-9]{2}q")
             error = error_of(response, 429)
             assert error["code"] == "overloaded" and "Retry-After" in response.headers
         assert (await server.post("/v1/completions", prompt="x", max_tokens=1)).status_code == 200
-        monkeypatch.setattr(compiler, "MOST_WAITING", 9)
+        monkeypatch.setattr(compiler, "MOST_SMALL_WAITING", 9)
         busy = EngineError("the machine was too busy to compile it in 30 s; try again")
         monkeypatch.setattr(compiler.GrammarCompiler, "_compile", lambda *_: (_ for _ in ()).throw(busy))
         response = await server.post("/v1/completions", prompt="x", regex="[0-9]{2}r")

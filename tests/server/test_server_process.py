@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from quiet_clock import PATIENCE, QuietClock
-from server_harness import ServerProcess, echo_code, running, spawn, spawn_echo
+from server_harness import ServerProcess, echo_code, free_port, running, spawn, spawn_echo
 from tandem.config import EngineConfig
 from tandem.errors import EngineError
 from tandem.server import launch, load_progress
@@ -463,3 +464,40 @@ def test_systemd_hears_when_the_server_is_ready_and_when_it_stops(tmp_path: Path
         assert server.stop() == 0
         assert manager.recv(100) == b"STOPPING=1"
     launch.tell_service_manager("READY=1")  # nobody listens: nothing happens
+
+
+CLOSED = {"stdout": ">&-", "all": "<&- >&- 2>&-"}
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_server_needs_no_standard_files(tmp_path: Path, closed: str):
+    """As `ssh host 'kt serve MODEL <&- >&- 2>&- &'` starts it."""
+    port, log = free_port(), tmp_path / "server.log"
+    code = (
+        "from tandem.cli.standard_files import open_standard_files; open_standard_files(); "
+        + echo_code("load", port=port)
+    )
+    (tmp_path / "serve.py").write_text(code)
+    shell = f"exec {sys.executable} {tmp_path / 'serve.py'} {CLOSED[closed]}"
+    process = spawn(["-c", f"import os; os.execv('/bin/sh', ['sh', '-c', {shell!r}])"], log)
+    with running(ServerProcess(process, port, log)) as server:
+        assert ask(server, "still here") == "still here"
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("entry", ["tandem.launch_server --help", "tandem version"])
+def test_each_entry_opens_what_was_closed(tmp_path: Path, entry: str):
+    shell = f"exec {sys.executable} -m {entry} {CLOSED['all']}"
+    log = tmp_path / "log"
+    process = spawn(["-c", f"import os; os.execv('/bin/sh', ['sh', '-c', {shell!r}])"], log)
+    assert process.wait(timeout=PATIENCE) == 0 and "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("host,key,warned", [
+    ("0.0.0.0", None, True), ("::", None, True), ("0.0.0.0", "s3cret", False), ("127.0.0.1", None, False),
+    ("::1", None, False), ("localhost", None, False),
+])  # fmt: skip
+def test_a_server_that_everybody_reaches_wants_a_key(caplog, host: str, key: str | None, warned: bool):
+    with launch.listen(host, 0) as sock:
+        launch.warn_of_open_door(EngineConfig(model="echo", host=host, api_key=key), sock)
+    assert ("everybody who reaches" in caplog.text) == warned

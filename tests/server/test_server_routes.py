@@ -38,16 +38,44 @@ def test_information_routes():
     run(scenario)
 
 
+# The letter case of the scheme does not matter (RFC 9110, 11.1), and more than one space may stand behind it.
+RIGHT_KEYS = [
+    ("Authorization", "Bearer s3cret"), ("Authorization", "bearer s3cret"), ("authorization", "BEARER s3cret"),
+    ("Authorization", "Bearer  s3cret"), ("x-api-key", "s3cret"),
+]  # fmt: skip
+WRONG_KEYS = [
+    ("Authorization", "Bearer S3cret"), ("Authorization", "Basic s3cret"), ("Authorization", "s3cret"),
+    ("Authorization", "bearers3cret"), ("Authorization", "Bearer"), ("x-api-key", "Bearer s3cret"), ("x-api-key", ""),
+]  # fmt: skip
+METHODS = [
+    ("/start_expert_distribution_record", "GET", "POST"), ("/flush_cache", "GET", "POST"),
+    ("/v1/chat/completions", "GET", "POST"), ("/health", "POST", "GET and HEAD"),
+    ("/v1/responses/resp-1", "POST", "DELETE and GET and HEAD"), ("/v1/responses/input_tokens", "PUT", "POST"),
+]  # fmt: skip
+
+
 def test_api_key():
     async def scenario(server: LocalServer):
         assert (await server.client.get("/health")).status_code == 200
         assert error_of(await server.client.get("/v1/models"), 401)["code"] == "invalid_api_key"
         wrong = {"Authorization": "Bearer nope"}
         error_of(await server.client.get("/v1/models", headers=wrong), 401)
-        right = {"Authorization": "Bearer s3cret"}
-        assert (await server.client.get("/v1/models", headers=right)).status_code == 200
+        for name, value in RIGHT_KEYS:
+            assert (await server.client.get("/v1/models", headers={name: value})).status_code == 200, value
+        for name, value in WRONG_KEYS:
+            error_of(await server.client.get("/v1/models", headers={name: value}), 401)
 
     run(scenario, api_key="s3cret")
+
+
+def test_a_method_that_a_route_does_not_take_is_told_which_it_takes():
+    async def scenario(server: LocalServer):
+        for path, method, told in METHODS:
+            response = await server.client.request(method, path)
+            assert error_of(response, 405)["message"] == f"this route takes {told}, not {method}"
+            assert response.headers["allow"] == told.replace(" and ", ", ")
+
+    run(scenario)
 
 
 def test_overload_and_drain(monkeypatch):

@@ -169,6 +169,23 @@ def test_a_first_start_that_fails_is_not_repeated(tmp_path: Path):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_engine_that_is_killed_once_while_it_loads_is_started_once_more(tmp_path: Path, times: int):
+    marker = tmp_path / "marker"
+    marker.write_text(str(times))
+
+    async def scenario():
+        async with supervised("load_killed", str(marker)) as (client, boss, running):
+            if times == 1:
+                assert await answer(client, request("a", [1])) == "ok"
+            else:
+                with pytest.raises(EngineError, match="ended at start .SIGKILL: perhaps memory ran out"):
+                    await running
+            assert boss.restarts == 1
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_cannot_be_attended_is_killed():
     """A tokenizer that cannot be read, say: the error surfaces instead of a server that is never ready."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 def main() -> None:
     """The console script `kt` (and `tandem`): runs one command and exits with its status."""
+    from tandem.cli.standard_files import open_standard_files
+
+    open_standard_files()
     from tandem.cli.app import run
 
     run()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from tandem.errors import typed
+
 _MEMORY = "can't allocate memory"  # PyTorch raises a plain RuntimeError
 _SMALLER = "for this step: give a smaller --{} or --chunked-prefill-size"
 
 
 def why(error: BaseException) -> str:
     """One line, which names what to change where memory ran out."""
-    said = f"{type(error).__name__}: {error}"
+    said = typed(error)
     if isinstance(error, torch.OutOfMemoryError):
         return f"not enough GPU memory {_SMALLER.format('mem-fraction-static')} ({said})"
     if isinstance(error, MemoryError) or _MEMORY in said:

@@ -19,10 +19,11 @@ from tandem.server.chat.openai.schema import ChatCompletion, ChatRequest
 from tandem.server.errors import ErrorBody
 from tandem.server.guard import gate
 from tandem.server.guard.bodies import UnfinishedBodies
+from tandem.server.info import model_routes
 from tandem.server.info import routes as info_routes
 from tandem.server.info import schema as info_schema
 from tandem.server.info.docs_page import docs_page
-from tandem.server.info.openapi import document_ranges
+from tandem.server.info.openapi import document_nulls, document_ranges, structs_in
 from tandem.server.ollama import errors as ollama_errors
 from tandem.server.ollama import routes as ollama_routes
 from tandem.server.ollama import schema as ollama_schema
@@ -38,14 +39,16 @@ from tandem.server.responses import schema as responses_schema
 from tandem.server.sglang_schema import AbortBody, SglangAnswer, SglangRequest
 from tandem.server.state import ServerState
 
+_SENT_TYPES = [
+    ChatRequest, CompletionRequest, SglangRequest, AbortBody, anthropic_schema.MessagesRequest,
+    anthropic_schema.CountRequest, info_schema.TokenizeBody, info_schema.DetokenizeBody,
+    responses_schema.ResponsesRequest, ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody,
+]  # fmt: skip
 _SCHEMA_TYPES = [
-    ChatRequest, CompletionRequest, SglangRequest, AbortBody,
-    ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody,
-    anthropic_schema.MessagesRequest, anthropic_schema.CountRequest, anthropic_schema.Message,
-    anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.TokenizeBody,
-    info_schema.DetokenizeBody, info_schema.Tokens, info_schema.Text, info_schema.Load, info_schema.Loads,
-    responses_schema.ResponsesRequest, responses_schema.Response, responses_schema.Deleted,
-    ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody, ollama_schema.Chunk,
+    *_SENT_TYPES, ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody, anthropic_schema.Message,
+    anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.Tokens, info_schema.Text,
+    info_schema.Load, info_schema.Loads, info_schema.Props, info_schema.LmStudioModel, info_schema.LmStudioModels,
+    responses_schema.Response, responses_schema.InputTokens, responses_schema.Deleted, ollama_schema.Chunk,
     ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
 _BODIES = (
@@ -73,6 +76,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(sglang_control.routes(state))
     app.include_router(anthropic_routes.routes(state))
     app.include_router(info_routes.routes(state))
+    app.include_router(model_routes.routes(state))
     app.include_router(ollama_routes.routes(state))
     app.include_router(responses_routes.routes(state))
     app.include_router(page.routes(state))
@@ -119,15 +123,18 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
 
 def _card(state: ServerState) -> ModelCard:
     length = state.engine.plan.context_length
-    return ModelCard(state.model_name, state.started_at, length, root=state.config.model)
+    return ModelCard(state.model_name, state.started_at, length, length, root=state.config.model)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, components = msgspec.json.schema_components(
-            _SCHEMA_TYPES, ref_template="#/components/schemas/{name}"
+        sent = structs_in(_SENT_TYPES)
+        refs, components = msgspec.json.schema_components(
+            [*sent, *_SCHEMA_TYPES], ref_template="#/components/schemas/{name}"
         )
+        names = [ref["$ref"].rpartition("/")[2] for ref in refs]
+        document_nulls(components, dict(zip(sent, names, strict=False)))
         document_ranges(components, _BODIES)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
         _document_refusals(schema)

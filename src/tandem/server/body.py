@@ -110,7 +110,7 @@ def decode_fields(fields: Fields, kind: type[T]) -> tuple[T, dict[str, Any]]:
     known = _known_fields(kind)
     unknown: dict[str, Any] = {name: raw for name, raw in fields.items() if name not in known}
     for sent_as, field in known.items():
-        if sent_as in fields:
+        if sent_as in fields and not (field.defaulted and bytes(fields[sent_as]) == b"null"):
             values[field.name] = _decode_field(fields[sent_as], field, sent_as, unknown)
         elif field.required:
             raise _complaint(f"Object missing required field `{sent_as}`", "")
@@ -127,22 +127,25 @@ def _decode_field(raw: msgspec.Raw, field: _Known, sent_as: str, unknown: dict[s
                 raise
     value = _decode(raw, _ANYTHING, sent_as)
     try:
-        checked = _converted(raw, value, field.kind)
+        checked = _converted(raw, value, field)
     except msgspec.ValidationError as error:
         raise _complaint(str(error), sent_as) from error
     field.shape.find_unknown(value, sent_as, unknown)
     return checked
 
 
-def _converted(raw: msgspec.Raw, value: Any, kind: Any) -> Any:
-    """`value` as `kind`. To JSON 3.0 is an integer, and some languages write all numbers so."""
+def _converted(raw: msgspec.Raw, value: Any, field: _Known) -> Any:
+    """`value` as the field's type. A null is what is left out; to JSON 3.0 is an integer, and some languages write all
+    numbers so."""
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, field.kind)
     except msgspec.ValidationError as error:
-        if not _may_be_whole(raw, error):
+        if "got `null`" not in str(error) and not _may_be_whole(raw, error):
             raise
+        value = field.shape.without_nulls(value)
         with contextlib.suppress(msgspec.ValidationError):
-            return msgspec.convert(_whole_numbers(value), kind)
+            small = len(bytes(raw)) <= SMALL_BODY_BYTES
+            return msgspec.convert(_whole_numbers(value) if small else value, field.kind)
         raise
 
 
@@ -180,10 +183,11 @@ def _decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[D], where: 
 
 
 class _Known(NamedTuple):
-    """A field of a struct. Without objects in it, `decoder` decodes it."""
+    """A field of a struct. Without objects in it, `decoder` decodes it. `defaulted`: null is as if it were left out."""
 
     name: str
     required: bool
+    defaulted: bool
     kind: Any
     decoder: msgspec.json.Decoder[Any]
     shape: Shape
@@ -192,12 +196,15 @@ class _Known(NamedTuple):
 @cache
 def _known_fields(kind: type[msgspec.Struct]) -> dict[str, _Known]:
     """By the names under which they are sent."""
+    defaulted = shape_of(kind).defaulted
     return {
-        field.encode_name: _Known(
-            field.name, field.required, field.type, msgspec.json.Decoder(field.type), shape_of(field.type)
+        name: _Known(
+            field.name, field.required, name in defaulted, field.type, msgspec.json.Decoder(field.type),
+            shape_of(field.type),
         )
         for field in msgspec.structs.fields(kind)
-    }
+        for name in (field.encode_name,)
+    }  # fmt: skip
 
 
 def _complaint(text: str, where: str) -> ApiError:

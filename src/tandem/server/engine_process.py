@@ -38,7 +38,7 @@ from tandem.engine.protocol import (
     SamplingParams,
     TokenOutput,
 )
-from tandem.errors import BusyError, ConfigError, EngineError, RequestError, TandemError
+from tandem.errors import BusyError, ConfigError, EngineError, RankLost, RequestError, TandemError, typed
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -53,7 +53,7 @@ from tandem.server.messages import (
     StopEngine,
     ToEngine,
 )
-from tandem.server.terminal import outlive_terminal
+from tandem.server.terminal import outlive_terminal, tell_lost_ranks
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine
@@ -287,14 +287,15 @@ def _recorded(done: Future[ExpertsRecorded]) -> ExpertsRecorded:
 
 def describe(error: BaseException) -> str:
     """One line for the user: our own errors speak for themselves, others say their type too."""
-    return str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, TandemError) else typed(error)
 
 
 def why_not_started(error: BaseException) -> str:
     """The plan has seen enough memory: another program took it, or a limit holds that the plan does not know."""
     if isinstance(error, MemoryError):
+        said = f" ({error})" if str(error) else ""
         return (
-            f"memory ran out while the model was loaded ({error}): free some, raise this process's limit (ulimit -v), "
+            f"memory ran out while the model was loaded{said}: free some, raise this process's limit (ulimit -v), "
             "or give a smaller --max-total-tokens"
         )
     return describe(error)
@@ -362,9 +363,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options: Any = parser.parse_args(arguments)
     tie_to_parent(options.parent)
     outlive_terminal()
+    tell_lost_ranks()
     socket = connect(options.endpoint)
     try:
         return run_engine(socket)
+    except EngineError as error:  # no later step could work
+        if not isinstance(error, RankLost) and not isinstance(error.__context__, RankLost):
+            raise
+        print(f"the engine ends: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         socket.close()
         zmq.Context.instance().term()

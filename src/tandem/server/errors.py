@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from tandem.errors import BusyError, EngineError, RequestError, TandemError
-from tandem.server.info.other_routes import hint
+from tandem.server.info.other_routes import hint, is_known
 from tandem.server.limits import RETRY_AFTER_SECONDS
 
 log = logging.getLogger("tandem.server")
@@ -140,20 +140,28 @@ def form_of(app: Any, path: str) -> Form:
 
 def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     """Routing errors of Starlette."""
-    headers, no_route = error.headers, "no such route; /docs lists them"
-    if error.status_code == 404 and scope is not None:
+    headers, no_route, status = error.headers, "no such route; /docs lists them", error.status_code
+    methods = "this route does not take this method"
+    if status == 405 and scope is not None and is_known(scope["path"]):
+        status = 404  # a route with a name in its path took it for one
+    if status == 404 and scope is not None:
         no_route = hint(scope["path"], lambda path: bool(_methods({**scope, "path": path})))
-    if error.status_code == 405 and scope is not None:
-        headers = {"Allow": ", ".join(_methods(scope))}
-    messages = {404: no_route, 405: "this route does not take this method"}
+    if status == 405 and scope is not None:
+        allowed = _methods(scope)
+        headers = {"Allow": ", ".join(allowed)}
+        methods = f"this route takes {' and '.join(allowed)}, not {scope['method'][:20]}"
+    messages = {404: no_route, 405: methods}
     codes = {404: "unknown_route", 405: "method_not_allowed"}
-    message = messages.get(error.status_code, str(error.detail))
-    code = codes.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=headers)
+    message = messages.get(status, str(error.detail))
+    return ApiError(status, message, code=codes.get(status), headers=headers)
 
 
 def _methods(scope: Scope) -> list[str]:
-    """Of all routes with this path; Starlette names those of the first."""
+    """Of all routes with this path; Starlette names those of the first. One that takes any name does not count where
+    the document has just this path."""
+    if documented := scope["app"].openapi()["paths"].get(scope["path"]):
+        found = [method.upper() for method in documented]
+        return sorted([*found, "HEAD"] if "GET" in found else found)
     routes: list[BaseRoute] = scope["app"].routes
     asked = {method: {**scope, "method": method} for method in ("DELETE", "GET", "POST")}
     found = [m for m in asked if any(route.matches(asked[m])[0] is Match.FULL for route in routes)]

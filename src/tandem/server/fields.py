@@ -13,13 +13,13 @@ from fastapi import Response
 
 from tandem.errors import RequestError
 from tandem.server.body import Fields, decode, decode_fields
-from tandem.server.errors import not_available
+from tandem.server.errors import ApiError, not_available
 from tandem.server.guard.shape import says_nothing
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 IGNORED_HEADER = "x-tandem-ignored"
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,128}")
 _MAX_NAMES = 16
 
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -42,6 +42,7 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, 0), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "dynatemp_range": (0,), "samplers": (),
     "smoothing_factor": (0,), "repeat_penalty": (1,), "no_repeat_ngram_size": (0,), "length_penalty": (1,),
     # how long the answer may be, by other names
+    "stop_sequences": (), "stop_strings": (), "stop_tokens": (),
     "max_completion_tokens": (), "max_output_tokens": (), "max_new_tokens": (), "min_new_tokens": (0,),
     "n_predict": (), "num_predict": (), "max_length": (), "options": ({},),
     # how much to reason
@@ -65,6 +66,8 @@ _SAME = (
     ("max_tokens", "max_output_tokens", "max_new_tokens", "max_completion_tokens", "n_predict", "num_predict",
      "max_length"),
     ("min_tokens", "min_new_tokens"),
+    ("stop", "stop_sequences", "stop_strings"),
+    ("stop_token_ids", "stop_tokens"),
     ("repetition_penalty", "repeat_penalty"),
     ("response_format", "guided_json", "json_schema", "format", "output_format"),
     ("ebnf", "guided_grammar", "grammar"),
@@ -88,7 +91,35 @@ def read_fields_as(
             value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
             if not _changes_nothing(name, value):
                 raise not_available(path, _instead(name, kind if name == path else inner))
+        elif path.startswith("sampling_params"):  # `refuse_misspelt` looks at these
+            continue
+        elif near := misspelt(name, kind if name == path else inner):
+            value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
+            if not says_nothing(value):
+                text = f"{path} is not known here; the nearest name is {near!r}"
+                raise ApiError(400, text, param=path, code="unknown_parameter")
     return body, list(unknown)
+
+
+def misspelt(name: str, kind: type[msgspec.Struct] | None) -> str | None:
+    """The field of a body of this kind that is meant: one letter is wrong, or only case and underscores are. None: it
+    is another server's field, or an object's in the body. What is like `model` does not matter: one is served."""
+    known = {} if kind is None else {_letters(f.encode_name): f.encode_name for f in msgspec.structs.fields(kind)}
+    letters = _letters(name[:64])
+    near = (field for field in known if field == letters or (len(field) >= 5 and _one_is_wrong(letters, field)))
+    return next((known[field] for field in near if field != "model"), None)
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _one_is_wrong(name: str, field: str) -> bool:
+    """One letter is another, is missing, is too much or has changed its place."""
+    if abs(len(name) - len(field)) > 1:
+        return False
+    blocks = difflib.SequenceMatcher(None, name, field, autojunk=False).get_matching_blocks()
+    return len(name) + len(field) - 2 * sum(block.size for block in blocks) <= 2
 
 
 def _instead(name: str, kind: type[msgspec.Struct] | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import resource
@@ -53,6 +54,7 @@ def serve(
         if readable_by_others(config):
             log.warning("every user of this machine can read the key in %s", config.api_key_file)
         with listen(config.host, config.port) as sock, _event_loop() as runner:
+            warn_of_open_door(config, sock)
             server = _Server(config, sock, loader, load_tokenizer)
             code = runner.run(server.run())
         server.leave(code)
@@ -88,6 +90,14 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}:{port} ({_reason(error)}); try another --port or --host"
         ) from error
+
+
+def warn_of_open_door(config: EngineConfig, sock: socket.socket) -> None:
+    """Other machines reach a socket that is none of the loopback's."""
+    address = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
+    if config.api_key is None and not address.is_loopback:
+        text = "without a key everybody who reaches %s may use this server; give --api-key-file, or --host 127.0.0.1"
+        log.warning(text, f"{config.host}:{config.port}")
 
 
 def _reason(error: OSError) -> str:

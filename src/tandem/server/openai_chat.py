@@ -32,7 +32,7 @@ async def chat(state: ServerState, http: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     state.admit()
-    conversation = conversation_of(body)
+    conversation = conversation_of(body, ignored)
     with named(_names(body)):
         prepared = await prepare_wishes(state.chat, conversation, _sampling(state, body), _WISHES, ignored)
         ids = prepared.prompt_ids

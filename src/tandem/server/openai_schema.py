@@ -139,13 +139,25 @@ class Completion(msgspec.Struct, frozen=True):
     object: str = "text_completion"
 
 
+class Architecture(msgspec.Struct, frozen=True):
+    """OpenRouter's: what the model reads and writes."""
+
+    modality: str = "text->text"
+    input_modalities: tuple[str, ...] = ("text",)
+    output_modalities: tuple[str, ...] = ("text",)
+
+
 class ModelCard(msgspec.Struct, frozen=True):
+    """`max_model_len` is vLLM's name of the context's length, `context_length` OpenRouter's."""
+
     id: str
     created: int
     max_model_len: int
+    context_length: int
     object: str = "model"
     owned_by: str = "tandem"
     root: str = ""
+    architecture: Architecture = Architecture()
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -79,7 +79,7 @@ def _abort(state: ServerState, body: AbortBody) -> bool:
     """False when no such request runs; that is no error, it may have finished just now."""
     if not body.abort_all and not body.rid:
         raise RequestError("send rid, or abort_all: true", "rid")
-    return state.client.abort("" if body.abort_all else body.rid)
+    return state.client.abort("" if body.abort_all else body.rid or "")
 
 
 async def _generate_one(state: ServerState, http: Request) -> None:

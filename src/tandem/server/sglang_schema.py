@@ -60,8 +60,8 @@ class SglangRequest(msgspec.Struct, kw_only=True):
 class AbortBody(msgspec.Struct, kw_only=True):
     """POST /abort_request"""
 
-    rid: str = ""
-    abort_all: bool = False
+    rid: str | None = None
+    abort_all: bool | None = None
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -21,6 +21,7 @@ from tandem.server.chat.model import ChatModel
 from tandem.server.engine_client import EngineClient, RequestStream
 from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.guard.traces import traces_of
+from tandem.server.info.model_files import ModelFiles, model_files
 from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
@@ -62,6 +63,7 @@ class ServerState:
         self._prompts: PromptReader | None = None
         self._chat: ChatModel | None = None
         self._engine: EngineReady | None = None
+        self.files = ModelFiles()
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
 
     def _restarts(self) -> int:
@@ -71,6 +73,7 @@ class ServerState:
         """A (new) engine is loaded. The tokenizer is read once, from the directory that the engine resolved."""
         if self._prompts is None or self._chat is None:
             self.sampling_defaults = ready.sampling_defaults
+            self.files = model_files(Path(ready.model_path))
             self._tokenizer = self._load_tokenizer(Path(ready.model_path))
             if self.config.chat_template is not None:
                 self._tokenizer.use_chat_template(chat_template_text(self.config.chat_template))

@@ -33,6 +33,7 @@ from tandem.server.ranks.processes import RankProcesses, rank_processes
 
 REAL_ENGINE = "tandem.server.engine_process:load_engine"
 START_ATTEMPTS = 5  # consecutive starts that never became ready, after the first success
+FIRST_ATTEMPTS = 2  # before it, where a signal from outside ended one: the next would take as long, and as much memory
 LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # an engine that lived this long is restarted at once
 LAST_WORDS_SECONDS = 0.1  # after the process ended, for messages still on their way
@@ -70,7 +71,7 @@ class EngineSupervisor:
         self._stopping = asyncio.Event()
         self._heard_at = 0.0
         self._start_error, self._killed_because, self._refused = "", "", False
-        self._loaded = False
+        self._loaded = self._was_killed = False
 
     @property
     def engine_pid(self) -> int | None:
@@ -88,11 +89,13 @@ class EngineSupervisor:
                     return
                 failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
                 lives += how is _Life.DIED
-                if lives == 0 or failed_starts >= START_ATTEMPTS:
+                attempts = START_ATTEMPTS if lives else FIRST_ATTEMPTS if self._was_killed else 1
+                if failed_starts >= attempts:
                     refused = self._refused and lives == 0
                     raise (ConfigError if refused else EngineError)(self._start_error)
                 if failed_starts:
-                    log.error("the engine could not be started again: %s", self._start_error)
+                    again = "again" if lives else "and is started once more"
+                    log.error("the engine could not be started %s: %s", again, self._start_error)
                 short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
                 await self._pause(short_lives)
                 self.restarts += 1
@@ -148,7 +151,7 @@ class EngineSupervisor:
         """Listen to one process until it ends, for whatever reason; never leaves it running, nor other ranks."""
         self._send = lambda message: _send_now(socket, message)
         self._start_error, self._killed_because, self._refused = "", "", False
-        self._loaded = False
+        self._loaded = self._was_killed = False
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
         self._send(StartEngine(config=config, loader=self._loader, ranks=ranks.endpoint))
         listening = asyncio.create_task(self._listen(socket, endpoint))
@@ -196,6 +199,7 @@ class EngineSupervisor:
         if self._loaded:
             log.error("the engine process ended (%s); restarting it", reason)
             return _Life.DIED
+        self._was_killed = not self._start_error and "SIGKILL" in reason  # or a rank was
         self._start_error = self._start_error or f"the engine process ended at start ({reason})"
         return _Life.NEVER_READY
 

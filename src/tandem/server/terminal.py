@@ -1,11 +1,15 @@
-"""`outlive_terminal`: what an engine prints may have no reader any more; that must not end it."""
+"""What an engine's process prints. `outlive_terminal`: it may have no reader any more, which must not end it.
+`tell_lost_ranks`: that another rank is gone is a line, no trace."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from typing import TextIO
+
+from tandem.errors import RankLost
 
 
 class LastingStream(io.TextIOWrapper):
@@ -39,3 +43,16 @@ def _lasting(stream: TextIO) -> TextIO:
     """Over a copy of the file: the old stream closes its own when it is forgotten."""
     file = os.fdopen(os.dup(stream.fileno()), "wb")
     return LastingStream(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def tell_lost_ranks() -> None:
+    """Where nothing else was set up: logging's last resort prints traces of them, which hide what the server says."""
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, RankLost):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {error}", (), None
+    return True

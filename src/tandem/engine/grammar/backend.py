@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tandem.engine.grammar.schema import prepared
+from tandem.engine.grammar.sources import schemas_in
 from tandem.engine.protocol import Grammar
 
 # White space between two parts of a JSON text: enough for usual indentation. Without a bound a weak model may write
@@ -17,7 +19,9 @@ from tandem.engine.protocol import Grammar
 MOST_WHITE_SPACE = 16
 
 _SWITCH_SECONDS = 2e-4
+_MOST_SAID = 64 << 10
 _WARNING = re.compile(r"^\[[\d:. ]+\] \S+?:\d+: Warning: (.+)$", re.M)
+_INSTEAD = re.compile(r"; (ignoring|falling back) .*$| and is ignored in regex(?=:)")
 _SOURCE_PLACE = re.compile(r"^\[[\d:. ]+\] \S+?:\d+: ")
 
 
@@ -54,9 +58,38 @@ def _with_schemas(tag: Any) -> Any:
     return {name: _with_schemas(each) for name, each in tag.items()}
 
 
+def schemas_of(grammar: Grammar) -> list[Any]:
+    if grammar.kind == "json_schema":
+        return [json.loads(grammar.text)]
+    return list(schemas_in(json.loads(grammar.text))) if grammar.kind == "structural_tag" else []
+
+
+def heard(work: Callable[[], Any], errors: int) -> tuple[Any, str | None]:
+    """What `work` gives, and what xgrammar complains of: by an exception, or by a warning of what it ignores. errors:
+    the file that standard error leads to."""
+    begin = os.fstat(errors).st_size
+    try:
+        done = work()
+    except Exception as error:
+        return None, complaint(error)
+    return done, warned(os.pread(errors, _MOST_SAID, begin).decode(errors="replace"))
+
+
+def complaint_of_schema(schema: Any, errors: int) -> str | None:
+    """Without a vocabulary: much cheaper than compiling."""
+    import xgrammar
+
+    def convert() -> Any:
+        text = json.dumps(prepared(schema))
+        return xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MOST_WHITE_SPACE)
+
+    return heard(convert, errors)[1]
+
+
 def warned(said: str) -> str | None:
-    """The first warning on xgrammar's standard error, which says what it ignores; None: there is none."""
-    return next((" ".join(m[1].split())[:300] for m in _WARNING.finditer(said)), None)
+    """The first warning on xgrammar's standard error, without what it does instead: here it is refused. None: there is
+    none."""
+    return next((_INSTEAD.sub("", " ".join(m[1].split()))[:300] for m in _WARNING.finditer(said)), None)
 
 
 def complaint(error: BaseException) -> str:

@@ -14,12 +14,14 @@ from tandem.engine.grammar.allowance import AMBIGUOUS
 from tandem.engine.grammar.backend import quick_switches
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.process import Cancellation, CompilerProcess, allowed_cpus
+from tandem.engine.grammar.sources import is_small
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import BusyError, EngineError, RequestError
 
-MOST_AT_ONCE = 4  # jobs in the compiling process
-MOST_WAITING = 64  # grammars that are being compiled or wait for it
+# Of small grammars, and of others: so many clients with a schema each wait for each other, and not for hostile ones.
+MOST_AT_ONCE = 2  # jobs in the compiling process
+MOST_SMALL_WAITING, MOST_WAITING = 4096, 64  # being compiled or waiting for it
 MOST_CACHED = 1024
 
 
@@ -27,7 +29,7 @@ class Compilation:
     """One grammar, being compiled or compiled. `waiting`: requests that wait for it."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self.grammar, self.waiting = grammar, 0
+        self.grammar, self.waiting, self.small = grammar, 0, is_small(grammar)
         self.cancellation = Cancellation()
         self.future: Future[CompiledGrammar]
 
@@ -62,7 +64,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._ready: tuple[Vocabulary, Any, CompilerProcess] | None = None  # with xgrammar's tables of it
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: dict[bool, ThreadPoolExecutor] = {}  # for small grammars, and for others
 
     def ask(self, grammar: Grammar) -> Compilation:
         """For one request, until `take` or `leave`. Raises RequestError, without a field, where an answer has shown
@@ -111,21 +113,21 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Whoever waits gets an EngineError. No process and no thread is left."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         for one in self._known.values():
             one.cancellation.cancel()
         if self._ready is not None:
             self._ready[2].close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=True)
+        for threads in self._threads.values():
+            threads.shutdown(wait=True)
 
     def _begin(self, grammar: Grammar) -> Compilation:
-        waiting = sum(not each.future.done() for each in self._known.values())
-        if waiting >= MOST_WAITING:
-            raise BusyError(f"{waiting} grammars are waiting to be compiled; try again")
         one = Compilation(grammar)
-        one.future = self._pool().submit(self._compile, grammar, one.cancellation)
+        waiting = sum(each.small == one.small and not each.future.done() for each in self._known.values())
+        if waiting >= (MOST_SMALL_WAITING if one.small else MOST_WAITING):
+            raise BusyError(f"{waiting} grammars are waiting to be compiled; try again")
+        one.future = self._pool(one.small).submit(self._compile, grammar, one.cancellation)
         self._known[grammar] = one
         return one
 
@@ -146,12 +148,12 @@ class GrammarCompiler:
         if self._known.get(one.grammar) is one:
             del self._known[one.grammar]
 
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(
+    def _pool(self, small: bool) -> ThreadPoolExecutor:
+        if small not in self._threads:
+            self._threads[small] = ThreadPoolExecutor(
                 MOST_AT_ONCE, "grammar", initializer=os.sched_setaffinity, initargs=(0, self._cpus)
             )
-        return self._threads
+        return self._threads[small]
 
     def _compile(self, grammar: Grammar, cancellation: Cancellation) -> CompiledGrammar:
         vocabulary, tables, process = self._started()

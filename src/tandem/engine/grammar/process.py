@@ -14,6 +14,7 @@ import msgspec
 from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.grammar.answers import receive_answer
 from tandem.engine.grammar.jobs import BUSY, DONE, PATIENT, USUAL, WALL_SECONDS
+from tandem.engine.grammar.sources import is_small
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import EngineError, RequestError
@@ -62,8 +63,9 @@ class _Hurried:
                 del self._known[next(iter(self._known))]
 
     def mark_of(self, grammar: Grammar) -> bytes:
+        """A small one takes much of its time because of others alone."""
         with self._lock:
-            return PATIENT if hash(grammar) in self._known else USUAL
+            return PATIENT if is_small(grammar) or hash(grammar) in self._known else USUAL
 
 
 class CompilerProcess:

@@ -33,7 +33,7 @@ def reached(schema: Any) -> Iterator[tuple[str, Any, int]]:
         yield place, part, depth
         if isinstance(part, dict):
             seen.add(id(part))
-            waiting += [(f"{place}/{key}"[:MOST_PLACE], each, depth + 1) for key, each in _children(part)]
+            waiting += [(f"{place}/{key}"[:MOST_PLACE], each, depth + 1) for key, each in children(part)]
             waiting += _led_to(schema, part)
 
 
@@ -44,7 +44,8 @@ def _led_to(schema: Any, part: Schema) -> Iterator[tuple[str, Any, int]]:
             yield ref[:MOST_PLACE], target(schema, ref, ""), ref.count("/")
 
 
-def _children(part: Schema) -> Iterator[tuple[str, Any]]:
+def children(part: Schema) -> Iterator[tuple[str, Any]]:
+    """The schemas that stand in a schema, by their places in it."""
     for name in (*ONE, *LISTS, *MAPS):
         value = part.get(name)
         if name in MAPS and isinstance(value, dict):

@@ -42,6 +42,7 @@ _OF_KIND = {
         "minProperties",
     },
 }  # fmt: skip
+_WRONG_TYPE = (TypeError, ValueError, AttributeError, RecursionError)
 _ROUNDS, _VISITS = 64, 50_000  # of looking for what ends; visits: parts times rounds
 
 
@@ -51,7 +52,7 @@ def check_schema(schema: Any) -> None:
         _check(schema)
     except RequestError:
         raise
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+    except _WRONG_TYPE as error:
         raise RequestError(f"a keyword of the JSON schema has a value of the wrong type ({error})") from error
 
 
@@ -67,7 +68,7 @@ def _check(schema: Any) -> None:
         if depth > MOST_DEPTH:
             raise RequestError(f"{place[:MOST_PLACE]}: the schema is nested more than {MOST_DEPTH} deep")
         if isinstance(part, dict):
-            _check_part(place, part)
+            _check_typed_part(place, part)
             counted = math.hypot(counted, _counted(part))
             if counted > MOST_COUNTED:
                 where = f"{place[:MOST_PLACE]}: maxLength or minLength"
@@ -76,6 +77,16 @@ def _check(schema: Any) -> None:
                 refs[unquote(part["$ref"])] = target(schema, part["$ref"], place)
     if not ends(schema, ending_of(refs, max(2, min(_ROUNDS, _VISITS // count)))):
         raise RequestError("no answer of finite length matches the schema: it requires itself")
+
+
+def _check_typed_part(place: str, part: Schema) -> None:
+    try:
+        _check_part(place, part)
+    except RequestError:  # a ValueError
+        raise
+    except _WRONG_TYPE as error:
+        text = f"{place[:MOST_PLACE]}: a keyword has a value of the wrong type ({error})"
+        raise RequestError(text) from error
 
 
 def prepared(schema: Any) -> Any:
@@ -189,10 +200,13 @@ def _of_type(kinds: Any, part: Any) -> Any:
     return part | {"type": both[0] if len(both) == 1 else both} if both else None
 
 
+def unheld_names(part: Schema) -> list[str]:
+    return [name for name in _IGNORED if name in part and part[name] is not False]
+
+
 def _check_part(place: str, part: Schema) -> None:
-    for name in _IGNORED:
-        if name in part and part[name] is not False:
-            raise RequestError(f"{place[:MOST_PLACE]}: {name} cannot be held to; leave it out")
+    for name in unheld_names(part):
+        raise RequestError(f"{place[:MOST_PLACE]}: {name} cannot be held to; leave it out")
     for name in MAPS:
         if not isinstance(part.get(name, {}), dict):
             raise RequestError(f"{place[:MOST_PLACE]}: {name} must be an object")

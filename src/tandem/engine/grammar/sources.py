@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from tandem.engine.protocol import Grammar
 from tandem.errors import RequestError
 
 MOST_CHARS = 512 << 10
+SMALL_CHARS = 4096
+_LARGE_COUNT = re.compile(r'(Length|Items|Properties)"\s*:\s*\d{3}|\{\d*,?\d{3}')  # of a schema, of a pattern
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -30,6 +33,11 @@ def choice(texts: Sequence[str]) -> Grammar:
     if not texts or not all(texts):
         raise RequestError("a choice needs texts, and none of them may be empty")
     return Grammar("ebnf", f"root ::= {' | '.join(map(_quoted, dict.fromkeys(texts)))}")
+
+
+def is_small(grammar: Grammar) -> bool:
+    """Whether compiling it takes little: it is short, and counts nothing to a hundred. As far as can be seen."""
+    return len(grammar.text) <= SMALL_CHARS and _LARGE_COUNT.search(grammar.text) is None
 
 
 def _quoted(text: str) -> str:

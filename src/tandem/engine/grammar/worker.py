@@ -21,9 +21,16 @@ import msgspec
 from tandem.config.cgroup import read_cgroup_limits
 from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.grammar.answers import send_answer
-from tandem.engine.grammar.backend import compiled_by, complaint, grammar_compiler, warned
+from tandem.engine.grammar.backend import (
+    compiled_by,
+    complaint_of_schema,
+    grammar_compiler,
+    heard,
+    schemas_of,
+)
 from tandem.engine.grammar.compiled import CompiledGrammar
 from tandem.engine.grammar.jobs import DONE, REFUSED, Jobs
+from tandem.engine.grammar.places import placed
 from tandem.engine.grammar.probe import probe
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
@@ -35,8 +42,6 @@ MOST_THREADS = 8  # of a job
 MEMORY_BYTES = 1 << 30  # of a job, beyond what the process has when it is forked
 MOST_RESULT_BYTES = 64 << 20
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-_MOST_SAID = 64 << 10
 
 
 def serve(ours: socket.socket) -> None:
@@ -72,13 +77,10 @@ def threads_on(cpus: int, quota: float | None) -> int:
 def _result(compiler: Any, vocabulary: Vocabulary, grammar: Grammar) -> bytes:
     said = os.memfd_create("said")
     os.dup2(said, 2)
-    try:
-        compiled = compiled_by(compiler, grammar)
-    except Exception as error:
-        return REFUSED + complaint(error).encode(errors="replace")
-    ignored = warned(os.pread(said, _MOST_SAID, 0).decode(errors="replace"))
-    if ignored is not None and not grammar.lenient:
-        return REFUSED + ignored.encode()
+    compiled, wrong = heard(lambda: compiled_by(compiler, grammar), said)
+    if wrong is not None and (compiled is None or not grammar.lenient):
+        where = placed(wrong, schemas_of(grammar), lambda schema: complaint_of_schema(schema, said))
+        return REFUSED + where.encode(errors="replace")
     try:
         probe(CompiledGrammar.of(compiled, vocabulary, vocabulary.spelt_in(grammar.text)))
     except RequestError as error:

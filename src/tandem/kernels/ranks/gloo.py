@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from tandem.errors import RankLost
+
 JOIN_SECONDS = 600.0  # ranks load at different speeds; one that ends is noticed at once
 
 
 class GlooGroup:
-    """`Group`. A rank that ends makes the others' next call raise RuntimeError."""
+    """`Group`. A rank that ends makes the others' next call raise RankLost."""
 
     def __init__(self, rank: int, ranks: int, file: str) -> None:
         """file: a new one in a private folder, the same on all ranks, where they find each other."""
@@ -41,8 +43,16 @@ class GlooGroup:
         return torch.cat(self._all(padded), dim=1)[:, :whole]
 
     def _all(self, own: Tensor) -> list[Tensor]:
-        """Every rank's, in their order."""
+        """Every rank's, in their order. Raises RankLost."""
         own = own.contiguous()
         found = [torch.empty_like(own) for _ in range(self._ranks)]
-        self._group.allgather([found], [own]).wait()
+        try:
+            self._group.allgather([found], [own]).wait()
+        except RuntimeError as error:
+            raise RankLost(f"another rank has ended, or does not answer ({_last_part(str(error))})") from error
         return found
+
+
+def _last_part(said: str) -> str:
+    """Without the place in gloo's source, and the addresses."""
+    return said.splitlines()[0].rpartition("] ")[2][:100] if said else "gloo does not say why"

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from tandem.errors import RequestError
+from tandem.server.anthropic.blocks import BETWEEN, Placed, text_of
 from tandem.server.anthropic.schema import Block, CountRequest, MessageBody, ToolBody
-from tandem.server.chat.conversation import (
-    IMAGES,
-    UNSEEN,
-    Conversation,
-    Message,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    is_begun,
-)
+from tandem.server.chat.attachments import newest_turn
+from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, ToolChoice, is_begun
 from tandem.server.errors import ApiError
 
-_BETWEEN = "\n\n"  # blocks and turns that become one text
 _BILLING = "x-anthropic-billing-header:"  # what a system block of Claude Code's begins with that no model is to read
+# Anthropic runs these itself. Agents name them to every model, and the model need not use them: it is not told of them.
+_LEFT_OUT = ("web_search_", "web_fetch_", "tool_search_")
+_OTHERS = ("server_tool_use", "mcp_tool_use")  # calls that another server ran
 
-Placed = tuple[str, Block]  # where it stands in the body
 
-
-def conversation_of(body: CountRequest) -> Conversation:
-    """Raises RequestError, ApiError 400."""
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ()))
+def conversation_of(body: CountRequest, unread: list[str]) -> Conversation:
+    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
+    served = [(i, tool) for i, tool in enumerate(body.tools or ()) if not _is_left_out(tool)]
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in served)
     system = _system(body)
-    messages = [*system, *_turns(body.messages)]
+    messages = [*system, *_turns(body.messages, unread)]
     if all(message.role == "system" for message in messages):
         raise RequestError("messages: all content is empty", "messages")
     choice, thinking, output = body.tool_choice, body.thinking, body.output_config
@@ -57,10 +51,20 @@ def _system(body: CountRequest) -> list[Message]:
         return []
     if isinstance(body.system, str):
         return [Message("system", body.system)]
-    blocks = [(f"system[{i}]", block) for i, block in enumerate(body.system)]
+    blocks = [Placed(f"system[{i}]", block) for i, block in enumerate(body.system)]
     # It differs from one conversation to the next, at the very beginning: no prompt would be found in the prefix cache.
-    said = [placed for placed in blocks if not (placed[1].text or "").startswith(_BILLING)]
-    return [Message("system", _text(said))] if said else []
+    said = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
+    return [Message("system", text_of(said))] if said else []
+
+
+def left_out(body: CountRequest) -> list[str]:
+    """Names of the tools that the model is not told of."""
+    return [f"tools[{i}]" for i, tool in enumerate(body.tools or ()) if _is_left_out(tool)]
+
+
+def _is_left_out(tool: ToolBody) -> bool:
+    """Each has versions: "web_search_20250305"."""
+    return (tool.type or "").startswith(_LEFT_OUT)
 
 
 def _tool(tool: ToolBody, where: str) -> Tool:
@@ -69,7 +73,7 @@ def _tool(tool: ToolBody, where: str) -> Tool:
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is missing", f"{where}.input_schema")
-    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), f"{where}.input_schema")
 
 
 def _tool_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
@@ -93,38 +97,46 @@ def _tool_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
 # --- turns
 
 
-def _turns(bodies: Iterable[MessageBody]) -> Iterator[Message]:
+def _turns(bodies: Sequence[MessageBody], unread: list[str]) -> Iterator[Message]:
     """Consecutive turns of one role are one turn."""
+    newest = newest_turn([_role(body) for body in bodies])
     numbered = enumerate(bodies)
     for role, several in groupby(numbered, key=lambda each: each[1].role):
-        blocks = [placed for i, body in several for placed in _blocks(body, f"messages[{i}]")]
+        placed = [_blocks(body, f"messages[{i}]", None if i == newest else unread) for i, body in several]
+        blocks = [block for each in placed for block in each]
         if role == "system":
-            yield Message("system", _text(blocks))
+            yield Message("system", text_of(blocks))
         else:
-            yield from _assistant(blocks) if role == "assistant" else _user(blocks)
+            yield from _assistant(blocks) if role == "assistant" else _user(blocks, unread)
 
 
-def _blocks(body: MessageBody, where: str) -> list[Placed]:
+def _role(body: MessageBody) -> str:
+    """A user's turn with results is the tools'."""
+    results = isinstance(body.content, list) and any(block.type == "tool_result" for block in body.content)
+    return "tool" if results else body.role
+
+
+def _blocks(body: MessageBody, where: str, unread: list[str] | None) -> list[Placed]:
     if isinstance(body.content, str):
-        return [(f"{where}.content", Block("text", body.content))]
-    return [(f"{where}.content[{i}]", block) for i, block in enumerate(body.content)]
+        return [Placed(f"{where}.content", Block("text", body.content))]
+    return [Placed(f"{where}.content[{i}]", block, unread) for i, block in enumerate(body.content)]
 
 
-def _user(blocks: list[Placed]) -> Iterator[Message]:
+def _user(blocks: list[Placed], unread: list[str]) -> Iterator[Message]:
     """Results of tools are messages of their own."""
-    for is_result, group in groupby(blocks, key=lambda placed: placed[1].type == "tool_result"):
+    for is_result, group in groupby(blocks, key=lambda placed: placed.block.type == "tool_result"):
         if is_result:
-            yield from (_result(where, block) for where, block in group)
+            yield from (_result(placed.where, placed.block, unread) for placed in group)
         else:
-            yield Message("user", _text(list(group)))
+            yield Message("user", text_of(group))
 
 
-def _result(where: str, block: Block) -> Message:
+def _result(where: str, block: Block, unread: list[str]) -> Message:
     if block.tool_use_id is None:
         raise RequestError(f"{where}.tool_use_id is missing; say whose result this is", f"{where}.tool_use_id")
     if isinstance(block.content, list):
-        parts = [Block("text", UNSEEN) if part.type in IMAGES else part for part in block.content]
-        text = _text([(f"{where}.content[{i}]", part) for i, part in enumerate(parts)])
+        parts = enumerate(block.content)
+        text = text_of(Placed(f"{where}.content[{i}]", part, unread) for i, part in parts)
     else:
         text = block.content or ""
     if block.is_error and not text.lower().startswith("error"):
@@ -133,20 +145,23 @@ def _result(where: str, block: Block) -> Message:
 
 
 def _assistant(blocks: list[Placed]) -> Iterator[Message]:
-    """Redacted thinking is another server's and tells this model nothing."""
+    """Redacted thinking is another server's and tells this model nothing, and so is what that server ran itself."""
     texts, calls, thoughts = list[Placed](), list[ToolCall](), list[str]()
-    for where, block in blocks:
+    for placed in blocks:
+        block = placed.block
         match block.type:
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "tool_use":
-                calls.append(_call(where, block))
+                calls.append(_call(placed.where, block))
             case "redacted_thinking":
                 pass
+            case kind if kind in _OTHERS or kind.endswith("_tool_result"):
+                pass
             case _:
-                texts.append((where, block))
-    reasoning = _BETWEEN.join(filter(None, thoughts)) or None
-    yield Message("assistant", _text(texts), reasoning=reasoning, tool_calls=tuple(calls))
+                texts.append(placed)
+    reasoning = BETWEEN.join(filter(None, thoughts)) or None
+    yield Message("assistant", text_of(texts), reasoning=reasoning, tool_calls=tuple(calls))
 
 
 def _call(where: str, block: Block) -> ToolCall:
@@ -154,14 +169,3 @@ def _call(where: str, block: Block) -> ToolCall:
         if not getattr(block, name):
             raise RequestError(f"{where}.{name} is missing", f"{where}.{name}")
     return ToolCall(block.id or "", block.name or "", block.input or {})
-
-
-def _text(blocks: Sequence[Placed]) -> str:
-    """Raises ApiError 400 for what is no text."""
-    for where, block in blocks:
-        if block.type != "text":
-            text = f"{where}.type: only text is served here, not {block.type[:40]!r}"
-            raise ApiError(400, text, param=f"{where}.type", code="not_available")
-        if block.text is None:
-            raise RequestError(f"{where}.text is missing", f"{where}.text")
-    return _BETWEEN.join(block.text for _, block in blocks if block.text)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.server.anthropic.request import conversation_of
+from tandem.server.anthropic.request import conversation_of, left_out
 from tandem.server.anthropic.schema import CountRequest, Message, MessagesRequest, TokenCountBody
 from tandem.server.anthropic.writer import MessageWriter
 from tandem.server.body import answers, body_schema, json_response, read_fields
@@ -49,7 +49,7 @@ def routes(state: ServerState) -> APIRouter:
         state.check_up()
         with named(_NAMES):
             prepared = await prepare_wishes(
-                state.chat, conversation_of(body), SamplingParams(), _WISHES, ignored
+                state.chat, conversation_of(body, ignored), SamplingParams(), _WISHES, ignored
             )
         count = TokenCountBody(len(prepared.prompt_ids))
         return name_ignored(json_response(count), ignored)
@@ -63,23 +63,25 @@ async def _messages(state: ServerState, http: Request) -> Response:
     message_id = new_id("msg")
     with named(_NAMES | {"grammar": "tools" if _format(body) is None else "output_config.format"}):
         prepared = await prepare_wishes(
-            state.chat, conversation_of(body), _sampling(state, body), _WISHES, ignored
+            state.chat, conversation_of(body, ignored), _sampling(state, body), _WISHES, ignored
         )
         sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
         clipped = sampling is not prepared.sampling
         request = GenerateRequest(id=message_id, prompt_ids=prepared.prompt_ids, sampling=sampling)
         shown = body.thinking is None or body.thinking.display != "omitted"
         writer = MessageWriter(
-            message_id, state.model_name, prepared.new_parser(), clipped=clipped, show_thinking=shown
-        )
+            message_id, state.model_name, prepared.new_parser(), len(prepared.prompt_ids), clipped=clipped,
+            show_thinking=shown,
+        )  # fmt: skip
         response = await Generation(state, http, [request]).answer(writer, body.stream)
     response.headers["request-id"] = message_id
     return name_ignored(response, ignored)
 
 
 async def _read(http: Request, kind: type[T]) -> tuple[T, list[str]]:
-    """The body, and the names of fields that nobody knows."""
-    return read_fields_as(await read_fields(http), kind)
+    """The body, and the names of what the model is not told of."""
+    body, ignored = read_fields_as(await read_fields(http), kind)
+    return body, [*ignored, *left_out(body)]
 
 
 def _format(body: CountRequest) -> ResponseFormat | None:

@@ -15,7 +15,8 @@ from tandem.server.openai_schema import Int64
 class Block(msgspec.Struct, frozen=True):
     """A content block of any type. Which fields belong to which type, `request.py` knows.
 
-    `cache_control` changes nothing: prefixes are always cached. `citations` are those of answers.
+    `source`, `title` and `context` are a document's or a search result's, `tool_name` a reference's. `cache_control`
+    changes nothing: prefixes are always cached. `citations` are those of answers.
     """
 
     type: str
@@ -30,6 +31,10 @@ class Block(msgspec.Struct, frozen=True):
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
+    source: Any = None
+    title: str | None = None
+    context: str | None = None
+    tool_name: str | None = None
     cache_control: Any = None
     citations: Any = None
 

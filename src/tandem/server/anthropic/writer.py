@@ -29,10 +29,12 @@ _PING: Event = {"type": "ping"}
 
 class MessageWriter:
     def __init__(
-        self, message_id: str, model: str, parser: AnswerParser, *, clipped: bool, show_thinking: bool
-    ) -> None:
+        self, message_id: str, model: str, parser: AnswerParser, prompt_tokens: int, *, clipped: bool,
+        show_thinking: bool,
+    ) -> None:  # fmt: skip
         """clipped: the context ends before `max_tokens`."""
         self._id, self._model, self._clipped = message_id, model, clipped
+        self._prompt_tokens = prompt_tokens
         self._answer = OneAnswer(parser)
         self._blocks = _Blocks(show_thinking)
         self._begun = False
@@ -54,8 +56,7 @@ class MessageWriter:
         events = self.take(outputs)
         now = time.monotonic()
         if not self._begun:
-            self._begun = True
-            events = [self._start(), _PING, *events]
+            events = [*self._begin(), *events]
         elif not events and now - self._sent_at > PING_SECONDS:
             events = [_PING]
         if events:
@@ -75,11 +76,13 @@ class MessageWriter:
         return frame(error_body(error), "error")
 
     def waiting(self) -> bytes:
-        return _frame(_PING)
+        """A stream begins with its message, also where the prompt takes long."""
+        return b"".join(map(_frame, [_PING] if self._begun else self._begin()))
 
-    def _start(self) -> Event:
+    def _begin(self) -> list[Event]:
+        self._begun = True
         empty = Message(self._id, self._model, [], None, None, self._usage())
-        return {"type": "message_start", "message": msgspec.to_builtins(empty)}
+        return [{"type": "message_start", "message": msgspec.to_builtins(empty)}, _PING]
 
     def _stop_sequence(self) -> str | None:
         match = self._answer.stop_match
@@ -96,7 +99,7 @@ class MessageWriter:
 
     def _usage(self) -> Usage:
         answer = self._answer
-        fresh = answer.prompt_tokens - answer.cached_tokens
+        fresh = (answer.prompt_tokens or self._prompt_tokens) - answer.cached_tokens
         details = OutputDetails(answer.reasoning_tokens)
         return Usage(fresh, answer.completion_tokens, answer.cached_tokens, details)
 

@@ -5,15 +5,13 @@ Dialects check their own fields and name them in their errors; here everything i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant", "tool"]
+from tandem.errors import RequestError
 
-# Of parts of a tool's result: an agent that read a picture sends it again with every later request, so a refusal would
-# end its work for good. What a user shows is refused.
-IMAGES = ("image", "image_url", "input_image")
-UNSEEN = "[an image, which this model cannot see]"
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. Texts only: a dialect joins text parts and refuses others.
+    """One turn. Texts only: a dialect joins text parts; what becomes of others, `attachments.py` says.
 
     `reasoning` and `tool_calls` belong to assistants, `tool_call_id` to tools. A tool's `name` may be left out where
     `tool_call_id` names a call of the conversation.
@@ -46,14 +44,31 @@ def is_begun(last: Message) -> bool:
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
+def waiting_call(result: Message, calls: Sequence[ToolCall]) -> ToolCall | None:
+    """The call that a tool's result answers: that of its id, else the first of its name, or of any. calls: those that
+    wait for a result."""
+    same = [call for call in calls if call.id == result.tool_call_id]
+    return next(iter(same or [call for call in calls if result.name in (None, call.name)]), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters`: JSON schema of an object. `strict`: calls must fit it."""
+    """A function that the model may call. `parameters`: JSON schema of an object. `strict`: calls must fit it.
+    `where`: the parameters stand in the client's body."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    where: str = "tools"
+
+
+def allowed_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:
+    """Those that a request's tool_choice allows: the model is told of no others. Raises RequestError."""
+    for name in names:
+        if name not in {tool.name for tool in tools}:
+            raise RequestError(f"tool_choice names {name[:100]!r}, which is not among tools", "tool_choice")
+    return tuple(tool for tool in tools if tool.name in names)
 
 
 @dataclass(frozen=True, slots=True)

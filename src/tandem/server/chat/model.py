@@ -24,6 +24,7 @@ from tandem.server.chat.formats.tool_format import (
     detect_tool_format,
     tool_format,
 )
+from tandem.server.chat.held_tools import held_tools
 from tandem.server.chat.history import earlier_calls
 from tandem.server.chat.rendering import PromptRenderer, Speaking, TemplateTokenizer
 from tandem.server.chat.template_fit import Render, TemplateFit, fit_template
@@ -44,11 +45,13 @@ class ChatTokenizer(TemplateTokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """What to submit, and how to read each of the answers: every answer needs its own parser."""
+    """What to submit, and how to read each of the answers: every answer needs its own parser. `unheld`: places of what
+    strict tools say and calls cannot be held to."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
     rules: AnswerRules
+    unheld: tuple[str, ...] = ()
 
     def new_parser(self) -> AnswerParser:
         return self.rules.new_parser()
@@ -82,9 +85,10 @@ class ChatModel:
         prompt = await self._renderer.render(conversation)
         begun = begun_answer(prompt, conversation, self._speaking)
         rules = self._rules(conversation, prompt, begun)
-        sampling = self._sampling(conversation, rules, begun, sampling)
+        held, unheld = held_tools(conversation)
+        sampling = self._sampling(held, rules, begun, sampling)
         [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)
-        return PreparedChat(ids, sampling, rules)
+        return PreparedChat(ids, sampling, rules, unheld)
 
     def _rules(self, conversation: Conversation, prompt: Prompt, begun: BegunAnswer) -> AnswerRules:
         reasoning = self._speaking.reasoning_format if conversation.separate_reasoning else None

@@ -18,10 +18,12 @@ async def prepare_wishes(
     chat: ChatModel, conversation: Conversation, sampling: SamplingParams, wishes: Wishes, ignored: list[str]
 ) -> PreparedChat:
     """As `ChatModel.prepare`. Wishes that the model's chat template has no switch for are left out, and added to
-    `ignored` as the client calls them."""
+    `ignored` as the client calls them, with what strict tools cannot be held to."""
     while True:
         try:
-            return await chat.prepare(conversation, sampling)
+            prepared = await chat.prepare(conversation, sampling)
+            ignored += prepared.unheld
+            return prepared
         except RequestError as error:
             field, shown = wishes.get(error.param or "", ("", ""))
             if not field or getattr(conversation, field) is None:

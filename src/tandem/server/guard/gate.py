@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Iterator
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -39,7 +40,7 @@ class Gate:
         self._state = state
         self._origins = Origins(state.config)
         key = state.config.api_key
-        self._expected = None if key is None else b"Bearer " + key.encode()
+        self._expected = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,8 +80,7 @@ class Gate:
             return error
         if self._expected is None or is_public(scope):
             return None
-        given = (b"Bearer " + value if name == b"x-api-key" else value for name, value in _keys(scope))
-        right = [hmac.compare_digest(key, self._expected) for key in given]
+        right = [hmac.compare_digest(key, self._expected) for key in _keys(scope)]
         return None if any(right) else _unauthorized()
 
     def _counting(self, send: Send) -> Send:
@@ -106,9 +106,14 @@ def _tolerant(scope: Scope, send: Send) -> tuple[Scope, Send]:
     return {**scope, "path": path, "method": "GET"}, without_body
 
 
-def _keys(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """OpenAI's header and Anthropic's."""
-    return [header for header in scope["headers"] if header[0] in (b"authorization", b"x-api-key")]
+def _keys(scope: Scope) -> Iterator[bytes]:
+    """Of OpenAI's header and Anthropic's. The letter case of `Bearer` does not matter (RFC 9110, 11.1)."""
+    for name, value in scope["headers"]:
+        scheme, _, token = value.partition(b" ")
+        if name == b"x-api-key":
+            yield value
+        elif name == b"authorization" and scheme.lower() == b"bearer":
+            yield token.strip(b" ")
 
 
 def _unauthorized() -> ApiError:

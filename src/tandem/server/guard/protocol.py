@@ -9,13 +9,13 @@ import asyncio
 import logging
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tandem.server.errors import ApiError, form_of
+from tandem.server.guard.answering import AnsweringProtocol
 from tandem.server.limits import (
     BODY_SECONDS,
     HEAD_SECONDS,
-    LINGER_SECONDS,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
@@ -25,8 +25,10 @@ from tandem.server.limits import (
 
 log = logging.getLogger("tandem.server")
 
+_PIECE_BYTES = 16 << 10  # fed to the parser at once: so much more than their limit headers may have
 
-class GuardedProtocol(HttpToolsProtocol):
+
+class GuardedProtocol(AnsweringProtocol):
     """One connection. What it refuses never reaches the application, so the key does not matter."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -40,7 +42,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # of header lines
         self._head_fed = 0  # of all that came before a head was complete
         self._untold = 0  # since the parser last said what it had read
-        self._told = False
+        self._told = self._begun = False  # by the parser, of what it was fed last: something, a request
 
     # --- asyncio
 
@@ -59,14 +61,19 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self.transport.is_closing():
-            return
         if self._sending is None and (self.cycle is None or self.cycle.response_complete):
             self._expect(HEAD_SECONDS)
-        self._told = False
-        super().data_received(data)
-        self._untold = 0 if self._told else self._untold + len(data)
-        self._head_fed = self._head_fed + len(data) if self._in_head else 0
+        for begin in range(0, len(data), _PIECE_BYTES):
+            if self._refused or self.transport.is_closing():
+                return
+            self._feed(data[begin : begin + _PIECE_BYTES])
+
+    def _feed(self, piece: bytes) -> None:
+        """A head is counted from the piece behind the one that it begins in: nobody knows where."""
+        self._told = self._begun = False
+        super().data_received(piece)
+        self._untold = 0 if self._told else self._untold + len(piece)
+        self._head_fed = self._head_fed + len(piece) if self._in_head and not self._begun else 0
         if max(self._untold, self._head_fed) > MAX_URL_BYTES + MAX_HEAD_BYTES:
             self._refuse(_headers_too_large())
 
@@ -82,7 +89,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- the parser
 
     def on_message_begin(self) -> None:
-        self._used = self._told = self._in_head = True
+        self._used = self._told = self._in_head = self._begun = True
         self._head_bytes = 0
         super().on_message_begin()
 
@@ -151,22 +158,25 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or _refusal(400, "this is not HTTP", "invalid_http"))
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answers where that is still possible, and closes; not at once: a client that still sends would not see it."""
+        """Answers where that is still possible: behind the answers to requests that came before."""
         self._expect(None)
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()  # in the midst of another answer
-            return
-        url: bytes = getattr(self, "url", b"")  # as much of it as has come
-        body = form_of(self.config.app, url.decode("latin-1"))(refusal)
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
-            body
-        )
-        self.transport.write(STATUS_LINE[refusal.status] + head + body)
-        self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        newest = self.cycle
+        unfinished = newest is not None and newest.more_body and not newest.response_complete
+        wrong = newest if unfinished else None  # what has come of its body is
+        if wrong is not None and wrong.response_started:
+            self.transport.abort()
+        else:
+            self.end_with(_written(self.config.app, getattr(self, "url", b""), refusal), wrong)
+
+
+def _written(app: Any, url: bytes, refusal: ApiError) -> bytes:
+    """url: as much of it as has come."""
+    body = form_of(app, url.decode("latin-1"))(refusal)
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    return STATUS_LINE[refusal.status] + head % len(body) + body
 
 
 def _refusal(status: int, message: str, code: str) -> ApiError:

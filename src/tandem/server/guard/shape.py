@@ -19,10 +19,11 @@ def says_nothing(value: Any) -> bool:
 @dataclass(eq=False, slots=True)
 class Shape:
     """`fields`: of an object whose names are fixed; None: none is expected, or one with any names. `items`: of a list.
-    A type may refer to itself."""
+    `defaulted`: names of fields with a default that is no null. A type may refer to itself."""
 
     fields: dict[str, Shape] | None = None
     items: Shape | None = None
+    defaulted: frozenset[str] = frozenset()
 
     @property
     def has_fields(self) -> bool:
@@ -42,6 +43,18 @@ class Shape:
                 elif not says_nothing(inner):
                     found.setdefault(f"{path}.{name}", inner)
 
+    def without_nulls(self, value: Any) -> Any:
+        """The same where a null of such a field is left out: that is what clients mean by it."""
+        if isinstance(value, list) and self.items is not None:
+            return [self.items.without_nulls(item) for item in value]
+        if not isinstance(value, dict) or self.fields is None:
+            return value
+        return {
+            name: self.fields[name].without_nulls(inner) if name in self.fields else inner
+            for name, inner in value.items()
+            if inner is not None or name not in self.defaulted
+        }
+
 
 def shape_of(kind: Any) -> Shape:
     return _shape(inspect.type_info(kind), {})
@@ -49,9 +62,10 @@ def shape_of(kind: Any) -> Shape:
 
 def _shape(info: inspect.Type, structs: dict[type, Shape]) -> Shape:
     shape = Shape()
-    for part in _parts(info):
+    for part in parts(info):
         if isinstance(part, inspect.StructType):
-            shape.fields = _of_struct(part, structs).fields
+            struct = _of_struct(part, structs)
+            shape.fields, shape.defaulted = struct.fields, struct.defaulted
         elif isinstance(part, inspect.ListType):
             shape.items = _shape(part.item_type, structs)
     return shape
@@ -59,19 +73,26 @@ def _shape(info: inspect.Type, structs: dict[type, Shape]) -> Shape:
 
 def _of_struct(info: inspect.StructType, structs: dict[type, Shape]) -> Shape:
     if info.cls not in structs:
-        structs[info.cls] = shape = Shape(fields={})
+        defaulted = frozenset(one.encode_name for one in info.fields if is_defaulted(one))
+        structs[info.cls] = shape = Shape(fields={}, defaulted=defaulted)
         assert shape.fields is not None
         for one in info.fields:
             shape.fields[one.encode_name] = _shape(one.type, structs)
     return structs[info.cls]
 
 
-def _parts(info: inspect.Type) -> Iterator[inspect.Type]:
+def is_defaulted(field: inspect.Field) -> bool:
+    """It may be left out, and is never null."""
+    takes_null = any(isinstance(part, inspect.NoneType | inspect.AnyType) for part in parts(field.type))
+    return not field.required and not takes_null
+
+
+def parts(info: inspect.Type) -> Iterator[inspect.Type]:
     if isinstance(info, inspect.UnionType):
         for part in info.types:
-            yield from _parts(part)
+            yield from parts(part)
     elif isinstance(info, inspect.Metadata):
-        yield from _parts(info.type)
+        yield from parts(info.type)
     else:
         yield info
 

@@ -1,12 +1,15 @@
-"""What the OpenAPI document says beyond the types of fields: how sampling parameters are bounded."""
+"""What the OpenAPI document says beyond the types of fields: how sampling parameters are bounded, what may be null."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from msgspec import inspect
+
 from tandem.engine.limits import RANGES
+from tandem.server.guard.shape import is_defaulted, parts
 
 # Fields by the names that dialects have for them.
 _ALIASES = {
@@ -41,3 +44,31 @@ def _keywords(lowest: float, highest: float, inclusive: bool, number: dict[str, 
     most = min(highest, number.get("maximum", math.inf))
     found: dict[str, Any] = {"minimum" if inclusive else "exclusiveMinimum": least}
     return found if most == math.inf else found | {"maximum": most}
+
+
+def document_nulls(schemas: dict[str, Any], names: Mapping[type, str]) -> None:
+    """A null is as if a field were left out (`Shape.without_nulls`). names: the schemas' of all structs in requests."""
+    for struct, name in names.items():
+        for field in inspect.multi_type_info([struct])[0].fields:  # type: ignore[attr-defined]
+            if is_defaulted(field):
+                fields = schemas[name]["properties"]
+                told = fields[field.encode_name]
+                default = {"default": told.pop("default")} if "default" in told else {}
+                fields[field.encode_name] = {"anyOf": [told, {"type": "null"}]} | default
+
+
+def structs_in(bodies: Iterable[type]) -> list[type]:
+    """Of requests, at any depth."""
+    found: dict[type, None] = {}
+    waiting = list(inspect.multi_type_info(bodies))
+    while waiting:
+        info = waiting.pop()
+        if isinstance(info, inspect.StructType):
+            if info.cls not in found:
+                found[info.cls] = None
+                waiting += [field.type for field in info.fields]
+        elif isinstance(info, inspect.ListType):
+            waiting.append(info.item_type)
+        else:
+            waiting += [part for part in parts(info) if part is not info]
+    return list(found)

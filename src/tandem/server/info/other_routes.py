@@ -11,9 +11,10 @@ _OTHERS = {
     "/completion": "/v1/completions is here",
     "/infill": "write the model's own markers for filling in, and use /v1/completions",
     "/apply-template": "/tokenize takes messages, too",
-    "/props": "/get_server_info is here",
     "/slots": "/get_server_info is here",
     "/lora-adapters": "adapters are not served",
+    # OpenAI's
+    "/responses/compact": "write a summary yourself, and send it as the input of /v1/responses",
     # Ollama's
     **dict.fromkeys(
         ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push"),
@@ -28,14 +29,19 @@ _OTHERS = {
 }  # fmt: skip
 
 
+def is_known(path: str) -> bool:
+    """Whether another server's route has this path."""
+    return path.rstrip("/").removeprefix("/v1") in _OTHERS
+
+
 def hint(path: str, is_route: Callable[[str], bool]) -> str:
     """path: that is no route. is_route: whether another is."""
     path = path.rstrip("/")
     without = path.removeprefix("/v1")
     found = _OTHERS.get(without)
-    if found == _ONLY_TEXT:  # also where there is a route that says so
+    if found is not None:  # also where there is a route that says so, or one that takes any name
         return f"no such route: {found}"
     for other in (f"/v1{path}", without):
         if other != path and is_route(other):
             return f"no such route; {other} is here"
-    return f"no such route: {found}" if found else "no such route; /docs lists them"
+    return "no such route; /docs lists them"

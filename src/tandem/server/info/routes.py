@@ -58,7 +58,7 @@ def _add_token_routes(router: APIRouter, state: ServerState) -> None:
     async def tokenize(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), TokenizeBody)
         state.check_up()
-        return name_ignored(json_response(await _tokens(state, body)), ignored)
+        return name_ignored(json_response(await _tokens(state, body, ignored)), ignored)
 
     @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody) | answers(Text))
     async def detokenize(http: Request) -> Response:
@@ -70,7 +70,7 @@ def _add_token_routes(router: APIRouter, state: ServerState) -> None:
         return name_ignored(json_response(Text(text, text)), ignored)
 
 
-async def _tokens(state: ServerState, body: TokenizeBody) -> Tokens:
+async def _tokens(state: ServerState, body: TokenizeBody, ignored: list[str]) -> Tokens:
     most = state.engine.plan.context_length
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either prompt or messages", "prompt")
@@ -80,12 +80,12 @@ async def _tokens(state: ServerState, body: TokenizeBody) -> Tokens:
     if body.prompt is not None:
         ids = await state.encode(body.prompt, body.add_special_tokens is not False)
     else:
-        ids = await _chat_tokens(state, body)
+        ids = await _chat_tokens(state, body, ignored)
     texts = await state.prompts.texts_of(ids) if body.return_token_strs else None
     return Tokens(len(ids), most, [*ids], texts)
 
 
-async def _chat_tokens(state: ServerState, body: TokenizeBody) -> list[int]:
+async def _chat_tokens(state: ServerState, body: TokenizeBody, ignored: list[str]) -> list[int]:
     """The prompt that /v1/chat/completions would make."""
     chat = ChatRequest(
         messages=body.messages or [],
@@ -95,7 +95,7 @@ async def _chat_tokens(state: ServerState, body: TokenizeBody) -> list[int]:
         continue_final_message=body.continue_final_message,
     )
     with named({"prompt": "messages"}):
-        return (await state.chat.prepare(conversation_of(chat), SamplingParams())).prompt_ids
+        return (await state.chat.prepare(conversation_of(chat, ignored), SamplingParams())).prompt_ids
 
 
 def _load(state: ServerState) -> Load:

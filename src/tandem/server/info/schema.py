@@ -68,3 +68,41 @@ class Loads(msgspec.Struct, frozen=True):
     version: str
     dp_rank_count: int
     loads: list[Load]
+
+
+class Modalities(msgspec.Struct, frozen=True):
+    """Text is all that is read here."""
+
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, frozen=True):
+    """llama.cpp's. `default_generation_settings`: `n_ctx` and what the model's own sampling defaults say."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: Modalities
+    build_info: str
+
+
+class LmStudioModel(msgspec.Struct, frozen=True):
+    id: str
+    arch: str
+    compatibility_type: str
+    quantization: str
+    max_context_length: int
+    loaded_context_length: int
+    object: str = "model"
+    type: str = "llm"
+    publisher: str = "tandem"
+    state: str = "loaded"
+    capabilities: tuple[str, ...] = ("tool_use",)
+
+
+class LmStudioModels(msgspec.Struct, frozen=True):
+    data: list[LmStudioModel]
+    object: str = "list"

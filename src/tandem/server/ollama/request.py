@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+import msgspec
 
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
-from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, is_begun
-from tandem.server.errors import ApiError
+from tandem.server.chat.attachments import Attachment, joined, newest_turn
+from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, is_begun, waiting_call
 from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
 from tandem.server.openai_schema import SamplingBody
 
+_IMAGE = Attachment("image", field="")
 
-def chat_of(body: ChatBody) -> Conversation:
-    """Raises RequestError, ApiError 400."""
+
+def chat_of(body: ChatBody, unread: list[str]) -> Conversation:
+    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
     tools = tuple(
-        Tool(t.function.name, t.function.description, t.function.parameters, bool(t.function.strict))
-        for t in body.tools or ()
+        Tool(
+            t.function.name, t.function.description, t.function.parameters, bool(t.function.strict),
+            f"tools[{i}].function.parameters",
+        )
+        for i, t in enumerate(body.tools or ())
     )
-    messages = _messages(body.messages)
+    messages = _messages(body.messages, unread)
     begun = bool(messages) and is_begun(messages[-1])
     return Conversation(messages=messages, tools=tools, continue_final_message=begun, **_thinking(body))
 
 
 def generation_of(body: GenerateBody) -> Conversation:
     """Raises ApiError 400."""
-    if body.images:
-        raise _no_images("images")
+    for i in range(len(body.images or ())):
+        _IMAGE.shown(f"images[{i}]", None)
     system = [Message("system", body.system)] if body.system else []
     return Conversation(messages=(*system, Message("user", body.prompt)), **_thinking(body))
 
@@ -65,13 +73,13 @@ def _thinking(body: CommonBody) -> dict[str, Any]:
     return {"thinking": body.think}
 
 
-def _messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
+def _messages(bodies: list[MessageBody], unread: list[str]) -> tuple[Message, ...]:
     """Results of tools name no call, only the tool: they answer the calls before them in order."""
     messages: list[Message] = []
     waiting: list[ToolCall] = []
+    newest = newest_turn([body.role for body in bodies])
     for i, body in enumerate(bodies):
-        if body.images:
-            raise _no_images(f"messages[{i}].images")
+        body = _with_notes(body, f"messages[{i}]", None if i == newest else unread)
         if body.role == "tool":
             messages.append(_result(body, waiting))
             continue
@@ -91,14 +99,18 @@ def _calls(body: MessageBody, prefix: str) -> tuple[ToolCall, ...]:
 
 
 def _result(body: MessageBody, waiting: list[ToolCall]) -> Message:
-    same = [call for call in waiting if body.tool_call_id == call.id]
-    same = same or [call for call in waiting if body.tool_name in (None, call.name)]
-    call_id = body.tool_call_id
-    if same:
-        waiting.remove(same[0])
-        call_id = same[0].id
-    return Message("tool", body.content or "", name=body.tool_name, tool_call_id=call_id)
+    result = Message("tool", body.content or "", name=body.tool_name, tool_call_id=body.tool_call_id)
+    call = waiting_call(result, waiting)
+    if call is None:
+        return result
+    waiting.remove(call)
+    return dataclasses.replace(result, tool_call_id=call.id)
 
 
-def _no_images(where: str) -> ApiError:
-    return ApiError(400, f"{where}: only text is served", param=where, code="not_available")
+def _with_notes(body: MessageBody, where: str, unread: list[str] | None) -> MessageBody:
+    """Images stand beside the text here. Raises ApiError 400 where unread is None."""
+    notes = [_IMAGE.shown(f"{where}.images[{i}]", unread) for i in range(len(body.images or ()))]
+    if not notes:
+        return body
+    parts = [(body.content or "", False), *((note, True) for note in notes)]
+    return msgspec.structs.replace(body, content=joined(parts))

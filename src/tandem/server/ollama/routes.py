@@ -16,6 +16,7 @@ from tandem.server.chat.model import PreparedChat
 from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
+from tandem.server.info.model_files import weight_format
 from tandem.server.ollama.request import chat_of, generation_of, sampling_body
 from tandem.server.ollama.schema import (
     ChatBody,
@@ -51,7 +52,7 @@ def routes(state: ServerState) -> APIRouter:
     @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
     async def chat(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), ChatBody, Options)
-        return name_ignored(await _chat(state, http, body), _with_keep_alive(body, ignored))
+        return name_ignored(await _chat(state, http, body, ignored), _with_keep_alive(body, ignored))
 
     @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
     async def generate(http: Request) -> Response:
@@ -82,13 +83,14 @@ def routes(state: ServerState) -> APIRouter:
     return router
 
 
-async def _chat(state: ServerState, http: Request, body: ChatBody) -> Response:
+async def _chat(state: ServerState, http: Request, body: ChatBody, ignored: list[str]) -> Response:
     """Without messages a client asks for the model to be loaded."""
     state.admit()
     if not body.messages:
         return _loaded(state, body, message=Said("assistant", ""))
     with named(_names(body, "messages")):
-        prepared = await state.chat.prepare(chat_of(body), _sampling(state, body))
+        prepared = await state.chat.prepare(chat_of(body, ignored), _sampling(state, body))
+        ignored += prepared.unheld
         return await _answer(state, http, body, prepared, chat=True)
 
 
@@ -149,13 +151,14 @@ def _is_zero(keep_alive: Any) -> bool:
 
 
 def _tag(state: ServerState) -> Tag:
+    length = state.engine.plan.context_length
     began = datetime.fromtimestamp(state.started_at, UTC).isoformat()
-    return Tag(state.model_name, state.model_name, began, 0, "", _details(state))
+    return Tag(state.model_name, state.model_name, began, state.files.nbytes, "", _details(state), length)
 
 
 def _details(state: ServerState) -> Details:
     kind = state.engine.model_type
-    return Details("", kind, [kind])
+    return Details(state.files.format, kind, [kind], quantization_level=weight_format(state.engine.plan))
 
 
 def _show(state: ServerState) -> Show:

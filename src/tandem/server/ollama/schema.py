@@ -137,6 +137,7 @@ class Tag(msgspec.Struct, frozen=True):
     size: int
     digest: str
     details: Details
+    context_length: int
 
 
 class Tags(msgspec.Struct, frozen=True):

@@ -5,70 +5,83 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tandem.errors import RequestError
+from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, newest_turn
 from tandem.server.chat.conversation import (
-    IMAGES,
-    UNSEEN,
     Conversation,
     Message,
     Role,
     Tool,
     ToolCall,
     ToolChoice,
+    allowed_tools,
 )
 from tandem.server.errors import ApiError
-from tandem.server.responses.schema import Item, NamedTool, Part, ResponsesRequest
+from tandem.server.responses.schema import Item, Part, ResponsesRequest, ToolChoiceBody
 from tandem.server.responses.tools import joined_name
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _ASSISTANT = ("reasoning", *_CALLS)  # items that are an assistant's, as are its messages
+# What OpenAI ran itself, in a conversation that was begun there: the model can do nothing with them.
+_LEFT_OUT = ("web_search_call", "image_generation_call", "tool_search_call", "tool_search_output", "file_search_call")
 _ROLES: dict[str, Role] = {
     "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
 }  # fmt: skip
 
 
 def conversation_of(
-    body: ResponsesRequest, earlier: Sequence[Message], tools: Sequence[Tool]
+    body: ResponsesRequest, earlier: Sequence[Message], tools: Sequence[Tool], unread: list[str]
 ) -> Conversation:
-    """earlier: what was said up to the end of the previous response. Raises RequestError, ApiError 400."""
+    """earlier: what was said up to the end of the previous response. unread: gets the places of what the model cannot
+    read. Raises RequestError, ApiError 400."""
     system = [Message("system", body.instructions)] if body.instructions else []
-    messages = (*system, *earlier, *input_messages(body))
+    messages = (*system, *earlier, *input_messages(body, unread))
+    offered, choice = _choice(body, tuple(tools))
     return Conversation(
         messages=messages,
-        tools=tuple(tools),
-        tool_choice=_tool_choice(body, tools),
+        tools=offered,
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
 
 
-def input_messages(body: ResponsesRequest) -> tuple[Message, ...]:
+def input_messages(body: ResponsesRequest, unread: list[str]) -> tuple[Message, ...]:
     """Raises RequestError, ApiError 400."""
     if isinstance(body.input, str):
         return (Message("user", body.input),)
-    return tuple(_messages(body.input))
+    return tuple(_messages(body.input, unread))
 
 
-def _messages(items: Sequence[Item]) -> Iterator[Message]:
+def _messages(items: Sequence[Item], unread: list[str]) -> Iterator[Message]:
     """What an assistant thought, said and called in a row is one message."""
-    turn = _Turn()
+    turn, newest = _Turn(unread), newest_turn([_speaker(item) for item in items])
     for i, item in enumerate(items):
         where = f"input[{i}]"
+        if item.type in _LEFT_OUT:
+            continue
         if item.type in _ASSISTANT or (item.type == "message" and item.role == "assistant"):
             if turn.is_over(item):
                 yield from turn.end()
             turn.add(item, where)
             continue
         yield from turn.end()
-        yield _message(item, where)
+        yield _message(item, where, unread, i == newest)
     yield from turn.end()
+
+
+def _speaker(item: Item) -> str:
+    if item.type in _OUTPUTS:
+        return "tool"
+    return "assistant" if item.type in (*_ASSISTANT, *_LEFT_OUT) else item.role or ""
 
 
 class _Turn:
     """An assistant's."""
 
-    def __init__(self) -> None:
+    def __init__(self, unread: list[str]) -> None:
+        self._unread = unread
         self._thoughts: list[str] = []
         self._texts: list[str] = []
         self._calls: list[ToolCall] = []
@@ -79,11 +92,14 @@ class _Turn:
 
     def add(self, item: Item, where: str) -> None:
         if item.type == "reasoning":
-            self._thoughts.append(_text(item.content, f"{where}.content") or _text(item.summary, where))
+            self._thoughts.append(self._text(item.content, f"{where}.content") or self._text(item.summary, where))
         elif item.type in _CALLS:
             self._calls.append(_call(item, where))
         else:
-            self._texts.append(_text(item.content, f"{where}.content"))
+            self._texts.append(self._text(item.content, f"{where}.content"))
+
+    def _text(self, parts: str | Sequence[Part] | None, where: str) -> str:
+        return _text(parts, where, self._unread)
 
     def end(self) -> Iterator[Message]:
         if self._thoughts or self._texts or self._calls:
@@ -102,48 +118,53 @@ def _call(item: Item, where: str) -> ToolCall:
     return ToolCall(item.call_id, joined_name(item.namespace, item.name), arguments)
 
 
-def _message(item: Item, where: str) -> Message:
+def _message(item: Item, where: str, unread: list[str], newest: bool) -> Message:
     if item.type in _OUTPUTS:
         if item.call_id is None:
             text = f"{where}.call_id is missing; say whose output this is"
             raise RequestError(text, f"{where}.call_id")
-        return Message("tool", _text(_seen(item.output), f"{where}.output"), tool_call_id=item.call_id)
+        return Message("tool", _text(item.output, f"{where}.output", unread), tool_call_id=item.call_id)
     if item.type != "message":
         text = f"{where}.type: {item.type[:40]!r} is not served"
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
     if item.role is None or item.content is None:
         missing = "role" if item.role is None else "content"
         raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
-    return Message(_ROLES[item.role], _text(item.content, f"{where}.content"))
+    return Message(_ROLES[item.role], _text(item.content, f"{where}.content", None if newest else unread))
 
 
-def _seen(output: str | Sequence[Part] | None) -> str | Sequence[Part] | None:
-    """What a model can see of it."""
-    if output is None or isinstance(output, str):
-        return output
-    return [Part("text", UNSEEN) if part.type in IMAGES else part for part in output]
-
-
-def _text(parts: str | Sequence[Part] | None, where: str) -> str:
+def _text(parts: str | Sequence[Part] | None, where: str, unread: list[str] | None) -> str:
+    """unread: None: what cannot be read is refused."""
     if parts is None or isinstance(parts, str):
         return parts or ""
-    for i, part in enumerate(parts):
-        if part.type not in _TEXTS:
-            text = f"{where}[{i}]: only text parts are served, not {part.type[:40]!r}"
-            raise ApiError(400, text, param=f"{where}[{i}].type", code="not_available")
-    return "".join(part.text or part.refusal or "" for part in parts)
+    return joined(_part(part, f"{where}[{i}]", unread) for i, part in enumerate(parts))
 
 
-def _tool_choice(body: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
+def _part(part: Part, where: str, unread: list[str] | None) -> tuple[str, bool]:
+    """Its text, and whether it was attached. Raises ApiError 400."""
+    if part.type in _TEXTS:
+        return part.text or part.refusal or "", False
+    if not is_attachment(part.type):
+        text = f"{where}: only text parts are served, not {part.type[:40]!r}"
+        raise ApiError(400, text, param=f"{where}.type", code="not_available")
+    content = file_text(part.file_data, part.filename)
+    return Attachment(part.type, part.filename, content).shown(where, unread), True
+
+
+def _choice(body: ResponsesRequest, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model is told of, and how it may call them. Raises RequestError."""
     choice = body.tool_choice
+    if isinstance(choice, ToolChoiceBody) and choice.type == "allowed_tools":
+        names = [joined_name(one.namespace, one.name) for one in choice.tools if one.name is not None]
+        tools, choice = allowed_tools(tools, names), choice.mode
     if choice is None or choice in ("auto", "none"):
-        return ToolChoice("none" if choice == "none" else "auto")
+        return tools, ToolChoice("none" if choice == "none" else "auto")
     if not tools:
         raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if not isinstance(choice, NamedTool):
-        return ToolChoice("required")
+    if not isinstance(choice, ToolChoiceBody):
+        return tools, ToolChoice("required")
+    if choice.name is None:
+        raise RequestError("tool_choice.name is missing", "tool_choice.name")
     name = joined_name(choice.namespace, choice.name)
-    if name not in {tool.name for tool in tools}:
-        text = f"tool_choice names {name[:100]!r}, which is not among tools"
-        raise RequestError(text, "tool_choice")
-    return ToolChoice("named", name)
+    allowed_tools(tools, [name])
+    return tools, ToolChoice("named", name)

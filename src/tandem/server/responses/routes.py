@@ -20,7 +20,15 @@ from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
 from tandem.server.responses.items import Items
 from tandem.server.responses.request import conversation_of, input_messages
-from tandem.server.responses.schema import Deleted, Item, Reasoning, Response, ResponsesRequest, TextBody
+from tandem.server.responses.schema import (
+    Deleted,
+    InputTokens,
+    Item,
+    Reasoning,
+    Response,
+    ResponsesRequest,
+    TextBody,
+)
 from tandem.server.responses.store import ResponseStore, Stored
 from tandem.server.responses.tools import left_out, offer_of
 from tandem.server.responses.writer import ResponseWriter, begun, refused
@@ -45,6 +53,12 @@ def routes(state: ServerState) -> APIRouter:
     async def responses(http: Request) -> HttpResponse:
         return await _respond(state, store, http)
 
+    @router.post(
+        "/v1/responses/input_tokens", openapi_extra=body_schema(ResponsesRequest) | answers(InputTokens)
+    )
+    async def input_tokens(http: Request) -> HttpResponse:
+        return await _count(state, store, http)
+
     @router.get("/v1/responses/{response_id}", openapi_extra=answers(Response))
     async def response(response_id: str) -> HttpResponse:
         return HttpResponse(store.get(response_id, "response_id").body, media_type="application/json")
@@ -66,7 +80,7 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
 
     def keep(response: Response, items: Items) -> None:
         if body.store is not False:
-            messages = (*earlier, *input_messages(body), items.said())
+            messages = (*earlier, *input_messages(body, []), items.said())
             made = {item["id"]: msgspec.json.encode(item) for item in items.done}
             store.put(response_id, Stored(messages, msgspec.json.encode(response), made))
 
@@ -77,7 +91,7 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
     formatted = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     try:
         with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
-            conversation = conversation_of(body, earlier, [each.tool for each in offer.values()])
+            conversation = conversation_of(body, earlier, [each.tool for each in offer.values()], ignored)
             prepared = await prepare_wishes(state.chat, conversation, sampling, _WISHES, ignored)
             ids = prepared.prompt_ids
             limited = cut_to_room(state, prepared.sampling, len(ids))
@@ -90,6 +104,18 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
         # Agents shorten a conversation whose stream fails with this code. They give up when it is not begun.
         answer = HttpResponse(refused(start, as_api_error(error)), media_type=EVENTS)
     return name_ignored(answer, [*ignored, *_unserved(body.reasoning), *left_out(body)])
+
+
+async def _count(state: ServerState, store: ResponseStore, http: Request) -> HttpResponse:
+    """Tokens of the prompt that the same body would make."""
+    body, ignored = read_fields_as(await read_fields(http), ResponsesRequest)
+    state.check_up()
+    earlier, body = _earlier(store, body), _resolved(store, body)
+    with named(_NAMES):
+        conversation = conversation_of(body, earlier, [each.tool for each in offer_of(body).values()], ignored)
+        prepared = await prepare_wishes(state.chat, conversation, SamplingParams(), _WISHES, ignored)
+    count = InputTokens(len(prepared.prompt_ids))
+    return name_ignored(json_response(count), [*ignored, *left_out(body)])
 
 
 def _unserved(reasoning: Reasoning | None) -> list[str]:

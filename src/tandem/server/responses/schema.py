@@ -13,11 +13,19 @@ from tandem.server.openai_schema import Int64, RequestId
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A piece of a message, of a tool's output or of reasoning. Which types are served, `request.py` knows."""
+    """A piece of a message, of a tool's output or of reasoning. Which types are served, `request.py` knows. The fields
+    from `filename` on are attachments'."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    filename: str | None = None
+    file_data: str | None = None
+    file_url: Any = None
+    file_id: Any = None
+    image_url: Any = None
+    input_audio: Any = None
+    detail: Any = None
     annotations: Any = None
     logprobs: Any = None
 
@@ -61,10 +69,22 @@ class ToolBody(msgspec.Struct, frozen=True):
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    type: Literal["function", "custom"]
-    name: str
+class AllowedTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a tool that may be called. Those that OpenAI runs itself have a type alone."""
+
+    type: str
+    name: str | None = None
     namespace: str | None = None
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tool that must be called, or `tools` that may be, as `mode` says."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[AllowedTool], Meta(max_length=MAX_TOOLS)] = []
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -105,7 +125,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextBody | None = None
@@ -176,6 +196,11 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     truncation: str = "disabled"
     background: bool = False
     object: str = "response"
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 class Deleted(msgspec.Struct, frozen=True):

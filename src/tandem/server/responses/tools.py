@@ -96,7 +96,7 @@ def _each(tools: Any, path: str, namespace: ToolBody | None) -> Iterator[tuple[s
             yield from _each(tool.tools or (), f"{where}.tools", tool)
         elif tool.type in ("function", "custom"):
             _check_name(tool, where)
-            yield where, _offered(tool, namespace, first=i == 0)
+            yield where, _offered(tool, namespace, where, first=i == 0)
         elif not _is_left_out(tool):
             text = f"{where}.type: only functions and custom tools are served, not {tool.type[:40]!r}"
             raise ApiError(400, text, param=f"{where}.type", code="not_available")
@@ -107,7 +107,7 @@ def _check_name(tool: ToolBody, where: str) -> None:
         raise RequestError(f"{where}.name is missing", f"{where}.name")
 
 
-def _offered(tool: ToolBody, namespace: ToolBody | None, first: bool) -> Offered:
+def _offered(tool: ToolBody, namespace: ToolBody | None, where: str, first: bool) -> Offered:
     """What describes a namespace stands before its first tool's description."""
     space = namespace.name if namespace else None
     texts = [namespace.description if namespace and first else None, tool.description]
@@ -117,7 +117,8 @@ def _offered(tool: ToolBody, namespace: ToolBody | None, first: bool) -> Offered
     description = "\n\n".join(filter(None, texts)) or None
     parameters = _INPUT if custom else tool.parameters
     strict = bool(tool.strict) and not custom
-    return Offered(Tool(joined_name(space, name), description, parameters, strict), name, space, custom)
+    known = Tool(joined_name(space, name), description, parameters, strict, f"{where}.parameters")
+    return Offered(known, name, space, custom)
 
 
 def _format_text(tool: ToolBody) -> str | None:

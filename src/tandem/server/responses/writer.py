@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -19,7 +18,6 @@ from tandem.server.responses.items import Event, Items
 from tandem.server.responses.schema import (
     CachedTokens,
     Incomplete,
-    NamedTool,
     Reasoning,
     ReasoningTokens,
     Response,
@@ -124,7 +122,6 @@ def refused(response: Response, error: ApiError) -> bytes:
 
 def begun(body: ResponsesRequest, response_id: str, model: str, sampling: SamplingParams) -> Response:
     """The response before anything is said: it repeats what was asked for."""
-    choice: Any = body.tool_choice or "auto"
     return Response(
         id=response_id,
         created_at=int(time.time()),
@@ -139,7 +136,7 @@ def begun(body: ResponsesRequest, response_id: str, model: str, sampling: Sampli
         store=body.store is not False,
         temperature=sampling.temperature,
         text=TextBody(TextFormat("text")) if body.text is None else body.text,
-        tool_choice=msgspec.to_builtins(choice) if isinstance(choice, NamedTool) else choice,
+        tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_p=sampling.top_p,
         metadata=body.metadata or {},

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tandem.errors import RequestError
+from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, newest_turn, string
 from tandem.server.chat.conversation import (
-    IMAGES,
-    UNSEEN,
     Conversation,
     Message,
     Role,
     Tool,
     ToolCall,
     ToolChoice,
+    allowed_tools,
+    waiting_call,
 )
-from tandem.server.chat.openai.schema import ChatMessage, ChatRequest, NamedTool, ToolCallBody
+from tandem.server.chat.openai.schema import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    ToolCallBody,
+    ToolChoiceBody,
+)
 from tandem.server.errors import ApiError
 
 _ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
 
+_THOUGHTS = ("thinking", "reasoning")  # types of parts
 
-def conversation_of(body: ChatRequest) -> Conversation:
-    """Raises RequestError, ApiError 400."""
-    tools = _tools(body)
+
+def conversation_of(body: ChatRequest, unread: list[str]) -> Conversation:
+    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
+    tools, choice = _choice(body, _tools(body))
     return Conversation(
-        messages=tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
+        messages=tuple(_messages(body.messages, unread)),
         tools=tools,
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_variables=body.chat_template_kwargs or {},
         thinking=_thinking(body),
@@ -59,8 +69,9 @@ def _tools(body: ChatRequest) -> tuple[Tool, ...]:
             tool.function.description,
             tool.function.parameters,
             bool(tool.function.strict),
+            f"tools[{i}].function.parameters",
         )
-        for tool in body.tools or ()
+        for i, tool in enumerate(body.tools or ())
     )
     names = [tool.name for tool in tools]
     for i, name in enumerate(names):
@@ -69,18 +80,24 @@ def _tools(body: ChatRequest) -> tuple[Tool, ...]:
     return tools
 
 
-def _tool_choice(body: ChatRequest, tools: tuple[Tool, ...]) -> ToolChoice:
+def _choice(body: ChatRequest, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model is told of, and how it may call them. Raises RequestError."""
     choice = body.tool_choice
+    if isinstance(choice, ToolChoiceBody) and choice.type == "allowed_tools":
+        if choice.allowed_tools is None:
+            raise RequestError("tool_choice.allowed_tools is missing", "tool_choice.allowed_tools")
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        tools, choice = allowed_tools(tools, names), choice.allowed_tools.mode
     if choice is None or choice in ("auto", "none"):
-        return ToolChoice("none" if choice == "none" else "auto")
+        return tools, ToolChoice("none" if choice == "none" else "auto")
     if not tools:
         raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if not isinstance(choice, NamedTool):
-        return ToolChoice("required")
-    name = choice.function.name
-    if name not in {tool.name for tool in tools}:
-        raise RequestError(f"tool_choice names {name[:100]!r}, which is not among tools", "tool_choice")
-    return ToolChoice("named", name)
+    if not isinstance(choice, ToolChoiceBody):
+        return tools, ToolChoice("required")
+    if choice.function is None:
+        raise RequestError("tool_choice.function is missing", "tool_choice.function")
+    allowed_tools(tools, [choice.function.name])
+    return tools, ToolChoice("named", choice.function.name)
 
 
 def _thinking(body: ChatRequest) -> bool | None:
@@ -97,22 +114,44 @@ def _budget(body: ChatRequest) -> int | None:
     )
 
 
-def _message(message: ChatMessage, where: str) -> Message:
+def _messages(bodies: Sequence[ChatMessage], unread: list[str]) -> Iterator[Message]:
+    newest = newest_turn([message.role for message in bodies])
+    calls: list[ToolCall] = []  # whose results are waited for
+    for i, body in enumerate(bodies):
+        message = _message(body, f"messages[{i}]", None if i == newest else unread)
+        if message.role == "tool":
+            message = _answering(message, calls, f"messages[{i}]")
+        elif message.role == "assistant":
+            calls = list(message.tool_calls)
+        yield message
+
+
+def _answering(result: Message, calls: list[ToolCall], where: str) -> Message:
+    """Raises RequestError where no call waits for it, and it names none."""
+    call = waiting_call(result, [call for call in calls if result.tool_call_id in (None, call.id)])
+    if call is not None:
+        calls.remove(call)
+        return replace(result, tool_call_id=call.id)
+    if result.tool_call_id is None:
+        text = f"{where}.tool_call_id is missing; say whose result this is"
+        raise RequestError(text, f"{where}.tool_call_id")
+    return result
+
+
+def _message(message: ChatMessage, where: str, unread: list[str] | None) -> Message:
+    """unread: None: what cannot be read is refused."""
     if message.role not in _ROLES:
         roles = ", ".join(_ROLES)
         raise RequestError(f"{where}.role must be one of {roles}, not {message.role[:40]!r}", f"{where}.role")
     role = _ROLES[message.role]
     if message.tool_calls and role != "assistant":
         raise RequestError(f"{where}.tool_calls: only assistants call tools", f"{where}.tool_calls")
-    if role == "tool" and message.tool_call_id is None:
-        raise RequestError(
-            f"{where}.tool_call_id is missing; say whose result this is", f"{where}.tool_call_id"
-        )
+    thoughts, parts = _apart(message)
     return Message(
         role,
-        _content(message, role, where),
+        _content(parts, message.refusal, role, where, unread),
         name=message.name,
-        reasoning=message.reasoning_content or message.reasoning,
+        reasoning=message.reasoning_content or message.reasoning or thoughts,
         tool_calls=tuple(
             _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
         ),
@@ -124,17 +163,43 @@ def _call(call: ToolCallBody, where: str) -> ToolCall:
     return ToolCall(call.id or where, call.function.name, call.function.arguments)
 
 
-def _content(message: ChatMessage, role: Role, where: str) -> str:
+def _apart(message: ChatMessage) -> tuple[str | None, str | list[ContentPart] | None]:
+    """An assistant's thoughts, and what else it said."""
+    if message.role != "assistant" or not isinstance(message.content, list):
+        return None, message.content
+    thoughts = [part for part in message.content if part.type in _THOUGHTS]
+    said = [part for part in message.content if part.type not in (*_THOUGHTS, "redacted_thinking")]
+    return "\n\n".join(filter(None, map(_thought, thoughts))) or None, said
+
+
+def _thought(part: ContentPart) -> str:
+    """Mistral's are lists of text parts."""
+    if isinstance(part.thinking, list):
+        return "".join(each.text or "" for each in part.thinking)
+    return part.thinking or part.text or ""
+
+
+def _content(
+    content: str | list[ContentPart] | None, refusal: str | None, role: Role, where: str, unread: list[str] | None
+) -> str:
     """An assistant may have said nothing, or refused; a tool may have found nothing."""
-    content: Any = message.content
     if content is None:
         if role in ("assistant", "tool"):
-            return message.refusal or ""
+            return refusal or ""
         raise RequestError(f"{where}.content is missing; send a string", f"{where}.content")
     if isinstance(content, str):
         return content
-    for i, part in enumerate(content):
-        if part.type not in ("text", "refusal") and not (role == "tool" and part.type in IMAGES):
-            text = f"{where}.content[{i}]: only text parts are served, not {part.type[:40]!r}"
-            raise ApiError(400, text, param=f"{where}.content[{i}].type", code="not_available")
-    return "".join(UNSEEN if part.type in IMAGES else part.text or part.refusal or "" for part in content)
+    return joined(_part(part, f"{where}.content[{i}]", unread) for i, part in enumerate(content))
+
+
+def _part(part: ContentPart, where: str, unread: list[str] | None) -> tuple[str, bool]:
+    """Its text, and whether it was attached. Raises ApiError 400."""
+    if part.type in ("text", "refusal"):
+        return part.text or part.refusal or "", False
+    if not is_attachment(part.type):
+        text = f"{where}: only text parts are served, not {part.type[:40]!r}"
+        raise ApiError(400, text, param=f"{where}.type", code="not_available")
+    file = part.file if isinstance(part.file, dict) else {}
+    name = string(file.get("filename"))
+    content = file_text(string(file.get("file_data")), name)
+    return Attachment(part.type, name, content).shown(where, unread), True

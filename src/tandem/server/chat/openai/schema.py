@@ -15,9 +15,17 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
+    """`thinking`: of an assistant. The fields from `file` on are attachments."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ContentPart] | None = None
+    file: Any = None
+    image_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -35,7 +43,8 @@ class ToolCallBody(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """`reasoning_content` (or `reasoning`) of an assistant goes back to the model where its template has a place.
+    """`reasoning_content` (or `reasoning`) of an assistant goes back to the model where its template has a place. A
+    result without `tool_call_id` is the next one that is waited for.
     `prefix` of the last message: the answer goes on with it."""
 
     role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant", "tool"]})]
@@ -70,6 +79,19 @@ class NamedTool(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True):
+    """One tool that must be called, or several that may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class Thinking(msgspec.Struct, frozen=True):
     """As DeepSeek's and GLM's own servers take it."""
 
@@ -85,7 +107,7 @@ class ChatRequest(SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -1,0 +1,113 @@
+"""What messages hold beside text: plain text in a file is given to the model, of the rest it gets a note.
+
+An agent sends its whole history with every request. A refusal would come again each time and end its work for good, so
+only what a user shows in the newest turn is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import mimetypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from tandem.server.errors import ApiError
+
+_NOTES = {
+    **dict.fromkeys(
+        ("image", "image_url", "input_image", "computer_screenshot"), "an image, which this model cannot see",
+    ),
+    **dict.fromkeys(("document", "file", "input_file", "container_upload"), "a file, which this model cannot read"),
+    **dict.fromkeys(("audio", "input_audio", "audio_url"), "a sound, which this model cannot hear"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "a video, which this model cannot see"),
+}  # fmt: skip
+_TEXT_TYPES = ("application/json", "application/xml", "application/x-yaml", "application/yaml", "application/toml")
+_MOST_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """kind: its part's type. name: of a file. text: where it is plain text. field: of its part, that says its kind."""
+
+    kind: str
+    name: str | None = None
+    text: str | None = None
+    field: str = ".type"
+
+    def shown(self, where: str, unread: list[str] | None) -> str:
+        """What the model reads. unread: gets `where` if that is a note. None: raises ApiError 400 instead."""
+        if self.text is not None:
+            return self.text
+        if unread is None:
+            where += self.field
+            text = f"{where}: only text is served here, not {self.kind[:40]!r}"
+            raise ApiError(400, text, param=where, code="not_available")
+        unread.append(where)
+        name = f": {self.name[:_MOST_NAME]}" if self.name else ""
+        return f"[{_NOTES[self.kind]}{name}]"
+
+
+def is_attachment(kind: str) -> bool:
+    """Of the type of a part of a message."""
+    return kind in _NOTES
+
+
+def newest_turn(roles: Sequence[str]) -> int | None:
+    """Which message a user shows now. An answer that the client began may follow it. None: an agent goes on with a
+    tool's result. roles: of all messages."""
+    said = [i for i, role in enumerate(roles) if role not in ("system", "developer")]
+    while said and roles[said[-1]] == "assistant":
+        said.pop()
+    if not said or roles[said[-1]] != "user":
+        return None
+    beside_result = len(said) > 1 and roles[said[-2]] == "tool"
+    return None if beside_result else said[-1]
+
+
+def file_text(data: str | None, name: str | None = None, media_type: str | None = None) -> str | None:
+    """The text of a file that is plain text; None for any other. data: a `data:` URL, or base64 of a type that
+    `media_type` or the file's name says."""
+    if not data:
+        return None
+    if data.startswith("data:"):
+        head, _, data = data[5:].partition(",")
+        media_type, *parameters = head.split(";")
+        if "base64" not in parameters:
+            return _decoded(unquote_to_bytes(data)) if is_text(media_type or "text/plain") else None
+    media_type = media_type or mimetypes.guess_type(name or "")[0] or ""
+    if not is_text(media_type):
+        return None
+    try:
+        return _decoded(base64.b64decode(data, validate=True))
+    except binascii.Error:
+        return None
+
+
+def is_text(media_type: str) -> bool:
+    kind = media_type.partition(";")[0].strip().lower()
+    return kind.startswith("text/") or kind in _TEXT_TYPES or kind.endswith(("+json", "+xml"))
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def string(value: Any) -> str | None:
+    """Of a field that any client may have put anything into."""
+    return value if isinstance(value, str) else None
+
+
+def joined(parts: Iterable[tuple[str, bool]]) -> str:
+    """Texts of a message as one: what was attached (True) stands in lines of its own."""
+    text, attached = "", False
+    for piece, attachment in parts:
+        if text and piece and (attachment or attached) and not text.endswith("\n"):
+            text += "\n"
+        text, attached = text + piece, attachment
+    return text
