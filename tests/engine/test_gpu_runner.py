@@ -385,8 +385,8 @@ def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch
     runner._begin_step = lambda batch, captured: None
     runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
     runner._handoff = cast(Any, SimpleNamespace(
-        begin=lambda posts: noted("begin") if where == "begin" else calls.append(f"{posts} posts"), finish=lambda: calls.append("answered"),
-        cancel=lambda: calls.append("cancelled"),
+        begin=lambda posts: noted("begin") if where == "begin" else calls.append(f"{posts} posts"),
+        finish=lambda: calls.append("answered"), cancel=lambda: calls.append("cancelled"),
     ))  # fmt: skip
     monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     with pytest.raises(KeyboardInterrupt):

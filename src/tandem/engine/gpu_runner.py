@@ -168,8 +168,10 @@ class GpuRunner:
         with torch.inference_mode(), self._streams.aside():
             batch = self._arrays.fill(chunks)
             there = moved(batch, self._device)
-            begin = getattr(self._begin_step, "without_stream", partial(self._begin_step, captured=False))
-            begin(batch)
+            if self._start is None:
+                self._begin_step(batch, False)
+            else:
+                self._start.without_stream(batch)
             logits = self._forward(there, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
