@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,24 @@ def test_without_an_index_the_configuration_says_it(model, tmp_path):
     assert found.experts.name == found.dense.name.split(" + ")[0] and found.experts.methods[0] == "GPTQ_INT4"
     shutil.copy(model / "config.json", bare)
     assert not formats_from_names(bare, ModelConfig.load(model)).experts.quantised
+
+
+@pytest.mark.parametrize("ending", ["weight", "qweight", "weight_packed"])
+def test_a_stored_head_counts_however_it_is_stored(model, tmp_path, ending):
+    """It counts whatever config.json says of it; another module's head does not."""
+    quantised, _ = save_quantised(model, tmp_path, everything("fp8 blocks"))
+    tied = replace(ModelConfig.load(model), tied_embeddings=True)
+    names = [name for name in file_tensors(quantised) if not name.startswith("lm_head.")]
+    inside = [f"language_model.{name}" for name in names]
+
+    def dense_bytes(place, *names):
+        (bare := tmp_path / place).mkdir()
+        shutil.copy(quantised / "config.json", bare)
+        (bare / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+        return formats_from_names(bare, tied).dense.bytes_per_weight
+
+    without = dense_bytes("without", *names)
+    counted = dense_bytes("own", *names, f"lm_head.{ending}")
+    assert counted > without
+    assert dense_bytes("inside", *inside, f"language_model.lm_head.{ending}") == counted
+    assert dense_bytes("others", *names, f"vision.lm_head.{ending}", f"lm_head_norm.{ending}") == without

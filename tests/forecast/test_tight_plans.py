@@ -35,7 +35,15 @@ from tandem.config.gpus import Gpu
 from tandem.config.machine import Machine
 from tandem.config.planner import best_plan, sizing
 from tandem.config.planner.one_plan import Wish, one_plan, running_sequences
-from tandem.config.planner.tight import USABLE_CONTEXT, USUAL, Tight, room_of, token_seconds, wanted_tokens
+from tandem.config.planner.tight import (
+    USABLE_CONTEXT,
+    USUAL,
+    Tight,
+    first_worth,
+    room_of,
+    token_seconds,
+    wanted_tokens,
+)
 from tandem.config.speculation.choice import drafting
 from tandem.errors import ConfigError, DoesNotFit
 
@@ -98,6 +106,52 @@ def test_states_of_sequences_leave_a_context_on_a_laptop() -> None:
     assert "else: a context of" in reason(plan, "made to fit")
     kept = question.plan(max_running_requests=16)
     assert kept.context_length < 16384 and kept.max_running_requests == 16  # as it was asked for
+
+
+SMALL = MachineWish("16GB@600GB/s", "96GB", "120GB/s", 16, "avx2", "25GB/s")
+
+
+def test_a_gpu_is_not_taken_for_a_context_that_nobody_can_use() -> None:
+    """800 tokens there, 54,565 without it, at a third of the speed; who asks for the GPU gets it."""
+    found = told("glm-4.5-air", SMALL, kt_method="INT4")
+    plan = found.plan
+    assert plan is not None and plan.gpu is None and plan.context_length > 50000
+    assert "on a GPU of 16 GiB@600GB/s a context of 800 tokens would be what fits" in plan.idle
+    larger, here = found.to_use_gpu
+    assert larger.change == "a GPU with 24 GB" and here.change == "--device cuda"
+    assert here.brings.startswith("decoding 2.") and here.brings.endswith("a context of 800 tokens")
+    question = asked("glm-4.5-air", SMALL, kt_method="INT4")
+    assert question.plan(device="cuda").context_length == 800
+    short = question.plan(context_length=2048)
+    assert short.gpu is not None and short.context_length == 2048  # as it was asked for
+
+
+def test_a_short_context_is_taken_for_much_speed_alone() -> None:
+    """9,094 tokens of 40,960 for answers that are 1.4 times as fast, and prompts 18 times; it had been 5,510."""
+    question = asked("qwen3-30b-a3b", replace(SMALL, gpus="6GB@200GB/s", ram="32GB"), kt_method="INT4")
+    plan, alone = question.plan(), question.plan(device="cpu")
+    assert plan.gpu is not None and USABLE_CONTEXT <= plan.context_length < 16384 < alone.context_length
+    assert prod(middles(question, plan)) > WIDTH**2 * prod(middles(question, alone))
+    whole = asked("olmoe-1b-7b", replace(SMALL, gpus="6GB@200GB/s"), kt_method="INT4").plan()
+    assert whole.gpu is not None and whole.context_length == 4096  # all that the model has
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "best"),
+    [
+        ((800, 1.0), (54565, 3.0), "cpu"),  # too short, however fast
+        ((8000, 1.0), (16384, 9.0), "cpu"),
+        ((9000, 1.0), (16384, 1.5), "gpu"),  # usable, and clearly faster
+        ((9000, 1.0), (16384, 1.3), "cpu"),
+        ((16384, 1.0), (54565, 1.3), "gpu"),  # both have what is wanted
+        ((16384, 1.5), (16384, 1.0), "cpu"),
+        ((800, 1.0), (3000, 1.5), "gpu"),  # neither is usable
+        ((800, 1.0), (3000, 1.3), "cpu"),
+    ],
+)
+def test_which_context_is_worth_which_speed(gpu: tuple[int, float], cpu: tuple[int, float], best: str) -> None:
+    """Tokens, and seconds of a token."""
+    assert first_worth([("gpu", *gpu), ("cpu", *cpu)], 16384, WIDTH) == best
 
 
 def test_flags_that_were_given_are_kept() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from plans import GIB, with_gpu
-from tandem.bench.architectures import named_config
+from tandem.bench.architectures import named_config, named_subject
+from tandem.checkpoint.glance.from_names import INDEX, IndexNames
 from tandem.config import EngineConfig, Plan, resolve
 from tandem.errors import ConfigError
+from tandem.models.draft_layer import with_stored_drafts
 
 MODEL = named_config("glm-4.5-air", 8)  # 7 MoE layers of 128 experts, and a draft layer's
 
@@ -79,3 +83,29 @@ def test_tutorials_that_ask_for_flashinfer_are_met(name: str) -> None:
     machine = replace(with_gpu(80 * GIB), available_memory=200 * GIB)
     plan = resolve(EngineConfig.from_args(line.split()), named_config(name, 6), machine)
     assert plan.gpu is not None and plan.gpu.attention == "triton" and decided(plan, "speculation")
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("glm-4.5-air", ["model.layers.46.eh_proj.weight"]),
+        ("glm-4.5-air", ["model.layers.46.eh_proj.weight_packed"]),
+        ("glm-4.5-air", ["language_model.model.embed_tokens.weight", "language_model.model.layers.46.eh_proj.weight"]),
+        ("deepseek-v4-flash", ["layers.0.attn.wkv.weight", "mtp.0.e_proj.weight"]),
+        ("deepseek-v4-flash", ["layers.0.attn.wkv.weight", "layers.43.e_proj.weight", "layers.43.h_proj.weight"]),
+    ],
+)
+def test_an_index_names_a_draft_layer_as_files_do(tmp_path: Path, name: str, names: list[str]) -> None:
+    """Before a download, too, whatever it is called inside other models; scales alone are none."""
+    model, _ = named_subject(name)
+    assert model.drafts is not None
+    assert with_stored_drafts(model, index_of(tmp_path, names), "NEXTN") == model
+    scales = index_of(tmp_path, [f"{each.rpartition('.')[0]}.weight_scale" for each in names])
+    assert with_stored_drafts(model, scales, None).drafts is None
+    with pytest.raises(ConfigError, match=r"index\.json has no draft layer: there is no tensor .*_proj\.weight"):
+        with_stored_drafts(model, scales, "NEXTN")
+
+
+def index_of(folder: Path, names: list[str]) -> IndexNames:
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    return IndexNames.of(folder)

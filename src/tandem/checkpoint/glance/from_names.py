@@ -39,17 +39,22 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexNames:
-    """What is known of tensors before their files are there."""
+    """What is known of tensors before their files are there. names: Hugging Face's. total_bytes 0: not known."""
 
     path: Path
     names: tuple[str, ...]
+    total_bytes: int
 
     @classmethod
     def of(cls, directory: Path) -> IndexNames:
-        return cls(directory / INDEX, read_index(directory).names)
+        """As an opened checkpoint would know them, whatever the index calls them."""
+        names, total_bytes = read_index(directory)
+        return cls(directory / INDEX, tuple(hugging_face_names(names)), total_bytes)
 
     def has_matrix(self, module: str) -> bool:
-        return any(name.startswith(f"{module}.") for name in self.names)
+        """Whether it is there, however it is stored."""
+        wanted = {(module, role) for role in CODES}
+        return any(part_of(name) in wanted for name in self.names)
 
     def path_of(self, name: str) -> Path:
         return self.path
@@ -67,14 +72,14 @@ def read_index(directory: Path) -> Index:
     return Index(names, int(total) if isinstance(total, int | float) else 0)
 
 
-def formats_from_names(directory: Path, model: ModelConfig, index: Index | None = None) -> StoredFormats:
+def formats_from_names(directory: Path, model: ModelConfig) -> StoredFormats:
     """Of a directory that has config.json and perhaps an index. Raises CheckpointError for a quantisation that cannot
     be read."""
-    index = read_index(directory) if index is None else index
-    if any(name.endswith("lm_head.weight") for name in index.names):  # whatever config.json says of it
+    index = IndexNames.of(directory)
+    if index.has_matrix("lm_head"):  # whatever config.json says of it
         model = replace(model, tied_embeddings=False)
     config, hints = read_json(directory / "config.json"), quant_hints(directory)
-    guesses = list(_guesses(index, config, hints, model))
+    guesses = list(_guesses(index.names, config, hints, model))
     chosen = guesses[0]
     if index.total_bytes:
         chosen = min(guesses, key=lambda matrices: _distance(matrices, index.total_bytes))
@@ -98,10 +103,10 @@ def _distance(matrices: Matrices, total: int) -> float:
 
 
 def _guesses(
-    index: Index, config: Mapping[str, Any], hints: QuantHints, model: ModelConfig
+    names: tuple[str, ...], config: Mapping[str, Any], hints: QuantHints, model: ModelConfig
 ) -> Iterator[Matrices]:
     """The most likely first."""
-    kinds = _kinds(index.names) if index.names else _kinds_by_config(hints, config)
+    kinds = _kinds(names) if names else _kinds_by_config(hints, config)
     plain = QuantFormat(PLAIN.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16"))
     experts = _formats(kinds["experts"], hints, config, plain)
     if config.get("expert_dtype") == "fp4":
@@ -135,9 +140,9 @@ def _matrices(
 
 
 def _kinds(names: Iterable[str]) -> dict[str, Roles]:
-    """Kind of matrix → the tensors that most matrices of the kind consist of."""
+    """Kind of matrix → the tensors that most matrices of the kind consist of. names: Hugging Face's."""
     modules: dict[str, set[str]] = {}
-    for name in hugging_face_names(names):
+    for name in names:
         module, role = part_of(name)
         modules.setdefault(module, set()).add(f"{role}_inv" if name.endswith("_scale_inv") else role)
     counts = {kind: Counter[Roles]() for kind in ("experts", "shared", "dense")}

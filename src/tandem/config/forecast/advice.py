@@ -16,7 +16,7 @@ from tandem.config.forecast.machine_spec import system_bytes
 from tandem.config.forecast.prediction import CONTEXT, PROMPT, WORTH, Case, Prediction, predict
 from tandem.config.forecast.speeds import GIB, Speeds
 from tandem.config.machine import Machine
-from tandem.config.memory import DEFAULT_PREFILL_TOKENS, LARGEST_FRACTION, gib
+from tandem.config.memory import DEFAULT_PREFILL_TOKENS, LARGEST_FRACTION, WANTED_CONTEXT, gib
 from tandem.config.model_config import FORMAT_BYTES, ModelConfig
 from tandem.config.plan import Plan
 from tandem.config.planner.resolve import fits, resolve
@@ -261,16 +261,32 @@ def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, 
 
 
 def ways_to_use_gpu(question: Question, plan: Plan) -> list[Way]:
-    """Of a plan that leaves the machine's GPU idle: what would use it, and is not slower."""
+    """Of a plan that leaves the machine's GPU idle: what would use it, and is not slower. What costs context is last,
+    and says so."""
     if plan.gpu is not None or not question.machine.gpus:
         return []
     now, found = question.predicted(plan), list[_Tried]()
-    for each in _tried(question, _fitting_changes(question)):
+    for each in _tried(question, _gpu_changes(question)):
         gains = _gains(each.predicted, now)
         if each.plan.gpu is not None and gains[0] * gains[1] >= 1.0:
-            found.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=_brings(*gains))))
-    ways = [each.way for each in _best(found)]
-    return ways if any(not way.lossy for way in ways) else [*ways, *_larger_gpu(question)]
+            brings = ", ".join(filter(None, [_brings(*gains), _shorter(each.plan, plan)]))
+            found.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=brings)))
+    short = [each for each in found if _shorter(each.plan, plan)]
+    ways = [each.way for each in _best(each for each in found if each not in short)]
+    larger = [] if any(not way.lossy for way in ways) else [*_larger_gpu(question)]
+    return [*ways, *larger, *(each.way for each in _best(short))]
+
+
+def _gpu_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]]:
+    yield from _fitting_changes(question)
+    if question.config.device == "auto":  # where the planner gave it up for the context or for speed
+        yield {"device": "cuda"}, False
+
+
+def _shorter(plan: Plan, now: Plan) -> str:
+    """What it costs of the context that most wish for; "": nothing."""
+    length = plan.context_length
+    return f"a context of {length} tokens" if length < min(now.context_length, WANTED_CONTEXT) else ""
 
 
 def _larger_gpu(question: Question) -> Iterator[Way]:

@@ -48,23 +48,30 @@ def _on_best_device(wish: Wish, chosen: Chooser) -> Plan:
             ) from error
         why = str(error)
     else:
-        return _unless_slower(wish, plan) if chosen is _least_tight else plan
+        return _unless_better(wish, plan) if chosen is _least_tight else plan
     try:
         return chosen(wish, (None, why))
     except ConfigError as error:
         raise type(error)(f"{why}. Without the GPU: {error}", fields=error.fields) from error
 
 
-def _unless_slower(wish: Wish, plan: Plan) -> Plan:
-    """The plan, or one without the GPU where that is clearly faster and nobody asked for the GPU."""
+def _unless_better(wish: Wish, plan: Plan) -> Plan:
+    """The plan, or one without the GPU where nobody asked for the GPU, and that is clearly faster or has the context
+    that the GPU has no room for."""
     gpu, config = plan.gpu, wish.config
     asked = needs_gpu(config) or config.given_flags(SHARE_FIELDS)
-    if gpu is None or asked or gpu.experts >= wish.model.routed_experts:
+    short = plan.context_length < _wanted(wish)
+    if gpu is None or asked or (gpu.experts >= wish.model.routed_experts and not short):
         return plan
-    alone = _attempt(wish, (None, f"without {gpu.name} it is faster"), USUAL)
-    if isinstance(alone, DoesNotFit) or alone.context_length < min(plan.context_length, _wanted(wish)):
+    less = f"on {gpu.name} a context of {plan.context_length} tokens would be what fits"
+    try:
+        on_cpu = _least_tight(wish, (None, less if short else f"without {gpu.name} it is faster"))
+    except ConfigError:
         return plan
-    return alone if _seconds(wish, plan) > WIDTH * _seconds(wish, alone) else plan
+    if on_cpu.context_length < min(plan.context_length, _wanted(wish)):
+        return plan
+    options = [(each, each.context_length, _seconds(wish, each)) for each in (plan, on_cpu)]
+    return first_worth(options, _wanted(wish), WIDTH)
 
 
 def _least_tight(wish: Wish, device: Device) -> Plan:

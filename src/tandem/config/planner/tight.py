@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
@@ -15,12 +16,17 @@ from tandem.config.model_config import ModelConfig
 from tandem.config.plan import Plan
 from tandem.config.stored import StoredFormats
 
+T = TypeVar("T")
+
 # Of free GPU memory. What was measured took 0.97 to 1.02 times as much as planned (benchmarks/results, memory.json).
 TIGHT_FRACTION = 0.97
 FEWER = (16, 4, 1)  # sequences together
 SHORTER = (1024, 512, 256)  # tokens of a chunk
 AS_LONG = 0.98  # times the longest context: for less of a difference nothing more is given up
-USABLE_CONTEXT = 4096  # tokens: a shorter one is made longer whatever that costs
+# Tokens of a context. One that is shorter than wanted, and than others have, is taken if it has so many and no longer
+# one comes within a forecast's WIDTH of its speed. A shorter one is never taken where another has so many: a chat with
+# a coding agent begins with thousands of tokens, and what does not fit is refused, however fast.
+USABLE_CONTEXT = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +113,19 @@ def token_seconds(plan: Plan, model: ModelConfig, stored: StoredFormats, machine
     return float((found.prompt.middle * found.decode[1].middle) ** -0.5)
 
 
-Option = tuple[Tight, int, float]
-"""What is given up, the context in tokens, and `token_seconds`."""
+Option = tuple[T, int, float]
+"""What may be taken, its context in tokens, and `token_seconds`."""
 
 
-def first_worth(options: Sequence[Option], wanted: int, worth: float) -> Tight:
+def first_worth(options: Sequence[Option[T]], wanted: int, worth: float) -> T:
     """The first of those with the longest context up to `wanted` that no other is `worth` times as fast as. A longer
-    context is not worth more than a forecast's width, where what is there is usable."""
+    context is not worth more than a forecast's width, where the shorter one is usable (USABLE_CONTEXT)."""
     usable = [each for each in options if each[1] >= min(wanted, USABLE_CONTEXT)] or options
     quick = _within(usable, WIDTH)
     longest = max(min(context, wanted) for _, context, _ in quick)
     return _within([each for each in quick if each[1] >= AS_LONG * longest], worth)[0][0]
 
 
-def _within(options: Sequence[Option], times: float) -> Sequence[Option]:
+def _within(options: Sequence[Option[T]], times: float) -> Sequence[Option[T]]:
     fastest = min(seconds for _, _, seconds in options)
     return [each for each in options if each[2] <= times * fastest]
