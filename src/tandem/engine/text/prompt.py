@@ -6,9 +6,11 @@ behind its text shows where the prompt ends, whatever the template writes behind
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from string import ascii_letters
 from typing import Any
 
 from tandem.engine.text.markers import MarkerGuard
@@ -109,10 +111,16 @@ def _marked(one: Draft) -> Draft:
 
 
 def _unused(mark: str, texts: Iterable[str]) -> str:
-    together = "\n".join(texts)
-    while mark in together:
-        mark += mark[-1]
-    return mark
+    """mark, behind it random letters where a text has it: those that a client could foresee would be searched for once
+    per letter."""
+    together, chosen = _joined(texts), mark
+    while chosen in together:
+        chosen = mark + "".join(secrets.choice(ascii_letters) for _ in range(16))
+    return chosen
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n".join(texts)
 
 
 def _with(content: Any, mark: str) -> tuple[str, Any]:

@@ -83,11 +83,11 @@ class ChatModel:
         RequestError, with `param` "messages", "prompt", "tools", "tool_choice" or what else of the conversation is
         wrong; ApiError 429, 500."""
         prompt = await self._renderer.render(conversation)
+        [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)  # first: one too long is not read
         begun = begun_answer(prompt, conversation, self._speaking)
         rules = self._rules(conversation, prompt, begun)
         held, unheld = held_tools(conversation)
         sampling = self._sampling(held, rules, begun, sampling)
-        [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)
         return PreparedChat(ids, sampling, rules, unheld)
 
     def _rules(self, conversation: Conversation, prompt: Prompt, begun: BegunAnswer) -> AnswerRules:
