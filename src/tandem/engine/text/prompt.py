@@ -35,6 +35,7 @@ class Prompt:
     goes_on: bool = False
     before: str = ""
     begun: str = ""
+    content: str = ""  # of the last message: `begun` may have what a template writes before it, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Draft:
         text = _up_to_mark(text, self.content, self.mark)
         at = _begins(text, self.content, self._signed(opening or ""))
         begun = text[at:].replace(self.sign, "") if self.sign else text[at:]
-        return Prompt(text, self.sign, True, text[:at], begun)
+        content = self.content.replace(self.sign, "") if self.sign else self.content
+        return Prompt(text, self.sign, True, text[:at], begun, content)
 
     def _signed(self, text: str) -> str:
         """Some templates write JSON in ASCII."""

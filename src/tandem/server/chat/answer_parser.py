@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import (
     ChatEvent,
@@ -16,7 +17,6 @@ from tandem.server.chat.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from tandem.server.chat.formats.reasoning_format import ReasoningFormat
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.answer_reader import AnswerReader
 from tandem.server.chat.reading.calls import CallWriter
@@ -119,11 +119,6 @@ class FormattedText:
     @property
     def reasoning(self) -> bool:
         return self._said.reasoning
-
-    @property
-    def thought_until(self) -> int:
-        """The position in what has come, `begun` included, where reasoning has ended; 0: it has not."""
-        return self._said.thought_until
 
     def push(self, text: str) -> list[ChatEvent]:
         self._source.add(text)

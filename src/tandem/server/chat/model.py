@@ -11,12 +11,13 @@ import msgspec
 
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.text.prompt import Prompt
+from tandem.engine.text.reasoning_format import detect_reasoning_format
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
 from tandem.server.chat.begun import BegunAnswer, begun_answer
 from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.conversation import Conversation
-from tandem.server.chat.formats.reasoning_format import detect_reasoning_format, reasoning_format
+from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import (
     NONE,
     ToolFormat,
@@ -84,7 +85,7 @@ class ChatModel:
         wrong; ApiError 429, 500."""
         prompt = await self._renderer.render(conversation)
         [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)  # first: one too long is not read
-        begun = begun_answer(prompt, conversation, self._speaking)
+        begun = begun_answer(prompt, self._speaking)
         rules = self._rules(conversation, prompt, begun)
         held, unheld = held_tools(conversation)
         sampling = self._sampling(held, rules, begun, sampling)
