@@ -284,6 +284,7 @@ def test_a_chat_goes_on_with_the_last_message() -> None:
 def test_a_grammar_counts_what_a_chat_has_begun() -> None:
     llm = LLM.from_engine(random_engine.engine())
     llm.engine.tokenizer.guard = llm.engine.tokenizer.own_markers = None
+    llm.engine.tokenizer.chat_template = None
     llm.engine.tokenizer.apply_chat_template = ChatTemplate(PLAIN).render
     params = SamplingParams(grammar=Grammar("regex", "[ab]{5}"), max_tokens=20, temperature=0)
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "aba"}]
@@ -291,3 +292,9 @@ def test_a_grammar_counts_what_a_chat_has_begun() -> None:
     assert len(result.text) == 2 and set(result.text) <= set("ab") and result.finish_reason == "stop"
     with pytest.raises(RequestError, match="does not match"):
         llm.chat([said[0], said[1] | {"content": "abc"}], params, continue_final_message=True)
+    llm.engine.tokenizer.chat_template = ChatTemplate(PLAIN + "{# <think> #}")
+    for thought in ("<think>ok</think>", "<think>\nok\n</think>\n\n"):
+        [result] = llm.chat([said[0], said[1] | {"content": f"{thought}aba"}], params, continue_final_message=True)
+        assert len(result.text) == 2 and set(result.text) <= set("ab")
+    with pytest.raises(RequestError, match="does not match"):
+        llm.chat([said[0], said[1] | {"content": "<think>ok"}], params, continue_final_message=True)

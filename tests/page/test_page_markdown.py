@@ -106,6 +106,27 @@ def test_what_is_no_mathematics(browser: Browser, text: str) -> None:
     assert html(browser, text) == f"<p>{text.replace(chr(92) + '$', '$').replace(chr(92) * 2, chr(92))}</p>"
 
 
+@pytest.mark.parametrize("growing", [True, False])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\(a " * 60_000, "\\(a " * 60_000 + "\\\\)", "\\[a " * 60_000, "\\[\n" * 30_000, "$$\n\n" * 10_000,
+        "".join(f"\\begin{{{'a' * (i % 40 + 1)}{'b' * (i // 40 + 1)}}}\n" for i in range(1500)),
+        "- a\n" + "  \\[\n" * 30_000 + "\nb \\]",
+    ],
+    ids=["inline", "escaped", "display", "lines", "dollars", "names", "item"],
+)  # fmt: skip
+def test_openings_without_an_end_do_not_search_the_text_each(browser: Browser, text: str, growing: bool) -> None:
+    """They did, for up to a minute; together they take a second or two, and the bound is 20."""
+    show = """
+    const { Markdown } = await import("/page/markdown.js");
+    const begun = performance.now();
+    new Markdown(document.createElement("div")).show(...given);
+    return performance.now() - begun;
+    """
+    assert browser.run(show, text, growing) < 20_000
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

@@ -26,6 +26,7 @@ from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
 from tandem.engine.start.sampling_defaults import sampling_defaults
 from tandem.engine.text import prompt as prompts
+from tandem.engine.text.reasoning_format import begun_text, detect_reasoning_format
 
 
 class LLM:
@@ -118,7 +119,7 @@ class LLM:
             for conversation in listed_conversations(messages)
         ]
         params = [
-            _behind(prompt, one)
+            self._behind(prompt, one)
             for prompt, one in zip(
                 made, sampling_for_each(sampling, len(made), self.sampling_defaults), strict=True
             )
@@ -138,6 +139,17 @@ class LLM:
             one.messages, add_generation_prompt=begins and not goes_on, **one.variables
         )
         return one.prompt(text)
+
+    def _behind(self, prompt: prompts.Prompt, params: SamplingParams) -> SamplingParams:
+        """A grammar counts what the prompt has begun of the answer, without thoughts. Of an open one it
+        counts all, and refuses it: nobody would tell where the answer begins."""
+        if params.grammar is None or not prompt.begun or params.grammar_prefix:
+            return params
+        template = self.engine.tokenizer.chat_template
+        reasoning = detect_reasoning_format(template.text) if template is not None else None
+        opened = reasoning is not None and reasoning.is_open(prompt.before, begun=True)
+        read = begun_text(prompt, reasoning, opened)
+        return msgspec.structs.replace(params, grammar_prefix=prompt.begun if read.thinks else read.answer)
 
     def _chat_ids(self, prompt: prompts.Prompt) -> list[int]:
         tokenizer = self.engine.tokenizer
@@ -187,10 +199,3 @@ class LLM:
                 )  # fmt: skip
         finally:
             self._calls.end(names)
-
-
-def _behind(prompt: prompts.Prompt, params: SamplingParams) -> SamplingParams:
-    """A grammar counts what the prompt has begun of the answer."""
-    if params.grammar is None or not prompt.begun or params.grammar_prefix:
-        return params
-    return msgspec.structs.replace(params, grammar_prefix=prompt.begun)

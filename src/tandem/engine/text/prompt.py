@@ -6,9 +6,11 @@ behind its text shows where the prompt ends, whatever the template writes behind
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from string import ascii_letters
 from typing import Any
 
 from tandem.engine.text.markers import MarkerGuard
@@ -33,6 +35,7 @@ class Prompt:
     goes_on: bool = False
     before: str = ""
     begun: str = ""
+    content: str = ""  # of the last message: `begun` may have what a template writes before it, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class Draft:
         text = _up_to_mark(text, self.content, self.mark)
         at = _begins(text, self.content, self._signed(opening or ""))
         begun = text[at:].replace(self.sign, "") if self.sign else text[at:]
-        return Prompt(text, self.sign, True, text[:at], begun)
+        content = self.content.replace(self.sign, "") if self.sign else self.content
+        return Prompt(text, self.sign, True, text[:at], begun, content)
 
     def _signed(self, text: str) -> str:
         """Some templates write JSON in ASCII."""
@@ -109,10 +113,16 @@ def _marked(one: Draft) -> Draft:
 
 
 def _unused(mark: str, texts: Iterable[str]) -> str:
-    together = "\n".join(texts)
-    while mark in together:
-        mark += mark[-1]
-    return mark
+    """mark, behind it random letters where a text has it: those that a client could foresee would be searched for once
+    per letter."""
+    together, chosen = _joined(texts), mark
+    while chosen in together:
+        chosen = mark + "".join(secrets.choice(ascii_letters) for _ in range(16))
+    return chosen
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n".join(texts)
 
 
 def _with(content: Any, mark: str) -> tuple[str, Any]:

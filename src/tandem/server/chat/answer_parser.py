@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import (
     ChatEvent,
@@ -16,7 +17,6 @@ from tandem.server.chat.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from tandem.server.chat.formats.reasoning_format import ReasoningFormat
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.answer_reader import AnswerReader
 from tandem.server.chat.reading.calls import CallWriter
@@ -120,17 +120,12 @@ class FormattedText:
     def reasoning(self) -> bool:
         return self._said.reasoning
 
-    @property
-    def thought_until(self) -> int:
-        """The position in what has come, `begun` included, where reasoning has ended; 0: it has not."""
-        return self._said.thought_until
-
     def push(self, text: str) -> list[ChatEvent]:
-        self._source.text += text
+        self._source.add(text)
         return self._advance()
 
     def end(self, reason: str) -> list[ChatEvent]:
-        self._source.ended, self._source.cut = True, reason in _CUT
+        self._source.end(cut=reason in _CUT)
         events = self._advance()
         self._said.end()
         events += self._advance()
@@ -140,13 +135,19 @@ class FormattedText:
 
     def _advance(self) -> list[ChatEvent]:
         try:
-            next(self._run, None)
+            self._read()
         except Exception:  # an answer must not be lost for a mistake here
             log.exception("a bug in the parser of %s", self._rules)
             self._run = self._as_text()
-            next(self._run, None)
+            self._read()
         events, self._events[:] = list(self._events), []
         return [shown for event in events for shown in self._shown(event)]
+
+    def _read(self) -> None:
+        """All that has come."""
+        next(self._run, None)
+        while self._source.more():
+            next(self._run, None)
 
     def _shown(self, event: ChatEvent | Markup) -> list[ChatEvent]:
         """Reasoning that is not streamed is held until something else comes."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from tandem.engine.grammar.schema import check_schema
 from tandem.engine.protocol import Grammar
+from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation, Tool
-from tandem.server.chat.formats.reasoning_format import ReasoningFormat
 from tandem.server.chat.formats.tool_format import Channels, ToolFormat, Written
 
 Tag = dict[str, Any]

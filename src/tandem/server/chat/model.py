@@ -11,12 +11,13 @@ import msgspec
 
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.text.prompt import Prompt
+from tandem.engine.text.reasoning_format import detect_reasoning_format
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
 from tandem.server.chat.begun import BegunAnswer, begun_answer
 from tandem.server.chat.constraint import Speech, constraint
 from tandem.server.chat.conversation import Conversation
-from tandem.server.chat.formats.reasoning_format import detect_reasoning_format, reasoning_format
+from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import (
     NONE,
     ToolFormat,
@@ -83,11 +84,11 @@ class ChatModel:
         RequestError, with `param` "messages", "prompt", "tools", "tool_choice" or what else of the conversation is
         wrong; ApiError 429, 500."""
         prompt = await self._renderer.render(conversation)
-        begun = begun_answer(prompt, conversation, self._speaking)
+        [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)  # first: one too long is not read
+        begun = begun_answer(prompt, self._speaking)
         rules = self._rules(conversation, prompt, begun)
         held, unheld = held_tools(conversation)
         sampling = self._sampling(held, rules, begun, sampling)
-        [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)
         return PreparedChat(ids, sampling, rules, unheld)
 
     def _rules(self, conversation: Conversation, prompt: Prompt, begun: BegunAnswer) -> AnswerRules:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.text.prompt import Draft, Prompt, draft
+from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.errors import RequestError
 from tandem.server.chat.conversation import Conversation
-from tandem.server.chat.formats.reasoning_format import ReasoningFormat
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.history import template_messages
 from tandem.server.chat.template_fit import TemplateFit, TemplateMessages

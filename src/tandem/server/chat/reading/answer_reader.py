@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.server.chat.events import CallOutcome
-from tandem.server.chat.formats.reasoning_format import ReasoningFormat
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.json_calls import read_name_then_json, read_named_json

@@ -22,7 +22,6 @@ class Said:
         self._held = ""
         self._after_marker = False
         self._reasoning = False
-        self.thought_until = 0  # the source's position where reasoning has ended; 0: it has not
 
     @property
     def reasoning(self) -> bool:
@@ -30,8 +29,6 @@ class Said:
 
     @reasoning.setter
     def reasoning(self, begins: bool) -> None:
-        if self._reasoning and not begins:
-            self.thought_until = self._source.position
         self._reasoning = begins
 
     def say(self, text: str) -> None:

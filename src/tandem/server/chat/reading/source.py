@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -11,22 +12,53 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields: more text is needed
 
 _SPACE = " \t\r\n"
+_PIECE = 1024  # characters
 
 
 class Source:
-    """`text` is what has come and is not taken. What is taken since `mark` can be put back."""
+    """`text` is the next of what has come and is not taken; the rest is shown in pieces, since each character that is
+    taken copies what is left of `text`. What is taken since `mark` can be put back."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.ended = False
-        self.cut = False  # it ended because no more was allowed
         self.position = 0  # characters before `text`
+        self._rest: deque[str] = deque()  # behind `text`
+        self._end = ""
         self._begun = 0
         self._taken: list[str] = []
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes behind `text`."""
+        return bool(self._end) and not self._rest
+
+    @property
+    def cut(self) -> bool:
+        """Whether it ended because no more was allowed."""
+        return self.ended and self._end == "cut"
+
     def begin(self, text: str) -> None:
         """What the prompt has of the answer already: it is read, and nobody is told."""
-        self.text, self._begun = text, len(text)
+        self._begun = len(text)
+        self.add(text)
+
+    def add(self, text: str) -> None:
+        self._rest.extend(_pieces(text))
+        if len(self._rest) == 1:
+            self.more()
+
+    def end(self, cut: bool) -> None:
+        """No more is added."""
+        self._end = "cut" if cut else "whole"
+
+    def more(self) -> bool:
+        """Shows the next piece, where there is one. A reader that waits behind much text gets as much again."""
+        pieces, size = [self.text], max(_PIECE, len(self.text))
+        while self._rest and size > 0:
+            pieces.append(self._rest.popleft())
+            size -= len(pieces[-1])
+        self.text = "".join(pieces)
+        return len(pieces) > 1
 
     def fresh(self, text: str) -> str:
         """Of a text that ends at `position`, what does not come from `begin`."""
@@ -48,13 +80,17 @@ class Source:
         return "".join(self._taken)
 
     def put_back(self) -> None:
+        """White space that it begins with is all shown at once, and what comes behind it."""
+        text = self.taken + self.text
         self.position -= len(self.taken)
-        self.text = self.taken + self.text
         self._taken = []
+        shown = 2 * _PIECE + len(text) - len(text.lstrip(_SPACE))
+        self.text = text[:shown]
+        self._rest.extendleft(reversed(_pieces(text[shown:])))
 
     def broken(self) -> CallOutcome:
         """What became of a call that could not be read on."""
-        return "cut" if self.cut and self.ended and not self.text else "malformed"
+        return "cut" if self.cut and not self.text else "malformed"
 
     def peek(self) -> Reading[str]:
         """The next character; "" at the end."""
@@ -97,7 +133,7 @@ class Source:
 
     def half_of(self, options: Sequence[str]) -> str:
         """What came of one of `options`, behind white space, when no more was allowed; "": it is none."""
-        rest = self.text.lstrip(_SPACE) if self.cut and self.ended else ""
+        rest = self.text.lstrip(_SPACE) if self.cut else ""
         return rest if rest and any(option.startswith(rest) for option in options) else ""
 
     def until(
@@ -126,6 +162,10 @@ class Source:
                 self.take(len(self.text))
                 return ""
             yield
+
+
+def _pieces(text: str) -> list[str]:
+    return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
 
 
 def _first(text: str, stops: Sequence[str]) -> tuple[int, str]:

@@ -4,13 +4,15 @@ import "./vendor/katex.min.js";
 
 // No word stands beside a single dollar, no space inside of it, and no code: else it is a price, or a shell's variable.
 const FORMS = [
-  { all: /\\\(((?:[^\\]|\\[^)])+)\\\)/y },
-  { all: /\\\[((?:[^\\]|\\[^\]])+)\\\]/y, display: true },
-  { all: /(\\begin\{([a-zA-Z]+\*?)\}[^]*?\\end\{\2\})/y, display: true },
+  { begin: "\\(", all: /\\\(((?:[^\\]|\\[^)])+)\\\)/y },
+  { begin: "\\[", all: /\\\[((?:[^\\]|\\[^\]])+)\\\]/y, display: true },
+  { begin: "\\begin{", all: /(\\begin\{([a-zA-Z]+\*?)\}[^]*?\\end\{\2\})/y, display: true },
   { all: /\$\$((?:[^\\$]|\\[^]|\$(?!\$))+)\$\$/y, display: true },
   { all: /\$(?![\s$])((?:[^\\$`]|\\[^])+)(?<!\s)\$(?![\w$])/y, notBehind: /[\w$]/ },
 ];
 const BEGIN = /^(?:\\\[|\$\$|\\begin\{([a-zA-Z]+\*?)\})|(?:\\\[|(?<!\$)\$\$)$/; // of a display, where it may span lines
+const CLOSE = /\\[^e]|\$\$|\\end\{[a-zA-Z]+\*?\}/g; // escaped backslashes, too, which are none
+const NAME = /[a-zA-Z]+\*?(?=\})/y;
 const MOST_DRAWN = 500; // formulas that are kept for the next frame
 
 /** env.growing: the end of the text is still to come, and a display without its end is shown as it is written. */
@@ -26,7 +28,8 @@ export function texPlugin(md) {
 }
 
 function formula(state, silent) {
-  for (const { all, display = false, notBehind } of FORMS) {
+  for (const { begin = "", all, display = false, notBehind } of FORMS) {
+    if (begin && !closes(state, begin)) continue;
     all.lastIndex = state.pos;
     const match = all.exec(state.src);
     if (!match || notBehind?.test(state.src[state.pos - 1] ?? "")) continue;
@@ -35,6 +38,44 @@ function formula(state, silent) {
     return true;
   }
   return false;
+}
+
+const known = new WeakMap(); // by markdown-it's state: {closes, stops}, so that no opening searches the text again
+
+function knownOf(state) {
+  if (!known.has(state)) known.set(state, { closes: closesIn(state.src), stops: new Map() });
+  return known.get(state);
+}
+
+/** Where each closing text is, in ascending order. */
+function closesIn(src) {
+  const closes = new Map();
+  for (const { 0: close, index } of src.matchAll(CLOSE)) {
+    if (!closes.has(close)) closes.set(close, []);
+    closes.get(close).push(index);
+  }
+  return closes;
+}
+
+/** The first place of `close` at or behind `from`; Infinity: there is none. */
+function nextClose(state, close, from) {
+  const places = knownOf(state).closes.get(close) ?? [];
+  let low = 0;
+  for (let high = places.length; low < high;) {
+    const middle = (low + high) >> 1;
+    if (places[middle] < from) low = middle + 1;
+    else high = middle;
+  }
+  return places[low] ?? Infinity;
+}
+
+/** Whether what `begin` opens here has an end. */
+function closes(state, begin) {
+  if (!state.src.startsWith(begin, state.pos)) return false;
+  const from = state.pos + begin.length;
+  if (begin !== "\\begin{") return nextClose(state, begin === "\\(" ? "\\)" : "\\]", from) < Infinity;
+  const name = NAME.exec((NAME.lastIndex = from, state.src));
+  return Boolean(name) && nextClose(state, `\\end{${name[0]}}`, from) < Infinity;
 }
 
 /** Keeps a display's lines together, whatever else they look like: they become a paragraph, where `formula` sees them. */
@@ -55,11 +96,29 @@ const lineOf = (state, at) => state.src.slice(state.bMarks[at] + state.tShift[at
 
 /** `end` if the text ends before it. null: the list item or the quote ends, or, for dollars, a paragraph does. */
 function lineWith(close, state, at, end) {
-  for (; at < end; at++) {
-    if (state.isEmpty(at) ? close === "$$" : state.sCount[at] < state.blkIndent) return null;
-    if (lineOf(state, at).includes(close)) break;
+  const place = at < end ? nextClose(state, close, state.bMarks[at] + state.tShift[at]) : Infinity;
+  const stop = stopLine(state, at, end, close === "$$");
+  if (stop < end && !(place < state.bMarks[stop])) return null;
+  if (place > state.eMarks[end - 1]) return end;
+  let low = at;
+  for (let high = end - 1; low < high;) {
+    const middle = (low + high) >> 1;
+    if (state.eMarks[middle] < place) low = middle + 1;
+    else high = middle;
   }
-  return at;
+  return low;
+}
+
+/** The first line that ends a display, whatever is open: all lines before it have the same. `end`: there is none. */
+function stopLine(state, first, end, dollars) {
+  const { stops } = knownOf(state);
+  const key = `${state.level} ${state.blkIndent} ${end} ${dollars}`;
+  const last = stops.get(key);
+  if (last && last.first <= first && first <= last.stop) return last.stop;
+  let stop = first;
+  while (stop < end && !(state.isEmpty(stop) ? dollars : state.sCount[stop] < state.blkIndent)) stop++;
+  stops.set(key, { first, stop });
+  return stop;
 }
 
 function keepTogether(state, first, end, begun) {
