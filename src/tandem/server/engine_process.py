@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
@@ -218,7 +218,8 @@ class EngineLoop:
             data = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._early.append(cast(ToEngine, self._decoder.decode(data)))
+        message: ToEngine = self._decoder.decode(data)  # msgspec types it from 0.23 on
+        self._early.append(message)
         return True
 
     def _comes(self) -> bool:
