@@ -61,8 +61,11 @@ def _unless_slower(wish: Wish, plan: Plan) -> Plan:
     asked = needs_gpu(config) or config.given_flags(SHARE_FIELDS)
     if gpu is None or asked or gpu.experts >= wish.model.routed_experts:
         return plan
-    alone = _attempt(wish, (None, f"without {gpu.name} it is faster"), USUAL)
-    if isinstance(alone, DoesNotFit) or alone.context_length < min(plan.context_length, _wanted(wish)):
+    try:
+        alone = one_plan(wish, (None, f"without {gpu.name} it is faster"), USUAL)
+    except ConfigError:  # it does not fit, or a flag is for GPUs, such as --kv-cache-dtype fp8_e4m3
+        return plan
+    if alone.context_length < min(plan.context_length, _wanted(wish)):
         return plan
     return alone if _seconds(wish, plan) > WIDTH * _seconds(wish, alone) else plan
 
