@@ -20,7 +20,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel test-gpu page-vendor clean
+.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel docs test-gpu page-vendor clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -84,7 +84,7 @@ $(STAMPS)/clients: $(STAMPS)/test
 	done
 	@touch $@
 
-test-all: $(STAMPS)/package $(STAMPS)/clients ## them all: full products, thread sanitizer, agent frameworks
+test-all: $(STAMPS)/package $(STAMPS)/clients $(STAMPS)/docs ## them all: full products, thread sanitizer, agent frameworks
 	$(PYTEST) --full $(ARGS)
 
 faults: $(STAMPS)/package $(STAMPS)/test ## what happens when something goes wrong; writes docs/faults.md
@@ -129,6 +129,13 @@ wheel: $(STAMPS)/build-tools ## a manylinux wheel with every kernel tier, in dis
 	rm -rf build/wheel && TANDEM_TIERS=all $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --plat $(PLATFORM) --wheel-dir dist build/wheel/*.whl
 	@ls -l dist/*.whl
+
+$(STAMPS)/docs: $(STAMPS)/venv pyproject.toml scripts/requirements.py
+	$(BIN)/python scripts/requirements.py docs | $(PIP) install --requirement /dev/stdin
+	@touch $@
+
+docs: $(STAMPS)/docs ## the site of these documents, in build/docs/site; links that lead nowhere are an error
+	$(BIN)/python scripts/docs_site.py
 
 test-gpu: ## tests that need an NVIDIA GPU, and all kernel tests, with PYTHON's own packages (ARGS="--part 1/3": a third)
 	PYTHON="$(PYTHON)" scripts/test_gpu.sh $(ARGS)

@@ -93,7 +93,8 @@ this page.
 TWELVE = f"""## Twelve models on six machines
 
 Two tables have tokens per second: of one answer at 1,024 tokens, and of a prompt of 2,048. Experts are as the model's
-publisher stores them. Where only the lossy INT4 fits, the field says so. `no` names the RAM that would do, with INT4.
+publisher stores them. Where only the lossy INT4 fits, the field begins with it. `no: 72.0 GiB of RAM` means that the
+model does not fit, and would with so much RAM and INT4.
 Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
 """
 
@@ -157,11 +158,13 @@ def page() -> str:
 
 def questions() -> list[str]:
     """The lines that people with some machine paste, and what comes of them."""
-    asked = ["## What runs on …", "", "| machine | paste | one answer, a prompt, context | done for room |"]
+    head = "| machine | paste | tokens/s of one answer, of a prompt; context | given up for room |"
+    asked = ["## What runs on …", "", head]
     rows = [question_line(name) for name in QUESTIONS]
     how = (
-        "These plans are `kt serve`'s own: no flag about memory is needed. The last column is what the plan gives up "
-        "so that the GPU is used and a context of 16,384 tokens fits."
+        "30–42 means 30 to 42 tokens per second. These plans are `kt serve`'s own: no flag about memory is "
+        "needed. The last column is what the plan gives up so that the GPU is used and a context of 16,384 tokens "
+        "fits ([what each means](commands.md#what-is-given-up-for-room))."
     )
     end = ["", *textwrap.wrap(how, 118), "", TWELVE]
     return [*asked, "| --- | --- | --- | --- |", *rows, *end]
@@ -186,7 +189,7 @@ def question_line(name: str) -> str:
     plan = asked.plan()
     found = asked.predicted(plan)
     given = next((each.value for each in plan.decisions if each.name == "made to fit"), "nothing")
-    rates = f"{shown(found.decode[1])}, {shown(found.prompt)}, {plan.context_length:,}"
+    rates = f"{shown(found.decode[1])}, {shown(found.prompt)}; {plan.context_length:,}"
     return f"| {name} | `{command(name)}` | {rates} | {given} |"
 
 

@@ -16,6 +16,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "design").glob("*.md")),
+    *sorted((ROOT / "docs" / "models").glob("*.md")),
 ]  # docs/lab is excepted: it is for those who repeat an experiment
 LAB = sorted((ROOT / "docs" / "lab").glob("*.md"))
 ROOTS = ROOT, ROOT / "src" / "tandem"

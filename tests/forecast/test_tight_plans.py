@@ -350,3 +350,11 @@ def test_what_would_be_faster_without_the_gpu_is_planned_without_it(monkeypatch:
     idle = question.plan()
     assert idle.gpu is None and "without 4090 it is faster" in idle.idle
     assert question.plan(kt_gpu_experts_ratio=0.25).gpu is not None
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "glm-4.5-air"])
+def test_a_flag_that_only_a_gpu_can_meet_is_met(name: str) -> None:
+    """The plan without the GPU, which is compared, refuses it; that refuses nobody's start."""
+    plan = asked(name, WORKSTATION, kt_method="INT4", kv_cache_dtype="fp8_e4m3").plan()
+    assert plan.gpu is not None
+    assert [each.value for each in plan.decisions if each.name == "KV cache dtype"] == ["fp8_e4m3"]

@@ -66,7 +66,7 @@ def _unless_better(wish: Wish, plan: Plan) -> Plan:
     less = f"on {gpu.name} a context of {plan.context_length} tokens would be what fits"
     try:
         on_cpu = _least_tight(wish, (None, less if short else f"without {gpu.name} it is faster"))
-    except ConfigError:
+    except ConfigError:  # it does not fit, or a flag is for GPUs, such as --kv-cache-dtype fp8_e4m3
         return plan
     if on_cpu.context_length < min(plan.context_length, _wanted(wish)):
         return plan
