@@ -22,8 +22,8 @@ __device__ u64 nanoseconds() {
 // One block. x is copied in units of 16 bytes. Experts that have a slot on the GPU are left out. rows: how many of the
 // tokens are real, in GPU memory; null: all. The others only fill the graph up and are not posted.
 //
-// A step waits for this kernel, and each load takes half a microsecond. So a thread loads its first unit, its first pair,
-// the numbers of rows and of posts together, and looks at none of them before.
+// A step waits for this kernel, and each load takes half a microsecond. So a thread loads its first unit, its first
+// pair, the numbers of rows and of posts together, and looks at none of them before.
 extern "C" __global__ void post(u32* header, u32* state, const uint4* x, const int* ids, const int* slots,
                                 const float* weights, uint4* mail_x, int* mail_ids, float* mail_weights,
                                 const int* rows, int tokens, int row_units, int top_k, int layer, int flags) {
