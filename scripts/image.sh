@@ -5,7 +5,7 @@
 #   BASE   an image with Debian 12; else mmdebstrap makes one      PORT   the server's      TAG   the image's name
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=$1 model=${2:-} port=${PORT:-30000} image=${TAG:-tandem:$1} context=build/image
+target=$1 model=${2:-} port=${PORT:-30000} image=${TAG:-tandem:$1} context=build/image/$1
 read -ra pip <<<"${PIP:-python3 -m pip}"
 
 say() { echo "image.sh: $SECONDS s: $*"; }
