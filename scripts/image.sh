@@ -57,8 +57,8 @@ serve() {
   log=$(mktemp)
   inside kt serve /models/served --host 127.0.0.1 --port "$port" >"$log" 2>&1 &
   until healthy; do
-    kill -0 $! 2>/dev/null || { cat "$log"; fail "the server has ended"; }
-    [ $((SECONDS - started)) -lt 300 ] || { cat "$log"; fail "the server is not ready after 300 s"; }
+    kill -0 $! 2>/dev/null || { cat "$log" >&2; fail "the server has ended"; }
+    [ $((SECONDS - started)) -lt 300 ] || { cat "$log" >&2; fail "the server is not ready after 300 s"; }
     sleep 0.5
   done
 }
@@ -76,6 +76,7 @@ ask() {
   echo
 }
 
+# buildah hands no signal on, but its children take one.
 clean_up() {
   for job in $(jobs -p); do pkill -TERM -P "$job" 2>/dev/null || true; done
   wait

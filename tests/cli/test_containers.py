@@ -128,9 +128,12 @@ def free_port() -> int:
 @pytest.mark.full
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(bool(absent), reason=f"missing, for an image: {', '.join(absent)}")
-def test_the_cpu_image_answers(tiny_models: Any) -> None:
-    """Built from nothing; the model is a tiny one."""
-    command = [ROOT / "scripts" / "image.sh", "cpu", tiny_models["qwen3_moe"]]
+def test_the_cpu_image_answers(tiny_models: Any, tmp_path: Path) -> None:
+    """Built from nothing; the model is a tiny one, which user 1000 may read."""
+    model = shutil.copytree(tiny_models["qwen3_moe"], tmp_path / "model")
+    for path in (model, *model.iterdir()):
+        path.chmod(0o755)
+    command = [ROOT / "scripts" / "image.sh", "cpu", model]
     wishes = {"PORT": str(free_port()), "PIP": f"{sys.executable} -m pip", "TAG": "tandem-test:cpu"}
     done = subprocess.run(
         ["env", *(f"{k}={v}" for k, v in wishes.items()), *command], capture_output=True, text=True

@@ -84,8 +84,18 @@ def test_a_gpu_that_is_there_or_hidden_on_purpose_is_not_missing(root: Path, hos
     assert "NVIDIA GPU" not in found(host, root)
 
 
+def test_an_image_for_gpus_without_one(tmp_path: Path) -> None:
+    """Docker Desktop's machine shows no device of the host's."""
+    (tmp_path / ".dockerenv").touch()
+    assert found(machine(), tmp_path)["NVIDIA GPU"].command == "docker run --gpus all …"
+    assert "NVIDIA GPU" not in found(replace(machine(), gpu_missing=("triton",)), tmp_path)
+    (tmp_path / ".dockerenv").unlink()
+    assert "NVIDIA GPU" not in found(machine(), tmp_path)
+
+
 @pytest.mark.parametrize("device_class", ["0x040300", "0x068000"])  # its sound, its NVLink bridge
 def test_other_devices_of_the_maker_are_no_gpu(root: Path, device_class: str) -> None:
+    (root / ".dockerenv").unlink()
     (root / "proc/driver/nvidia/version").unlink()
     (root / "sys/bus/pci/devices/0000:01:00.0/class").write_text(device_class)
     assert "NVIDIA GPU" not in found(machine(), root)

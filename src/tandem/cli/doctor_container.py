@@ -40,13 +40,16 @@ def in_container(root: Path = Path("/")) -> bool:
 
 
 def _missing_gpu(machine: Machine, root: Path, boxed: bool) -> Iterator[Finding]:
-    """An NVIDIA GPU on the bus or a loaded driver, both of which a container sees, and none that can be used."""
+    """An NVIDIA GPU on the bus or a loaded driver, which most containers see, or an image that is made for GPUs;
+    and none that can be used."""
     if machine.gpus or "hides" in machine.no_gpu:
         return
     driver = (root / "proc/driver/nvidia/version").exists()
-    if not driver and not _on_the_bus(root):
+    present = driver or _on_the_bus(root)
+    if not present and not (boxed and not machine.gpu_missing):
         return
-    name, value = "NVIDIA GPU", "this machine has one, but nvidia-smi shows none"
+    has = "this machine has one" if present else "packages for one are installed"
+    name, value = "NVIDIA GPU", f"{has}, but nvidia-smi shows none"
     if boxed:
         why = "the container was started without it; the host needs the NVIDIA Container Toolkit"
         yield Finding(name, value, why, "docker run --gpus all …")
