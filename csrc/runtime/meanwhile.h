@@ -4,6 +4,8 @@
 
 #include <chrono>
 
+#include "runtime/tally.h"
+
 namespace tandem {
 
 // The GPU needs 20 to 30 us from an answer to the next post (measured on an H200). Pieces begin in the first of these,
@@ -23,25 +25,24 @@ class Meanwhile {
   // On the thread that answers posts: a piece that calls no driver and frees nothing of Python's.
   Progress next() noexcept {
     const auto start = std::chrono::steady_clock::now();
-    const Progress progress = piece();
+    const Progress done = piece();
     const Seconds took = std::chrono::steady_clock::now() - start;
-    seconds_ += took.count();
-    if (took > kTimeForPieces) late_seconds_ += (took - Seconds(kTimeForPieces)).count();
-    return progress;
+    seconds_.add(took.count());
+    if (took > kTimeForPieces) late_seconds_.add((took - Seconds(kTimeForPieces)).count());
+    return done;
   }
 
   // On the step's thread: a piece that may call the driver. Other threads may be in `next` at the same time.
   Progress next_of_step() noexcept {
     const auto start = std::chrono::steady_clock::now();
-    const Progress progress = piece_of_step();
-    step_seconds_ += Seconds(std::chrono::steady_clock::now() - start).count();
-    return progress;
+    const Progress done = piece_of_step();
+    step_seconds_.add(Seconds(std::chrono::steady_clock::now() - start).count());
+    return done;
   }
 
   // Of the step's thread: a piece has ended so long after the last answer.
-  void count_late(std::chrono::duration<double> late) { step_late_seconds_ += late.count(); }
+  void count_late(std::chrono::duration<double> late) { step_late_seconds_.add(late.count()); }
 
-  // Read when no step is under way.
   double seconds() const { return seconds_ + step_seconds_; }  // that both took, all together
   // That posts may have waited for single pieces, which took longer than kTimeForPieces, and the step for its own.
   double late_seconds() const { return late_seconds_ + step_late_seconds_; }
@@ -53,8 +54,8 @@ class Meanwhile {
  private:
   using Seconds = std::chrono::duration<double>;
 
-  double seconds_ = 0, late_seconds_ = 0;  // of the thread that answers posts
-  double step_seconds_ = 0, step_late_seconds_ = 0;
+  Tally<double> seconds_, late_seconds_;            // of the thread that answers posts
+  Tally<double> step_seconds_, step_late_seconds_;  // of the step's
 };
 
 }  // namespace tandem

@@ -1,5 +1,5 @@
 """Images, documents and files in a conversation: plain text is given to the model, of the rest it is told. A refusal
-would come again with each later request, so only what a user shows in the newest turn is refused."""
+would come again with each later request, so only what a user shows in the newest turn is refused, and not to agents."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ import pytest
 from echo_tokenizer import seen_by_the_template
 from server_harness import LocalServer
 from server_requests import CHAT, run
-from tandem.server.chat.attachments import file_text, newest_turn
+from tandem.server.chat.attachments import file_text, refused_turn
 
-IMAGE_NOTE, FILE_NOTE = "[an image, which this model cannot see]", "[a file, which this model cannot read]"
+IMAGE_NOTE, FILE_NOTE, PDF_NOTE, SOUND_NOTE, VIDEO_NOTE = (
+    f"[{what}. You cannot {verb} it: you read text only. Say so if it matters.]"
+    for what, verb in (
+        ("an image", "see"), ("a file", "read"), ("a file: a.pdf", "read"), ("a sound", "hear"), ("a video", "see"),
+    )
+)  # fmt: skip
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 PNG, PDF, TEXT = "data:image/png;base64,AAAA", "JVBERi0=", base64.b64encode("Grüße".encode()).decode()
 CHAT_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "image": ({"type": "image_url", "image_url": {"url": PNG}}, IMAGE_NOTE),
     "pdf": (
         {"type": "file", "file": {"filename": "a.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}},
-        "[a file, which this model cannot read: a.pdf]",
+        PDF_NOTE,
     ),
     "file by id": ({"type": "file", "file": {"file_id": "file-1"}}, FILE_NOTE),
     "sound": (
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-        "[a sound, which this model cannot hear]",
+        SOUND_NOTE,
     ),
-    "video": ({"type": "video_url", "video_url": {"url": PNG}}, "[a video, which this model cannot see]"),
+    "video": ({"type": "video_url", "video_url": {"url": PNG}}, VIDEO_NOTE),
     "text file": ({"type": "file", "file": {"filename": "a.md", "file_data": TEXT}}, "Grüße"),
     "text in a URL": ({"type": "file", "file": {"file_data": f"data:text/plain;base64,{TEXT}"}}, "Grüße"),
 }
@@ -35,7 +40,7 @@ RESPONSES_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "image": ({"type": "input_image", "image_url": PNG, "detail": "auto"}, IMAGE_NOTE),
     "pdf": (
         {"type": "input_file", "filename": "a.pdf", "file_data": f"data:application/pdf;base64,{PDF}"},
-        "[a file, which this model cannot read: a.pdf]",
+        PDF_NOTE,
     ),
     "file by address": ({"type": "input_file", "file_url": "https://example.org/a.pdf"}, FILE_NOTE),
     "text file": (
@@ -51,7 +56,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
     "pdf": (
         {"type": "document", "title": "a.pdf",
          "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}},
-        "[a file, which this model cannot read: a.pdf]",
+        PDF_NOTE,
     ),
     "pdf by address": (
         {"type": "document", "source": {"type": "url", "url": "https://example.org/a.pdf"}}, FILE_NOTE,
@@ -127,6 +132,12 @@ def messages(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
 DIALECTS = {
     CHAT: (chat, CHAT_PARTS), "/v1/responses": (responses, RESPONSES_PARTS), "/v1/messages": (messages, BLOCKS),
 }  # fmt: skip
+FUNCTION = {"name": "look", "parameters": {"type": "object"}}
+AGENT: dict[str, list[dict[str, Any]]] = {
+    CHAT: [{"type": "function", "function": FUNCTION}],
+    "/v1/responses": [{"type": "function", **FUNCTION}],
+    "/v1/messages": [{"name": "look", "input_schema": {"type": "object"}}],
+}
 PLACES = ("older", "result", "beside the result", "newest", "begun")
 CASES = [(path, kind) for path, (_, parts) in DIALECTS.items() for kind in parts]
 
@@ -150,6 +161,55 @@ def test_a_model_reads_what_is_text_and_is_told_of_the_rest(monkeypatch, path, k
             assert expected in [message["content"] for message in seen], place
             named = "content[0]" in response.headers.get("x-tandem-ignored", "").replace("output[0]", "content[0]")
             assert named == note or place == "beside the result"
+
+    run(scenario, tool_call_parser="hermes")
+
+
+@pytest.mark.parametrize("path,kind", CASES)
+def test_an_agent_is_not_refused(monkeypatch, path, kind):
+    """Some agents append the next prompt to the message that was refused: each later request would be refused, too."""
+    make, parts = DIALECTS[path]
+    part, expected = parts[kind]
+    seen = seen_by_the_template(monkeypatch)
+
+    async def scenario(server: LocalServer):
+        for place in PLACES:
+            seen.clear()
+            response = await server.post(path, **make([part], place), tools=AGENT[path])
+            assert response.status_code == 200, response.text
+            assert expected in [message["content"] for message in seen], place
+            named = "content[0]" in response.headers.get("x-tandem-ignored", "").replace("output[0]", "content[0]")
+            assert named == expected.endswith("matters.]") or place == "beside the result"
+
+    run(scenario, tool_call_parser="hermes")
+
+
+@pytest.mark.parametrize("path,count", [
+    ("/v1/messages", "/v1/messages/count_tokens"), ("/v1/responses", "/v1/responses/input_tokens"), (CHAT, "/tokenize"),
+])  # fmt: skip
+def test_what_is_answered_is_counted(path, count):
+    make, parts = DIALECTS[path]
+
+    async def scenario(server: LocalServer):
+        body = make([parts["image"][0]], "newest")
+        for tools, status in ((AGENT[path], 200), ([], 400)):
+            for each in (path, count):
+                response = await server.post(each, **body, tools=tools)
+                assert response.status_code == status, response.text
+
+    run(scenario, tool_call_parser="hermes")
+
+
+def test_a_kept_response_goes_on_with_the_note(monkeypatch):
+    seen = seen_by_the_template(monkeypatch)
+    body = responses([RESPONSES_PARTS["image"][0]], "newest")
+
+    async def scenario(server: LocalServer):
+        first = await server.post("/v1/responses", **body, tools=AGENT["/v1/responses"])
+        later = {"input": "Well?", "previous_response_id": first.json()["id"], "max_output_tokens": 16}
+        response = await server.post("/v1/responses", **later)
+        assert response.status_code == 200, response.text
+        assert seen[0]["content"] == IMAGE_NOTE
 
     run(scenario, tool_call_parser="hermes")
 
@@ -182,10 +242,14 @@ def test_images_of_ollama(monkeypatch):
         assert response.headers["x-tandem-ignored"] == "messages[0].images[0]"
         response = await server.post("/api/chat", messages=[shown], stream=False)
         assert response.status_code == 400 and "messages[0].images" in response.json()["error"]
+        response = await server.post("/api/chat", messages=[shown], tools=AGENT[CHAT], stream=False)
+        assert response.status_code == 200, response.text
+        assert seen[0]["content"] == f"Look.\n{IMAGE_NOTE}"
+        assert response.headers["x-tandem-ignored"] == "messages[0].images[0]"
         response = await server.post("/api/generate", prompt="x", images=["AAAA"], stream=False)
         assert response.status_code == 400 and "images[0]" in response.json()["error"]
 
-    run(scenario)
+    run(scenario, tool_call_parser="hermes")
 
 
 def test_a_type_that_nobody_knows_is_refused_wherever_it_stands():
@@ -247,8 +311,9 @@ def test_thinking_parts_of_an_assistant_are_reasoning(monkeypatch, part):
     (["user", "assistant", "tool", "user"], None),
     (["system"], None), ([], None),
 ])  # fmt: skip
-def test_which_turn_is_the_newest(roles, expected):
-    assert newest_turn(roles) == expected
+def test_which_turn_is_refused(roles, expected):
+    assert refused_turn(roles, None) == refused_turn(roles, []) == expected
+    assert refused_turn(roles, ["a tool"]) is None
 
 
 @pytest.mark.parametrize("data,name,media_type,expected", [

@@ -65,7 +65,7 @@ struct Setting {
     first = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128) % 128;
     mailbox = std::make_shared<Mailbox>(first, shape);
     mailbox->add(layer_of(std::make_shared<WorkerPool>(std::vector<int>{-1, -1}, 20)));
-    thread = std::make_unique<PostThread>(mailbox, -1);
+    thread = std::make_unique<PostThread>(mailbox);
   }
 
   std::atomic_ref<uint32_t> word(int index) {

@@ -357,7 +357,20 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
     assert calls == ["begin", "2 masks", "graph", "made", "experts"] and made._masked == [False, True]
 
 
-@pytest.mark.parametrize("where", ["graph", "make"])
+def test_masks_that_were_late_once_are_not_late_again() -> None:
+    """The step may have ended with another error, so that nobody looked."""
+    masks, one = GraphMasks(2, torch.device("cpu")), bits_of({1}, VOCAB)
+    masks.send([one])
+    masks._word[1] = 1
+    masks.send([one])
+    masks.check()
+    masks._word[1] = 1
+    with pytest.raises(EngineError, match="too late"):
+        masks.check()
+    masks.check()
+
+
+@pytest.mark.parametrize("where", ["begin", "graph", "make"])
 def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch, where: str) -> None:
     """It would wait for ever, or answer the next step's posts, where `LLM` is stopped with Ctrl+C."""
     calls: list[str] = []
@@ -372,15 +385,19 @@ def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch
     runner._begin_step = lambda batch, captured: None
     runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
     runner._handoff = cast(Any, SimpleNamespace(
-        begin=lambda posts: calls.append(f"{posts} posts"), finish=lambda: calls.append("answered"),
-        cancel=lambda: calls.append("cancelled"),
+        begin=lambda posts: noted("begin") if where == "begin" else calls.append(f"{posts} posts"),
+        finish=lambda: calls.append("answered"), cancel=lambda: calls.append("cancelled"),
     ))  # fmt: skip
     monkeypatch.setattr(runner._end, "wait", lambda: calls.append("end"))
     with pytest.raises(KeyboardInterrupt):
         runner.logits(batch(1, 2, 7), [bits_of({1}, VOCAB)], lambda: noted("make"))
-    between = {"graph": ["cancelled"], "make": ["make", "answered"]}[where]
-    assert calls == ["7 posts", "graph", *between, "end"]
-    assert word_of(masks) == 1
+    between = {
+        "begin": ["cancelled"],
+        "graph": ["graph", "cancelled"],
+        "make": ["graph", "make", "answered"],
+    }[where]
+    assert calls == ["begin" if where == "begin" else "7 posts", *between, "end"]
+    assert where == "begin" or word_of(masks) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KernelError("no such tile")])

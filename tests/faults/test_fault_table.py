@@ -32,6 +32,6 @@ def test_what_the_issue_of_faults_asks_for_is_there() -> None:
         "kill -9", "SIGSTOP", "pool throws", "`RLIMIT_AS`", "disk is full: the log", "packed cache", "recorded",
         "HOME is read-only", "chat template", "10,000 requests", "256 clients", "SIGTERM", "again and again",
         "cannot be started again", "Two servers", "One core", "hand-off", "CUDA error", "GPU's memory",
-        "tokenizer crashes",
+        "tokenizer fails",
     ):  # fmt: skip
         assert wanted in names, wanted

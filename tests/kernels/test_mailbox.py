@@ -188,6 +188,20 @@ def test_an_exchange_is_made_while_posts_are_answered() -> None:
         side.check()
 
 
+def test_no_copy_is_made_before_the_step_s_first_post() -> None:
+    """The GPU may not have ended the step before, whose tables an exchange changes."""
+    gpu = FakeGpu()
+    turn, _ = moving(1)
+    gpu.thread.begin(1, PATIENCE)
+    gpu.mailbox.meanwhile(turn)
+    timer = threading.Timer(0.2, lambda: (given.append(turn.bytes_given), gpu.post(1, 0, *batch(2))))
+    given: list[int] = []
+    timer.start()
+    gpu.thread.finish()
+    timer.join()
+    assert given == [0]
+
+
 def test_who_answers_does_no_piece_that_calls_the_driver() -> None:
     turn, _ = moving(1)
     assert not turn.next() and turn.bytes_given == 0
@@ -522,6 +536,21 @@ def test_a_mailbox_stays_as_it_is_while_posts_are_answered() -> None:
     gpu.thread.finish()
     gpu.thread.finish()  # nothing was begun
     gpu.mailbox.reset()
+
+
+def test_a_fork_does_not_wait_for_its_parent_s_posts() -> None:
+    gpu = FakeGpu()
+    gpu.thread.begin(1, PATIENCE)
+    child = os.fork()
+    if child == 0:
+        try:
+            gpu.thread.finish()
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gpu.post(1, 0, *batch(2))
+    gpu.thread.finish()
 
 
 def test_an_ended_thread_answers_nothing() -> None:

@@ -113,7 +113,11 @@ def test_expert_layer_under_thread_sanitizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags", [(), ("-fsanitize=thread",), ("-fsanitize=address,undefined",)])
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("-fsanitize=thread",), ("-fsanitize=address,undefined",)],
+    ids=["plain", "thread_sanitizer", "address_sanitizer"],
+)
 def test_posts_are_answered_by_a_thread_of_their_own(tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert build_and_run(tmp_path, *flags, test="post_thread_test") == "post_thread_test: ok\n"
 

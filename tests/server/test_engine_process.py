@@ -36,7 +36,8 @@ def allowed() -> Iterator[set[int]]:
 def load_with_cpus(monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...]) -> None:
     engine = SimpleNamespace(plan=fake_plan(cpus=cpus), model_config=fake_config())
     monkeypatch.setattr("tandem.checkpoint.resolve_model", Path)
-    monkeypatch.setattr("tandem.engine.start.loader.load_parts", lambda *_: None)
+    parts = SimpleNamespace(plan=engine.plan, handoff=None)
+    monkeypatch.setattr("tandem.engine.start.loader.load_parts", lambda *_: parts)
     monkeypatch.setattr("tandem.engine.engine.Engine.from_parts", lambda _: engine)
     load_engine(EngineConfig(model="m", skip_server_warmup=True))
 

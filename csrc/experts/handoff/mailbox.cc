@@ -118,6 +118,7 @@ void Mailbox::answer_all(int64_t posts, double timeout_seconds) {
     patience.begin();
     if (!wait_for_post(patience)) return;
     patience.is_first = false;
+    has_post_.store(true, std::memory_order_release);
     const auto posted = Clock::now();
     wait_seconds_.add(seconds(posted - patience.since));
     const uint32_t flags = word(memory_, kFlags).load(std::memory_order_relaxed);
@@ -166,8 +167,14 @@ bool Mailbox::do_a_piece() {
 }
 
 Meanwhile* Mailbox::do_piece_of_step() {
-  for (const auto& work : meanwhile_)
-    if (work->next_of_step() == Meanwhile::Progress::did) return work.get();
+  work_waits_ = !meanwhile_.empty();
+  if (!has_post_.load(std::memory_order_acquire)) return nullptr;
+  work_waits_ = false;
+  for (const auto& work : meanwhile_) {
+    const Meanwhile::Progress done = work->next_of_step();
+    if (done == Meanwhile::Progress::did) return work.get();
+    work_waits_ = work_waits_ || done == Meanwhile::Progress::waits;
+  }
   return nullptr;
 }
 
@@ -277,7 +284,8 @@ void Mailbox::run(ExpertLayer& layer, const std::vector<int32_t>& ids, bool to_o
 void Mailbox::open() {
   cancelled_.store(false, std::memory_order_relaxed);
   stopped_.store(false, std::memory_order_relaxed);
-  is_open_.store(true, std::memory_order_release);
+  has_post_.store(false, std::memory_order_relaxed);
+  is_open_.store(true, std::memory_order_seq_cst);
 }
 
 void Mailbox::reset() {

@@ -100,8 +100,12 @@ class Mailbox {
   // By the step's thread. Pieces are done in this `serve`, after answers, as long as nothing is posted; first given,
   // first done. At most kMostWork are kept; the oldest is dropped.
   void meanwhile(std::shared_ptr<Meanwhile> work);
-  Meanwhile* do_piece_of_step();  // whose it was; null: there is none
+  // A piece of the step's own, once the first post has come: before, the GPU may not have ended what pieces read.
+  // Returns whose it was; null: none can be done now.
+  Meanwhile* do_piece_of_step();
   bool has_work() const { return has_work_.load(std::memory_order_relaxed); }
+  // Whether some of it waits for a copy or for the thread that answers, as of the last `do_piece_of_step`.
+  bool work_waits() const { return work_waits_; }
   // When `serve` has ended: what is not finished belongs to its caller again.
   void drop_work();
 
@@ -150,7 +154,8 @@ class Mailbox {
   Foresight foresight_;
   std::mutex work_mutex_;  // the step's thread changes the list; the thread that answers never waits for it
   std::vector<std::shared_ptr<Meanwhile>> meanwhile_;
-  std::atomic<bool> has_work_{false};
+  std::atomic<bool> has_work_{false}, has_post_{false};
+  bool work_waits_ = false;  // of the step's thread
   std::atomic<bool> is_open_{false}, cancelled_{false}, stopped_{false};
   uint32_t answered_ = 0;
   bool may_be_hinted_ = false;  // nothing was heard since the last answer

@@ -21,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kBetweenLooks{100};  // at copies that are under way
 
 struct Living {
+  const pid_t process = getpid();
   std::mutex mutex;
   std::vector<PostThread*> threads;
 };
@@ -36,7 +37,13 @@ std::thread* without_signals(Body body) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread* const thread = new std::thread(std::move(body));
+  std::thread* thread = nullptr;
+  try {
+    thread = new std::thread(std::move(body));
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_setname_np(thread->native_handle(), "tandem-posts");
   return thread;
@@ -70,12 +77,14 @@ void PostThread::begin(int64_t posts, double timeout_seconds) {
   posts_ = posts;
   timeout_seconds_ = timeout_seconds;
   mailbox_->open();
+  if (is_ending_.load(std::memory_order_seq_cst)) cancel();  // which may have come before `open` forgot it
   runs_.store(true, std::memory_order_release);
   begun_.raise();
 }
 
 void PostThread::finish() {
   if (!mailbox_->is_open()) return;
+  if (is_forked()) throw std::runtime_error("posts are answered in the process that began them");
   mailbox_->wake_workers();  // while the GPU computes up to its first post
   for (;;) {
     const uint32_t seen = ended_.load();
@@ -84,7 +93,7 @@ void PostThread::finish() {
       if (!runs_.load(std::memory_order_acquire)) work->count_late(Clock::now() - last_answer_);
       continue;
     }
-    mailbox_->has_work() ? ended_.sleep_past(seen, kBetweenLooks) : ended_.sleep_past(seen);
+    mailbox_->work_waits() ? ended_.sleep_past(seen, kBetweenLooks) : ended_.sleep_past(seen);
   }
   mailbox_->drop_work();
   mailbox_->close();
@@ -97,7 +106,7 @@ void PostThread::stop() { mailbox_->stop(); }
 
 void PostThread::end() {
   if (is_forked() || !thread_) return;
-  is_ending_.store(true, std::memory_order_release);
+  is_ending_.store(true, std::memory_order_seq_cst);
   cancel();
   begun_.raise();
   thread_->join();
@@ -128,6 +137,7 @@ void PostThread::answer() {
 }
 
 void end_post_threads() {
+  if (living().process != getpid()) return;  // a fork may have been made while somebody held the lock
   std::lock_guard lock(living().mutex);
   for (PostThread* const thread : living().threads) thread->end();
 }

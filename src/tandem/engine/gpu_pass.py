@@ -32,6 +32,10 @@ HIGH_PRIORITY = -1
 class PassStart(Protocol):
     """What operations prepare for a pass that steps overtake."""
 
+    def without_stream(self, batch: ForwardBatch) -> None:
+        """Before a step kernel by kernel, in which no expert travels."""
+        ...
+
     def pausable(self) -> bool:
         """Whether they keep nothing that a step would change."""
         ...

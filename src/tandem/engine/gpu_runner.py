@@ -154,6 +154,9 @@ class GpuRunner:
     def unseen(self, model: StepModel) -> Iterator[None]:
         """Meanwhile steps are this model's, and neither counted nor followed by exchanges of experts."""
         before = self._model, self._usage, self._live
+        if self._usage is not None:
+            with torch.inference_mode():
+                self._usage.begin(0)
         self._model, self._usage, self._live = model, None, None
         try:
             yield
@@ -165,7 +168,10 @@ class GpuRunner:
         with torch.inference_mode(), self._streams.aside():
             batch = self._arrays.fill(chunks)
             there = moved(batch, self._device)
-            self._begin_step(batch, True)
+            if self._start is None:
+                self._begin_step(batch, False)
+            else:
+                self._start.without_stream(batch)
             logits = self._forward(there, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
@@ -215,8 +221,8 @@ class GpuRunner:
         return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
 
     def _replay(self, graph: _Graph, batch: ForwardBatch, masks: RowMasks) -> None:
-        self._handoff.begin(graph.posts)  # first: who answers needs a while to wake up
         try:
+            self._handoff.begin(graph.posts)  # first: who answers needs a while to wake up
             graph.inputs.fill(batch)
             graph.masks.send(masks)
             self._begin_step(graph.inputs.image, True)

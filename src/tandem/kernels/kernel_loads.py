@@ -6,6 +6,7 @@ Compiling one keeps its step waiting, and the driver may load its code only when
 from __future__ import annotations
 
 import logging
+from threading import local
 from time import perf_counter
 
 SHOWN_SECONDS = 5.0  # between two lines of the log while kernels are compiled before the start
@@ -20,7 +21,8 @@ class KernelLoads:
         self.count = self.late = 0
         self.seconds = 0.0  # in Triton's compiler
         self._is_ready = False
-        self._began = self._shown = perf_counter()
+        self._shown = perf_counter()
+        self._threads = local()  # a step's and a prompt's may compile at the same time
 
     def ready(self) -> None:
         """The engine takes requests from now on."""
@@ -33,13 +35,13 @@ class KernelLoads:
             )
 
     def begin(self) -> None:
-        self._began = perf_counter()
+        self._threads.began = perf_counter()
 
     def end(self, compiler: str, name: str) -> None:
         """Of what `begin` began."""
         self.count += 1
         now = perf_counter()
-        self.seconds += now - self._began
+        self.seconds += now - getattr(self._threads, "began", now)
         if self._is_ready:
             self.late += 1
             _log.warning("the kernel %s was compiled or loaded late, by %s, while serving", name, compiler)

@@ -118,12 +118,13 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
 
 
 def take_cpus(parts: EngineParts) -> None:
-    """This thread runs steps from now on. Beside a GPU it shares worker 0's CPU with the one that answers posts: one of
-    them sleeps while the other has much to do."""
-    cpu = parts.plan.cpus[0]
+    """This thread runs steps from now on, and has worker 0's CPU. Beside a GPU it shares that with the thread that
+    answers posts: one of them sleeps while the other has much to do. It also has those that no worker has."""
+    cpu, free = parts.plan.cpus[0], os.sched_getaffinity(0) - set(parts.plan.cpus)
     pin_main_thread(cpu)
-    if parts.handoff is not None:
+    if parts.handoff is not None and cpu >= 0:
         parts.handoff.pin(cpu)
+        os.sched_setaffinity(0, free | {cpu})
 
 
 def pin_main_thread(cpu: int) -> None:

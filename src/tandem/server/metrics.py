@@ -29,7 +29,7 @@ _COUNTERS = {
     "preemptions": "Sequences pushed out because pages ran out",
     "steps": "Engine steps",
     "step_seconds": "Time spent in engine steps",
-    "late_kernels": "GPU kernels compiled, or loaded from a cache, while serving",
+    "late_kernels": "Kinds of GPU kernels compiled, or read from a cache, while serving",
 }
 
 

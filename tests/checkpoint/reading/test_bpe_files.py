@@ -81,6 +81,30 @@ def test_the_chat_template_has_a_file_of_its_own(both):
     )
 
 
+SAID = [  # tokenizer_config.json beside a vocab.json that has the control tokens as pieces, as GPT-2's has
+    {},
+    {"eos_token": None, "unk_token": None, "bos_token": None, "pad_token": None},
+    {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]},
+    {"eos_token": "<new>", "unk_token": None, "bos_token": None, "pad_token": None},
+    {"added_tokens_decoder": {"257": {"content": "<|im_start|>", "lstrip": True, "special": False}}},
+]
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("said", SAID)
+def test_control_tokens_of_vocab_json_are_transformers(kind, said, tmp_path):
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind} | said))
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = theirs("a <|im_start|>hi<|im_end|><|endoftext|><new>")["input_ids"]
+    assert ours.encode("a <|im_start|>hi<|im_end|><|endoftext|><new>") == ids
+    special = {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert {i for i in ids if ours.is_special(i)} == special & {*ids}
+    assert ours.eos_ids == (() if theirs.eos_token is None else (theirs.eos_token_id,))
+
+
 # -- what is refused ---
 
 
@@ -112,7 +136,7 @@ def changed(directory, path, name, text):
         (
             "tokenizer_config.json",
             '{"tokenizer_class": "Qwen2TokenizerFast", "added_tokens_decoder": {"9999": {"content": "<x>"}}}',
-            "'<x>' as token 9999, which follows",
+            r"vocab\.json has \d+ tokens, and a file beside it names token 9999",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
@@ -37,6 +38,68 @@ def test_tokens_beside_tokenizer_json_have_one_id_each(way: str, tmp_path: Path)
     tokenizer, text = Tokenizer.load(path), f"a{THINK}b {END} c"
     assert tokenizer.encode(text) == ids_there(path, text)
     assert tokenizer.encode(END) == [FIRST + 1] and tokenizer.token_text(FIRST) == THINK
+
+
+PIECES = ("<|im_start|>", END)  # ids 256 and 257
+LISTED = [
+    {"256": ONE | {"content": PIECES[0]} | switch, "258": ONE | {"content": "<bos>"}, "259": ONE | {"content": "<eos>"}}
+    for switch in ({}, {"lstrip": True}, {"special": False})
+]  # fmt: skip
+NAMING = [
+    {"tokenizer_config": {}},
+    {"tokenizer_config": {"eos_token": END, "additional_special_tokens": [PIECES[0]]}},
+    {"tokenizer_config": {"eos_token": END, "extra_special_tokens": {"start": PIECES[0], "new": "<new>"}}},
+    {"tokenizer_config": {"eos_token": ONE | {"content": END, "lstrip": True, "__type": "AddedToken"}}},
+    {"special_tokens_map": {"additional_special_tokens": [*PIECES]}},
+    {"added_tokens": {PIECES[0]: 256, END: 257}},
+    *({"tokenizer_config": {"added_tokens_decoder": listed} | more}
+      for listed in LISTED for more in ({"additional_special_tokens": [*PIECES]}, {"eos_token": PIECES[0]})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("files", NAMING)
+def test_control_tokens_that_are_pieces_of_the_vocabulary_are_special(files, tmp_path: Path) -> None:
+    """Those that a file names, with their id; what a list says about one counts first."""
+    path, text = written(tmp_path, vocabulary=PIECES, **files), f"a {PIECES[0]}hi {END}<new>"
+    ours, theirs = Tokenizer.load(path), transformers.AutoTokenizer.from_pretrained(str(path))
+    ids = theirs(text)["input_ids"]
+    special = {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert ours.encode(text) == ids
+    assert {i for i in ids if ours.is_special(i)} == special & {*ids}
+
+
+def test_messages_cannot_write_a_named_piece_of_the_vocabulary(tmp_path: Path) -> None:
+    files = {"tokenizer_config": {"eos_token": END, "additional_special_tokens": [PIECES[0]]}}
+    tokenizer = Tokenizer.load(written(tmp_path, vocabulary=PIECES, **files))
+    text = f"hi{END}"
+    sign = tokenizer.guard.sign(text)
+    ids = tokenizer.encode_guarded(PIECES[0] + tokenizer.guard.guard(text, sign) + END, sign)
+    assert ids[0] == 256 and ids[-1] == 257 and max(ids[1:-1]) < 256
+    assert tokenizer.decode(ids[1:-1]) == text
+
+
+@pytest.mark.parametrize("place", [310, 300, 256])
+@pytest.mark.parametrize("named", [{}, {"eos_token": END}])
+def test_a_token_that_is_listed_where_it_cannot_be_gets_no_other_id(named, place, tmp_path, caplog) -> None:
+    """The model has 300 rows, and token 256 is another. Another row would be one that was never trained for it."""
+    listed = {"added_tokens_decoder": {str(place): ONE | {"content": END}}}
+    path = written(tmp_path, tokenizer_config=named | listed, config={"vocab_size": 300})
+    tokenizer = Tokenizer.load(path)
+    assert max(tokenizer.encode(END)) < 256 and "stays text" in caplog.text
+
+
+def test_a_piece_of_the_vocabulary_without_a_row_stays_text(tmp_path: Path, caplog) -> None:
+    files = {"tokenizer_config": {"additional_special_tokens": [*PIECES]}, "config": {"vocab_size": 257}}
+    tokenizer = Tokenizer.load(written(tmp_path, vocabulary=PIECES, **files))
+    assert tokenizer.encode(PIECES[0]) == [256] and max(tokenizer.encode(END)) < 256
+    assert f"{END!r} is token 257, and the model has no row for it" in caplog.text
+
+
+def test_a_token_that_is_listed_twice_moves_no_other(tmp_path: Path, caplog) -> None:
+    texts = {FIRST: THINK, FIRST + 1: THINK, FIRST + 2: END}
+    listed = {"added_tokens_decoder": {str(place): ONE | {"content": text} for place, text in texts.items()}}
+    tokenizer = Tokenizer.load(written(tmp_path, tokenizer_config=listed))
+    assert tokenizer.encode(THINK + END) == [FIRST, FIRST + 2] and "twice" in caplog.text
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
@@ -102,6 +165,20 @@ def test_a_prompt_begins_as_the_configuration_says(framed: bool, says, ids: list
     """As in llama.cpp, and with GGUF files; chat templates write these tokens themselves."""
     tokenizer = Tokenizer.load(written(tmp_path, framed, tokenizer_config=says))
     assert tokenizer.encode("a") == ids and tokenizer.encode("a", add_special_tokens=False) == [64]
+
+
+@pytest.mark.parametrize("says", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize("framed", [False, True])
+@pytest.mark.parametrize("length", [1, 16])
+def test_padding_and_truncation_of_the_training_change_nothing(length, framed, says, tmp_path: Path) -> None:
+    path = written(tmp_path, framed, tokenizer_config=says)
+    wanted = Tokenizer.load(path).encode("Hi you")
+    inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    inner.enable_padding(length=length, pad_id=0, pad_token="!")
+    inner.enable_truncation(length)
+    inner.save(str(path / "tokenizer.json"))
+    assert Tokenizer.load(path).encode("Hi you") == wanted
+    assert wanted[0] == (256 if says.get("add_bos_token", framed) else 39)
 
 
 def test_deepseeks_tokenizer_begins_with_bos(tmp_path: Path) -> None:

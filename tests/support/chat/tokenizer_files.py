@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 ONE = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
 
 
-def written(path: Path, framed: bool = False, **files: dict[str, Any]) -> Path:
-    """files: by name without .json. framed: tokenizer.json puts <bos> in front."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+def written(
+    path: Path, framed: bool = False, vocabulary: Sequence[str] = (), **files: dict[str, Any]
+) -> Path:
+    """files: by name without .json. framed: tokenizer.json puts <bos> in front. vocabulary: tokens that it has as
+    pieces, before the added ones."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *vocabulary]
+    inner = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in ("<bos>", "<eos>")])

@@ -31,7 +31,7 @@ class GraphMasks:
         """Of the first rows; others are free. Before the graph is replayed; the step before must have ended. The graph
         waits for `make` before it reads a mask. Raises ValueError for a mask that a GPU cannot read."""
         masks = [] if all(mask is None for mask in masks) else list(masks)
-        self._word[0] = 0
+        self._word[:] = 0
         if len(masks) == len(self._sent) and all(map(_same, masks, self._sent)):
             return
         self._host.zero_()

@@ -184,8 +184,8 @@ class GpuChains:
 
     def _replay(self, passes: Rows[_Recorded]) -> None:
         """One after the other: what a pass needs of the one before is on the device."""
-        self._handoff.begin(sum(one.posts for one in passes))
         try:
+            self._handoff.begin(sum(one.posts for one in passes))
             for one in passes:
                 one.replay()
             self._handoff.finish()

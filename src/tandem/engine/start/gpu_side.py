@@ -186,6 +186,12 @@ class StepStart:
         if self._stream is not None:
             self._stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
+    def without_stream(self, batch: ForwardBatch) -> None:
+        """As a call for a step kernel by kernel, in which no expert travels."""
+        self._ops.begin_step(batch, False)
+        if self._stream is not None:
+            self._stream.begin(0)
+
     def pausable(self) -> bool:
         return self._ops.pausable
 

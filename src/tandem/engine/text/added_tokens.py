@@ -7,7 +7,7 @@ tokenizer.json along. What these files say wins, as in Transformers; a token get
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,12 @@ def complete(inner: Tokenizer, settings: Settings, older: Settings, rows: int | 
             "write a control token; remove it"
         )
     listed = settings.get("added_tokens_decoder")
-    added = _Added(inner, rows, path)
+    special = [one for name in NAMED if (one := token(settings.get(name), special=True)) is not None]
+    added = _Added(inner, {one.content for one in special}, rows, path)
     for place, one in (_by_id(listed) if isinstance(listed, dict) else _older(older, settings)).items():
         added.listed(place, one)
-    for named in [token(settings.get(name), special=True) for name in NAMED] + list(_in_lists(settings)):
-        if named is not None:
-            added.named(named)
+    for named in (*special, *_in_lists(settings)):
+        added.named(named)
     inner.add_tokens(added.tokens)  # at once: each time the library reads all of them again
     _begin_with_bos(inner, settings)
 
@@ -95,50 +95,62 @@ def _in_lists(settings: Settings) -> Iterable[AddedToken]:
 
 
 class _Added:
-    """`tokens`: what the library has to add, in this order: it numbers them."""
+    """`tokens`: what the library has to add, in this order: it numbers those that its vocabulary lacks.
 
-    def __init__(self, inner: Tokenizer, rows: int | None, path: Path) -> None:
+    special: texts of tokens like `eos_token`, which are special where a list says otherwise, too.
+    """
+
+    def __init__(self, inner: Tokenizer, special: Collection[str], rows: int | None, path: Path) -> None:
         self.tokens: list[AddedToken] = []
-        self._inner, self._rows, self._path = inner, rows, path
+        self._inner, self._special, self._rows, self._path = inner, special, rows, path
         self._known = {one.content: one for one in inner.get_added_tokens_decoder().values()}
         self._next = inner.get_vocab_size(with_added_tokens=True)
-        self._new: set[str] = set()
 
     def listed(self, place: int, one: AddedToken) -> None:
         """With its id. A token that is known gets the switches that are listed. Raises CheckpointError."""
         known = self._inner.token_to_id(one.content)
         if known is not None:
             if known != place:
-                log.warning("%s: %r is token %s, and token %s beside it", self._path, one.content, known, place)
+                log.warning(
+                    "%s: %r is token %s, and token %s beside it", self._path, one.content, known, place
+                )
             if repr(self._known.get(one.content)) != repr(one):
-                self.tokens.append(one)
+                self._add(one, known)
+        elif one.content in self._known:
+            log.warning("a file beside %s lists %r twice, as token %s, too", self._path, one.content, place)
         elif place < self._next:
             log.warning("%s has another token %s than %r, which stays text", self._path, place, one.content)
+            self._known[one.content] = one
         elif place - self._next > MOST_GAPS:
             text = f"{self._path} has {self._next} tokens, and a file beside it names token {place}"
             raise CheckpointError(f"{text}; fetch both again")
         else:
             for gap in range(self._next, place if self._has_row(place) else self._next):
-                self._append(AddedToken(f"<|reserved_token_{gap}|>", normalized=False, special=True))
-            self.named(one)
+                self._add(AddedToken(f"<|reserved_token_{gap}|>", normalized=False, special=True), gap)
+            self._add(one, place)
 
     def named(self, one: AddedToken) -> None:
-        """With the next id, if it has none."""
-        if self._inner.token_to_id(one.content) is not None or one.content in self._new:
-            return
-        if self._has_row(self._next):
-            log.info("%r is not in %s: it is token %s", one.content, self._path, self._next)
-            self._append(one)
-        else:
-            log.warning("%r is not in %s, and the model has no row for it: it stays text", one.content, self._path)
+        """With its id in the vocabulary, or the next one. What is known or listed keeps its switches."""
+        if one.content not in self._known:
+            place = self._inner.token_to_id(one.content)
+            self._add(one, self._next if place is None else place)
 
     def _has_row(self, place: int) -> bool:
         return self._rows is None or place < self._rows
 
-    def _append(self, one: AddedToken) -> None:
+    def _add(self, one: AddedToken, place: int) -> None:
+        """place: its id. Without a row it stays text: a prompt with that id would be refused."""
+        new = one.content not in self._known
+        self._known[one.content] = one
+        if new and not self._has_row(place):
+            text = "%s: %r is token %s, and the model has no row for it: it stays text"
+            log.warning(text, self._path, one.content, place)
+            return
+        one.special |= one.content in self._special
+        if place == self._next:
+            log.info("%r is not in %s: it is token %s", one.content, self._path, place)
+            self._next += 1
         self.tokens.append(one)
-        self._new.add(one.content)
-        self._next += 1
 
 
 def _begin_with_bos(inner: Tokenizer, settings: Settings) -> None:

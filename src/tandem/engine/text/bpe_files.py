@@ -5,12 +5,11 @@ How words are cut is in no file, but in the class that tokenizer_config.json nam
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tandem.checkpoint.gguf_tokenizer import PRE, words
 from tandem.config.json_keys import read_json
@@ -19,14 +18,24 @@ from tandem.errors import CheckpointError
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 FILE_BYTES = 64 << 20  # Qwen's have three million
-_DIGITS = 10  # more than any id has; Python refuses to read thousands
 _WORDS = {"Qwen2Tokenizer": "qwen2", "GPT2Tokenizer": "gpt-2"}
 """Classes, without "Fast", by how GGUF files call the way in which they cut words."""
+_DEFAULTS = {
+    "Qwen2Tokenizer": ("unk_token", "eos_token", "pad_token"),
+    "GPT2Tokenizer": ("unk_token", "bos_token", "eos_token"),
+}
+"""Settings that these classes take to be END where tokenizer_config.json does not have them."""
+END = "<|endoftext|>"
+
+
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """settings: tokenizer_config.json. A setting that is null stays so."""
+    return dict.fromkeys(_DEFAULTS.get(_class(settings), ()), END) | settings
 
 
 def bpe_tokenizer(directory: Path, settings: dict[str, Any]) -> Tokenizer:
-    """settings: tokenizer_config.json. Raises CheckpointError."""
-    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    """Without added tokens. settings: tokenizer_config.json. Raises CheckpointError."""
+    kind = _class(settings)
     if kind not in _WORDS:
         raise CheckpointError(
             f"{directory / VOCABULARY} belongs to a tokenizer_class {kind!r}, whose words are not known here; "
@@ -37,8 +46,11 @@ def bpe_tokenizer(directory: Path, settings: dict[str, Any]) -> Tokenizer:
     tokenizer.pre_tokenizer, tokenizer.decoder = words(PRE[_WORDS[kind]]), decoders.ByteLevel()
     if kind == "Qwen2Tokenizer":
         tokenizer.normalizer = normalizers.NFC()
-    _add_tokens(tokenizer, directory, settings)
     return tokenizer
+
+
+def _class(settings: dict[str, Any]) -> str:
+    return str(settings.get("tokenizer_class", "")).removesuffix("Fast")
 
 
 def _model(directory: Path) -> tokenizers.models.Model:
@@ -67,26 +79,3 @@ def _merges(path: Path) -> list[tuple[str, str]]:
             raise CheckpointError(f"{path}, line {number}, is no pair of tokens; fetch the file again")
         found.append((first, second))
     return found
-
-
-def _add_tokens(tokenizer: Tokenizer, directory: Path, settings: dict[str, Any]) -> None:
-    """Those of tokenizer_config.json, in the order of their numbers, which the library gives in turn."""
-    said = settings.get("added_tokens_decoder")
-    tokens = said.items() if isinstance(said, dict) else ()
-    numbered = {int(number[:_DIGITS]): token for number, token in tokens if number.isdecimal()}
-    for number, token in sorted(numbered.items()):
-        content = token.get("content") if isinstance(token, dict) else None
-        if not isinstance(content, str) or not content:
-            raise CheckpointError(
-                f"{directory}: added_tokens_decoder.{number} is {json.dumps(token)[:40]}, no token"
-            )
-        ways = {
-            way: token.get(way) is True
-            for way in ("lstrip", "rstrip", "single_word", "normalized", "special")
-        }
-        tokenizer.add_tokens([AddedToken(content, **ways)])
-        if tokenizer.token_to_id(content) != number:
-            raise CheckpointError(
-                f"{directory}: added_tokens_decoder names {content!r} as token {number}, which follows "
-                f"{tokenizer.get_vocab_size()} tokens; fetch tokenizer_config.json again"
-            )

@@ -41,8 +41,6 @@ class Tokenizer:
         chat_template: ChatTemplates | str | None = None,
         template_variables: dict[str, Any] | None = None,
     ) -> None:
-        inner.no_padding()  # some tokenizer.json carry their training's padding and truncation
-        inner.no_truncation()
         self._inner = inner
         self.eos_ids = eos_ids
         self.bos_id = bos_id
@@ -69,14 +67,17 @@ class Tokenizer:
                 return cls._of(*_read_gguf(directory))
         special = _read_json(directory / "special_tokens_map.json")
         settings = added_tokens.merged(_read_json(directory / "tokenizer_config.json"), special)
-        inner = _read_vocabulary(directory, settings)
+        path = _vocabulary_path(directory)
+        inner, settings = _read_vocabulary(path, settings)
         older = _read_json(directory / "added_tokens.json")
         with _begun(directory):
-            added_tokens.complete(inner, settings, older, _rows(directory), directory / "tokenizer.json")
+            added_tokens.complete(inner, settings, older, _rows(directory), path)
             older_template = _read_json(directory / "chat_template.json").get("chat_template")
             listed = settings.get("chat_template") or older_template
             settings["chat_template"] = stored_templates(directory, listed)
-            return cls._of(inner, _eos_ids(directory, inner, _token_text(settings.get("eos_token"))), settings)
+            return cls._of(
+                inner, _eos_ids(directory, inner, _token_text(settings.get("eos_token"))), settings
+            )
 
     @classmethod
     def _of(
@@ -248,23 +249,31 @@ def _read_gguf(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...], dict[
     return gguf_tokenizer(model), tuple(end_ids(model)), gguf_texts(model)
 
 
-def _read_vocabulary(directory: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
-    """settings: tokenizer_config.json. Raises CheckpointError."""
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        return _read_tokenizer(path)
-    if (directory / "tiktoken.model").is_file():
-        from tandem.checkpoint.tiktoken_tokenizer import tiktoken_tokenizer  # needs torch, as above
-
-        return tiktoken_tokenizer(directory, settings, _BYTE_OF_CHAR)
-    if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        from tandem.engine.text.bpe_files import bpe_tokenizer  # needs torch, as above
-
-        return bpe_tokenizer(directory, settings)
+def _vocabulary_path(directory: Path) -> Path:
+    """The first of those that can be read. Raises CheckpointError."""
+    for names in (("tokenizer.json",), ("tiktoken.model",), ("vocab.json", "merges.txt")):
+        if all((directory / name).is_file() for name in names):
+            return directory / names[0]
     raise CheckpointError(
         f"{directory} has no tokenizer.json, nor vocab.json and merges.txt: copy it from where the model came from, "
         "or write it there with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
     )
+
+
+def _read_vocabulary(path: Path, settings: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """settings: tokenizer_config.json; returned with what its class adds to them. Raises CheckpointError."""
+    if path.name == "tiktoken.model":
+        from tandem.checkpoint.tiktoken_tokenizer import tiktoken_tokenizer  # needs torch, as above
+
+        return tiktoken_tokenizer(path.parent, settings, _BYTE_OF_CHAR), settings
+    if path.name == "vocab.json":
+        from tandem.engine.text.bpe_files import bpe_tokenizer, with_defaults  # needs torch, as above
+
+        return bpe_tokenizer(path.parent, settings), with_defaults(settings)
+    inner = _read_tokenizer(path)
+    inner.no_padding()  # some carry their training's padding and truncation
+    inner.no_truncation()
+    return inner, settings
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:

@@ -8,7 +8,7 @@ from itertools import groupby
 from tandem.errors import RequestError
 from tandem.server.anthropic.blocks import BETWEEN, Placed, text_of
 from tandem.server.anthropic.schema import Block, CountRequest, MessageBody, ToolBody
-from tandem.server.chat.attachments import newest_turn
+from tandem.server.chat.attachments import refused_turn
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, ToolChoice, is_begun
 from tandem.server.errors import ApiError
 
@@ -23,7 +23,7 @@ def conversation_of(body: CountRequest, unread: list[str]) -> Conversation:
     served = [(i, tool) for i, tool in enumerate(body.tools or ()) if not _is_left_out(tool)]
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in served)
     system = _system(body)
-    messages = [*system, *_turns(body.messages, unread)]
+    messages = [*system, *_turns(body, unread)]
     if all(message.role == "system" for message in messages):
         raise RequestError("messages: all content is empty", "messages")
     choice, thinking, output = body.tool_choice, body.thinking, body.output_config
@@ -97,12 +97,12 @@ def _tool_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
 # --- turns
 
 
-def _turns(bodies: Sequence[MessageBody], unread: list[str]) -> Iterator[Message]:
+def _turns(body: CountRequest, unread: list[str]) -> Iterator[Message]:
     """Consecutive turns of one role are one turn."""
-    newest = newest_turn([_role(body) for body in bodies])
-    numbered = enumerate(bodies)
+    refused = refused_turn([_role(each) for each in body.messages], body.tools)
+    numbered = enumerate(body.messages)
     for role, several in groupby(numbered, key=lambda each: each[1].role):
-        placed = [_blocks(body, f"messages[{i}]", None if i == newest else unread) for i, body in several]
+        placed = [_blocks(each, f"messages[{i}]", None if i == refused else unread) for i, each in several]
         blocks = [block for each in placed for block in each]
         if role == "system":
             yield Message("system", text_of(blocks))

@@ -1,7 +1,8 @@
 """What messages hold beside text: plain text in a file is given to the model, of the rest it gets a note.
 
-An agent sends its whole history with every request. A refusal would come again each time and end its work for good, so
-only what a user shows in the newest turn is refused.
+An agent sends its whole history with every request. A refusal would come again each time and end its work for good:
+some append the next prompt to the very message that was refused. So only what a user shows in the newest turn is
+refused, and only where the request has no tools.
 """
 
 from __future__ import annotations
@@ -9,21 +10,19 @@ from __future__ import annotations
 import base64
 import binascii
 import mimetypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from tandem.server.errors import ApiError
 
-_NOTES = {
-    **dict.fromkeys(
-        ("image", "image_url", "input_image", "computer_screenshot"), "an image, which this model cannot see",
-    ),
-    **dict.fromkeys(("document", "file", "input_file", "container_upload"), "a file, which this model cannot read"),
-    **dict.fromkeys(("audio", "input_audio", "audio_url"), "a sound, which this model cannot hear"),
-    **dict.fromkeys(("video", "video_url", "input_video"), "a video, which this model cannot see"),
-}  # fmt: skip
+_KINDS = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), ("an image", "see")),
+    **dict.fromkeys(("document", "file", "input_file", "container_upload"), ("a file", "read")),
+    **dict.fromkeys(("audio", "input_audio", "audio_url"), ("a sound", "hear")),
+    **dict.fromkeys(("video", "video_url", "input_video"), ("a video", "see")),
+}
 _TEXT_TYPES = ("application/json", "application/xml", "application/x-yaml", "application/yaml", "application/toml")
 _MOST_NAME = 200
 
@@ -47,17 +46,20 @@ class Attachment:
             raise ApiError(400, text, param=where, code="not_available")
         unread.append(where)
         name = f": {self.name[:_MOST_NAME]}" if self.name else ""
-        return f"[{_NOTES[self.kind]}{name}]"
+        what, verb = _KINDS[self.kind]
+        return f"[{what}{name}. You cannot {verb} it: you read text only. Say so if it matters.]"
 
 
 def is_attachment(kind: str) -> bool:
     """Of the type of a part of a message."""
-    return kind in _NOTES
+    return kind in _KINDS
 
 
-def newest_turn(roles: Sequence[str]) -> int | None:
-    """Which message a user shows now. An answer that the client began may follow it. None: an agent goes on with a
-    tool's result. roles: of all messages."""
+def refused_turn(roles: Sequence[str], tools: Collection[object] | None) -> int | None:
+    """The message whose attachments are refused: what a user shows now. An answer that the client began may follow it.
+    None: an agent asks, for there are tools, or it goes on with a tool's result. roles: of all messages."""
+    if tools:
+        return None
     said = [i for i, role in enumerate(roles) if role not in ("system", "developer")]
     while said and roles[said[-1]] == "assistant":
         said.pop()

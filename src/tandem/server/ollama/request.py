@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
-from tandem.server.chat.attachments import Attachment, joined, newest_turn
+from tandem.server.chat.attachments import Attachment, joined, refused_turn
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, is_begun, waiting_call
 from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
 from tandem.server.openai_schema import SamplingBody
@@ -26,7 +26,7 @@ def chat_of(body: ChatBody, unread: list[str]) -> Conversation:
         )
         for i, t in enumerate(body.tools or ())
     )
-    messages = _messages(body.messages, unread)
+    messages = _messages(body, unread)
     begun = bool(messages) and is_begun(messages[-1])
     return Conversation(messages=messages, tools=tools, continue_final_message=begun, **_thinking(body))
 
@@ -73,20 +73,20 @@ def _thinking(body: CommonBody) -> dict[str, Any]:
     return {"thinking": body.think}
 
 
-def _messages(bodies: list[MessageBody], unread: list[str]) -> tuple[Message, ...]:
+def _messages(body: ChatBody, unread: list[str]) -> tuple[Message, ...]:
     """Results of tools name no call, only the tool: they answer the calls before them in order."""
     messages: list[Message] = []
     waiting: list[ToolCall] = []
-    newest = newest_turn([body.role for body in bodies])
-    for i, body in enumerate(bodies):
-        body = _with_notes(body, f"messages[{i}]", None if i == newest else unread)
-        if body.role == "tool":
-            messages.append(_result(body, waiting))
+    refused = refused_turn([each.role for each in body.messages], body.tools)
+    for i, each in enumerate(body.messages):
+        turn = _with_notes(each, f"messages[{i}]", None if i == refused else unread)
+        if turn.role == "tool":
+            messages.append(_result(turn, waiting))
             continue
-        calls = _calls(body, f"call_{i}")
+        calls = _calls(turn, f"call_{i}")
         waiting = list(calls)
         messages.append(
-            Message(body.role, body.content or "", reasoning=body.thinking or None, tool_calls=calls)
+            Message(turn.role, turn.content or "", reasoning=turn.thinking or None, tool_calls=calls)
         )
     return tuple(messages)
 

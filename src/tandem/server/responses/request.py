@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tandem.errors import RequestError
-from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, newest_turn
+from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, refused_turn
 from tandem.server.chat.conversation import (
     Conversation,
     Message,
@@ -16,7 +16,7 @@ from tandem.server.chat.conversation import (
     allowed_tools,
 )
 from tandem.server.errors import ApiError
-from tandem.server.responses.schema import Item, Part, ResponsesRequest, ToolChoiceBody
+from tandem.server.responses.schema import Item, Part, ResponsesRequest, ToolBody, ToolChoiceBody
 from tandem.server.responses.tools import joined_name
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -51,12 +51,14 @@ def input_messages(body: ResponsesRequest, unread: list[str]) -> tuple[Message, 
     """Raises RequestError, ApiError 400."""
     if isinstance(body.input, str):
         return (Message("user", body.input),)
-    return tuple(_messages(body.input, unread))
+    return tuple(_messages(body.input, body.tools, unread))
 
 
-def _messages(items: Sequence[Item], unread: list[str]) -> Iterator[Message]:
+def _messages(
+    items: Sequence[Item], tools: Sequence[ToolBody] | None, unread: list[str]
+) -> Iterator[Message]:
     """What an assistant thought, said and called in a row is one message."""
-    turn, newest = _Turn(unread), newest_turn([_speaker(item) for item in items])
+    turn, refused = _Turn(unread), refused_turn([_speaker(item) for item in items], tools)
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if item.type in _LEFT_OUT:
@@ -67,7 +69,7 @@ def _messages(items: Sequence[Item], unread: list[str]) -> Iterator[Message]:
             turn.add(item, where)
             continue
         yield from turn.end()
-        yield _message(item, where, unread, i == newest)
+        yield _message(item, where, None if i == refused else unread)
     yield from turn.end()
 
 
@@ -118,7 +120,8 @@ def _call(item: Item, where: str) -> ToolCall:
     return ToolCall(item.call_id, joined_name(item.namespace, item.name), arguments)
 
 
-def _message(item: Item, where: str, unread: list[str], newest: bool) -> Message:
+def _message(item: Item, where: str, unread: list[str] | None) -> Message:
+    """unread: None: what cannot be read is refused."""
     if item.type in _OUTPUTS:
         if item.call_id is None:
             text = f"{where}.call_id is missing; say whose output this is"
@@ -130,7 +133,7 @@ def _message(item: Item, where: str, unread: list[str], newest: bool) -> Message
     if item.role is None or item.content is None:
         missing = "role" if item.role is None else "content"
         raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
-    return Message(_ROLES[item.role], _text(item.content, f"{where}.content", None if newest else unread))
+    return Message(_ROLES[item.role], _text(item.content, f"{where}.content", unread))
 
 
 def _text(parts: str | Sequence[Part] | None, where: str, unread: list[str] | None) -> str:

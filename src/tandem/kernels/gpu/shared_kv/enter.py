@@ -147,7 +147,9 @@ def _close(kept, fresh, bias, norm, pages, index_bias, index_norm, index_pages, 
     """Programs of a row: parts of its entry's channels, then those of an index's entry. ALONE: each row is a sequence,
     and its inputs are in the ring; else those of the step are fresh [T, INPUTS]."""
     begin(OVERLAP)
-    part, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # All on one axis of the grid: the others end at 65,535 rows.
+    every = (SIZE + CHANNELS - 1) // CHANNELS + (INDEX_SIZE + CHANNELS - 1) // CHANNELS
+    part, t = tl.program_id(0) % every, (tl.program_id(0) // every).to(tl.int64)
     position = tl.load(positions + t)
     if (position + 1) % STRIDE != 0:
         return
@@ -214,7 +216,7 @@ def close(
     channels = max(LEAST_CHANNELS, ELEMENTS // tokens)
     own, index = weights.pools[0], weights.pools[-1]
     sums = kept.new_empty((count, size + index_size), dtype=torch.float32)
-    _close[(triton.cdiv(size, channels) + triton.cdiv(index_size, channels), count)](
+    _close[((triton.cdiv(size, channels) + triton.cdiv(index_size, channels)) * count,)](
         kept, kept if fresh is None else fresh, *own, pages[0], *index, pages[-1], sums, arrived, weights.cos,
         weights.sin, rows.positions, rows.sequence, rows.slots, rows.begins, rows.first, rows.cache_slots, shape.eps,
         kept.stride(0), INPUTS=kept.shape[2], KEPT=kept.shape[1], SIZE=size, INDEX_SIZE=index_size,

@@ -73,8 +73,9 @@ def _attend_rows(q, new, ring, entries, chosen, tables, positions, sequences, sl
                  DIM: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
                  PRECISION: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
-    t = tl.program_id(1).to(tl.int64)
-    h, d, some = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE), tl.arange(0, KEYS)
+    groups = (HEADS + BLOCK - 1) // BLOCK  # of heads; all on one axis of the grid: the others end at 65,535 rows
+    t, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    h, d, some = group * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE), tl.arange(0, KEYS)
     position, sequence = tl.load(positions + t), tl.load(sequences + t)
     own = tl.minimum(position + 1, WINDOW).to(tl.int32)
     oldest, first = position + 1 - own, tl.load(firsts + sequence)
@@ -118,7 +119,7 @@ def attend_rows(
     keys = WIDE_KEYS if block > FEW_HEADS else FEW_KEYS
     out = q.new_empty((count, heads, dim))
     entries, chosen = (ring, None) if seen is None else (seen.pages, seen.chosen)
-    _attend_rows[(triton.cdiv(heads, block), count)](
+    _attend_rows[(triton.cdiv(heads, block) * count,)](
         q, new, ring, entries, rows.tables if chosen is None else chosen, rows.tables, rows.positions, rows.sequence,
         rows.slots, rows.begins, rows.first, weights.sinks, out, shape.scale, 0 if seen is None else seen.most,
         rows.tables.shape[1], ring.stride(0), WINDOW=shape.window, RING=ring.shape[1],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tandem.errors import RequestError
-from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, newest_turn, string
+from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, refused_turn, string
 from tandem.server.chat.conversation import (
     Conversation,
     Message,
@@ -21,6 +21,7 @@ from tandem.server.chat.openai.schema import (
     ChatMessage,
     ChatRequest,
     ContentPart,
+    ToolBody,
     ToolCallBody,
     ToolChoiceBody,
 )
@@ -37,7 +38,7 @@ def conversation_of(body: ChatRequest, unread: list[str]) -> Conversation:
     """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
     tools, choice = _choice(body, _tools(body))
     return Conversation(
-        messages=tuple(_messages(body.messages, unread)),
+        messages=tuple(_messages(body.messages, body.tools, unread)),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -114,11 +115,13 @@ def _budget(body: ChatRequest) -> int | None:
     )
 
 
-def _messages(bodies: Sequence[ChatMessage], unread: list[str]) -> Iterator[Message]:
-    newest = newest_turn([message.role for message in bodies])
+def _messages(
+    bodies: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, unread: list[str]
+) -> Iterator[Message]:
+    refused = refused_turn([message.role for message in bodies], tools)
     calls: list[ToolCall] = []  # whose results are waited for
     for i, body in enumerate(bodies):
-        message = _message(body, f"messages[{i}]", None if i == newest else unread)
+        message = _message(body, f"messages[{i}]", None if i == refused else unread)
         if message.role == "tool":
             message = _answering(message, calls, f"messages[{i}]")
         elif message.role == "assistant":
