@@ -108,6 +108,16 @@ def test_caches_are_in_volumes() -> None:
     assert all(place in PAGE for place in places.values())
 
 
+def test_the_page_has_what_it_names() -> None:
+    """Targets of make, profiles of the compose file, and every flag that `kt doctor` names."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"^make ([a-z-]+)", PAGE, re.M)) == {"wheel", "image"} <= targets
+    assert set(re.findall(r"--profile (\w+)", PAGE)) == set(COMPOSE["services"])
+    doctor = (ROOT / "src/tandem/cli/doctor_container.py").read_text()
+    named = set(re.findall(r"docker run (--[\w-]+)", doctor))
+    assert len(named) == 6 and named <= set(re.findall(r"--[\w-]+", PAGE))
+
+
 @pytest.mark.skipif(shutil.which("hadolint") is None and not (KT.parent / "hadolint").exists(),
                     reason="hadolint is missing: make lint installs it")  # fmt: skip
 def test_every_ignored_rule_would_speak(tmp_path: Path) -> None:
