@@ -20,7 +20,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel docs test-gpu page-vendor clean
+.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -102,9 +102,11 @@ test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, whi
 	  $(BIN)/python -m pip download -q --no-deps --no-binary :all: -d .cache/peers llama-cpp-python
 	$(BIN)/python -m pytest tests/checkpoint/test_llama_cpp.py tests/chat/test_chat_template_fit.py $(ARGS)
 
-lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format
+lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format, hadolint and check-jsonschema
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 	@echo "clang-format --dry-run csrc, src"; $(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
@@ -129,6 +131,9 @@ wheel: $(STAMPS)/build-tools ## a manylinux wheel with every kernel tier, in dis
 	rm -rf build/wheel && TANDEM_TIERS=all $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --plat $(PLATFORM) --wheel-dir dist build/wheel/*.whl
 	@ls -l dist/*.whl
+
+image: $(STAMPS)/package ## build the CPU image by buildah, then doctor and a question to the demo model in it
+	PIP="$(BIN)/python -m pip" scripts/image.sh cpu "$$($(BIN)/kt demo)"
 
 $(STAMPS)/docs: $(STAMPS)/venv pyproject.toml scripts/requirements.py
 	$(BIN)/python scripts/requirements.py docs | $(PIP) install --requirement /dev/stdin

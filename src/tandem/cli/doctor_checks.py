@@ -147,7 +147,7 @@ def settings(machine: Machine, root: Path = Path("/")) -> Iterator[Finding]:
     """What of the system makes it slow or stops it."""
     yield from _huge_pages(root)
     yield from _governor(root)
-    if len(machine.nodes) > 1 and _read(root / "proc/sys/kernel/numa_balancing") == "1":
+    if len(machine.nodes) > 1 and read_text(root / "proc/sys/kernel/numa_balancing") == "1":
         fix = "it moves pages that were placed on purpose"
         yield Finding("NUMA balancing", "on", fix, "sudo sysctl kernel.numa_balancing=0")
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -158,7 +158,7 @@ def settings(machine: Machine, root: Path = Path("/")) -> Iterator[Finding]:
 
 def _huge_pages(root: Path) -> Iterator[Finding]:
     place = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    text = _read(place)
+    text = read_text(place)
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen == "never":
         fix = "weights are read faster from large pages"
@@ -170,15 +170,16 @@ def _huge_pages(root: Path) -> Iterator[Finding]:
 
 
 def _governor(root: Path) -> Iterator[Finding]:
-    governor = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    driver = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver")
+    governor = read_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    driver = read_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver")
     if governor == "powersave" and "pstate" not in driver:  # pstate drivers' powersave is as fast
         yield Finding(
             "CPU frequency", governor, "cores stay slow", "sudo cpupower frequency-set -g performance"
         )
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Without white space around it; "" where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

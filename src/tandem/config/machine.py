@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tandem.config.cgroup import read_cgroup_limits
 from tandem.config.gpus import Gpu, detect_gpus
+from tandem.config.numa_binding import mbind_error
 
 _TIER_FEATURES = {
     "scalar": (),
@@ -49,6 +50,7 @@ class Machine:
     gpu_missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
     torch: str = ""  # its version; "": not known
     flashinfer: str = ""  # its version; "": not installed
+    mbind_error: str = ""  # why memory cannot be bound to NUMA nodes; "": it can be
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -123,7 +125,7 @@ class Machine:
         info = _cpuinfo(root)
         return cls(
             cpu_model=info.get("model name", platform.machine()),
-            cores=_cores(root, allowed),
+            cores=cores_of(root, allowed),
             tiers=tiers_of(info.get("flags", "").split()),
             total_memory=_least(total, limits.memory_bytes),
             available_memory=_least(available, limits.memory_free_bytes),
@@ -131,6 +133,7 @@ class Machine:
             gpu_missing=_missing_gpu_packages(),
             torch=_version("torch") or "",
             flashinfer=_version("flashinfer-python") or "",
+            mbind_error=mbind_error(),
         )
 
 
@@ -164,7 +167,7 @@ def _memory(root: Path) -> tuple[int, int]:
     return kib["MemTotal"] << 10, kib.get("MemAvailable", kib["MemFree"]) << 10
 
 
-def _cores(root: Path, allowed: set[int]) -> tuple[Core, ...]:
+def cores_of(root: Path, allowed: set[int]) -> tuple[Core, ...]:
     """One entry per physical core: hyper-threads of a core share its vector units, so only one computes."""
     nodes = _node_of_cpu(root)
     cores: dict[tuple[int, int, int], Core] = {}

@@ -158,7 +158,8 @@ def _with_cpu(wish: MachineWish, here: Machine) -> Machine:
         raise ConfigError(f"--cpu {count} is no number of cores; try 16")
     cores = tuple(Core(cpu, 0, 0) for cpu in range(count)) if wish.cores is not None else here.cores
     quota = None if wish.cores is not None else here.cpu_quota
-    return replace(here, cpu_model=f"{count} cores, {tiers[-1]}", cores=cores, tiers=tiers, cpu_quota=quota)
+    model = f"{count} cores, {tiers[-1]}"
+    return replace(here, cpu_model=model, cores=cores, tiers=tiers, cpu_quota=quota, mbind_error="")
 
 
 def _gpus(text: str, pcie: str) -> tuple[Gpu, ...]:

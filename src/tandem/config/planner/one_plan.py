@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tandem.config.choices.deterministic import deterministic, tier_reason
 from tandem.config.choices.left_to_ram import expert_bytes
 from tandem.config.choices.on_gpu import on_gpu
 from tandem.config.choices.shared_experts import why_apart
-from tandem.config.choices.threads import plan_threads
+from tandem.config.choices.threads import Threads, plan_threads
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import dense_choice, dtype_of, stored_or_asked
 from tandem.config.forecast.ledger import Ledger
@@ -32,6 +33,7 @@ from tandem.config.memory import (
 )
 from tandem.config.model_config import STORED, ModelConfig, why_alone
 from tandem.config.notices import idle_gpus, notices
+from tandem.config.numa_binding import binding_notice
 from tandem.config.plan import Plan
 from tandem.config.planner.tight import Tight
 from tandem.config.ranks.ranked import decisions
@@ -109,7 +111,7 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
         fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,
         decisions=(*log, *(Decision("speculation", *said) for said in speculation_texts(config, model))),
-        notices=(*_notices(wish, device, gpu_plan), *filter(None, [threads.notice])),
+        notices=(*_notices(wish, device, gpu_plan), *_about_threads(threads, machine)),
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
         experts_in_place=in_place,
@@ -133,6 +135,10 @@ def _notices(wish: Wish, device: Device, gpu: GpuPlan | None) -> list[str]:
     config, model = wish.config, wish.model
     said = *deferral_notices(config, model, gpu), *cached_notices(config, device[0])
     return [*notices(config, model, wish.machine, *device), *said]
+
+
+def _about_threads(threads: Threads, machine: Machine) -> Iterator[str]:
+    yield from filter(None, (threads.notice, binding_notice(machine.mbind_error, threads.part_nodes)))
 
 
 def _why_in_place(config: EngineConfig) -> str:
