@@ -13,8 +13,9 @@ there:
 3. When the step has ended, the coming expert's old place is the layer's spare one.
 
 Each of these leaves a placement that is right. An error before the slot is touched drops the exchange. All that travel
-together end together: the tables are copied twice for all of them. C++ does the work for each, a piece at a time, while
-the engine's thread waits for the GPU's next post (`ExchangeTurn`). What is left is done after the step, for a while.
+together end together: the tables are copied twice for all of them. C++ does the work for each, a piece at a time
+(`ExchangeTurn`): the engine's thread makes the copies while it waits for the step's last answer, and the thread that
+answers changes places between two answers. What is left is done after the step, for a while.
 
 Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer), so a layer's exchanges follow each other. On
 the GPU memory is scarce, so all layers share the staging there: a spare slot in each of 94 layers would be 1 GB of

@@ -4,8 +4,8 @@ It waits for nothing. Counts are asked for after one step and looked at beside t
 
 Work has two places in a step:
 
-- Between layers: what is done for each expert (`UseDecision`, `ExchangeTurn`), with the copies to the GPU's slots and
-  tables. It is handed over when the step was started.
+- While a step runs: what is done for each expert (`UseDecision`, `ExchangeTurn`), with the copies to the GPU's slots
+  and tables. It is handed over when the step was started.
 - After the CPU's last answer, while the GPU computes logits: what is left of that, for a while. Then this thread
   forgets experts that the step may still have used in CPU memory, asks, decides, chooses what travels next and notes
   what moved.
