@@ -99,7 +99,7 @@ def cut(machine: Machine, gpu: Gpu, gib: int) -> Machine:
 @contextmanager
 def held(left: int) -> Iterator[None]:
     """Another process holds all GPU memory but so many bytes. Raises ConfigError where it cannot."""
-    command = [sys.executable, "-c", HOLDER, str(left)]
+    command = [sys.executable, "-P", "-c", HOLDER, str(left)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None

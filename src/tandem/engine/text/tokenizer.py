@@ -47,7 +47,7 @@ class Tokenizer:
         self._template_variables = template_variables or {}
         self.chat_template = chosen_template(chat_template, self._template_variables)
         self._before = self.encode("a", add_special_tokens=False)[-1:]
-        self._text_before = self.decode(self._before)
+        self._text_before = self.decode(self._before, skip_special_tokens=False)
         self._added = {i: token.content for i, token in inner.get_added_tokens_decoder().items()}
         self._plain = frozenset(t.content for t in inner.get_added_tokens_decoder().values() if not t.special)
         self._special = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
