@@ -142,7 +142,7 @@ def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     """Routing errors of Starlette."""
     headers, no_route, status = error.headers, "no such route; /docs lists them", error.status_code
     methods = "this route does not take this method"
-    if status == 405 and scope is not None and is_known(scope["path"]) and not _is_route(scope):
+    if status == 405 and scope is not None and is_known(scope["path"]) and "POST" not in _methods(scope):
         status = 404  # a route with a name in its path took it for one
     if status == 404 and scope is not None:
         no_route = hint(scope["path"], lambda path: bool(_methods({**scope, "path": path})))
@@ -154,13 +154,6 @@ def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
     codes = {404: "unknown_route", 405: "method_not_allowed"}
     message = messages.get(status, str(error.detail))
     return ApiError(status, message, code=codes.get(status), headers=headers)
-
-
-def _is_route(scope: Scope) -> bool:
-    """Whether a route has just this path, without a name in it."""
-    asked = [{**scope, "method": method} for method in ("DELETE", "GET", "POST")]
-    matched = (route.matches(each) for route in scope["app"].routes for each in asked)
-    return any(match is Match.FULL and not child.get("path_params") for match, child in matched)
 
 
 def _methods(scope: Scope) -> list[str]:
