@@ -95,7 +95,7 @@ class Server:
             time.sleep(0.1)
 
     def late_loads(self) -> list[str]:
-        """What the driver loaded after the server was ready."""
+        """The driver's loads after the server was ready, a line each."""
         lines = [
             line for path in glob.glob(f"{self.loads}.*") for line in Path(path).read_text().splitlines()
         ]
@@ -110,7 +110,7 @@ class Server:
 
 
 class Chats:
-    """What a burst of clients saw."""
+    """Bursts of clients, and counts of their answers."""
 
     def __init__(self, address: str, schema: bool) -> None:
         self._address, self._schema = address, schema

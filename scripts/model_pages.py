@@ -80,7 +80,7 @@ class Headline:
         return self.files[0][0]
 
     def config_json(self) -> dict[str, Any]:
-        """What the hub's first file has, as far as plans read it."""
+        """The hub's first file, as far as plans read it."""
         known: dict[str, Any] = HUB[self.sizes].config if self.hub else named_keys(self.sizes, None)
         config = copy.deepcopy(known) | self.keys
         if self.text_keys:
@@ -114,7 +114,7 @@ def _place(machine: dict[str, Any], flags: str = "") -> Place:
 
 
 def question(model: Headline, place: Place) -> Question:
-    """What `kt plan` asks, of config.json alone."""
+    """The question that `kt plan` asks, from config.json alone."""
     with tempfile.TemporaryDirectory(prefix="tandem-page-") as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(model.config_json()), encoding="utf-8")
@@ -126,7 +126,7 @@ def question(model: Headline, place: Place) -> Question:
 
 
 def row(model: Headline, place: Place) -> str:
-    """Of the table of machines. Raises ConfigError where the model does not fit."""
+    """A row of the table of machines. Raises ConfigError where the model does not fit."""
     asked = question(model, place)
     plan = asked.plan()
     found = asked.predicted(plan)
@@ -141,7 +141,7 @@ def memory(plan: Plan) -> str:
 
 
 def disk_gb(model: Headline) -> int:
-    """Of the first file, in tens: its weights as they are packed, which is nearly what is stored."""
+    """Gigabytes of the first file, in tens: its weights as they are packed, which is nearly what is stored."""
     roomy = Place("any", replace(model.places[0].wish, gpus="none", ram="8TB"))
     entries = [entry for ledger in question(model, roomy).plan().ledgers for entry in ledger.entries]
     return round(sum(entry.nbytes for entry in entries if entry.name in WEIGHTS) / 1e10) * 10
@@ -194,7 +194,7 @@ def files(model: Headline) -> str:
 
 
 def faster(model: Headline) -> list[str]:
-    """What `kt plan` says would be faster on the first machine."""
+    """The advice of `kt plan` for the first machine, a line each."""
     place = model.places[0]
     asked = question(model, place)
     ways = ways_to_go_faster(asked, asked.plan())

@@ -78,7 +78,7 @@ QUESTIONS: dict[str, tuple[MachineWish, str, str, dict[str, str]]] = {
         MachineWish("none", "1TB", "350GB/s", 64, "amx"), "deepseek-ai/DeepSeek-V3", "deepseek-v3", {},
     ),
 }  # fmt: skip
-"""What people have: the machine, the model's name on the hub, its architecture's name, and flags."""
+"""Questions of people: the machine, the model's name on the hub, its architecture's name, and flags."""
 METHODS = (None, "INT4")  # what is lossless first
 TOKENS = 8192  # of the KV cache
 FLAGS = {"mem_fraction_static": 0.95, "max_total_tokens": TOKENS}
@@ -108,7 +108,7 @@ def question(name: str, wish: MachineWish, method: str | None) -> Question:
 
 
 def cells(name: str, place: str) -> tuple[str, str]:
-    """Of decoding and of a prompt: the first method that fits, and what it gives."""
+    """The cells for decoding and for a prompt: the first method that fits, and its range."""
     for method in METHODS:
         asked = question(name, MACHINES[place], method)
         try:
@@ -136,7 +136,7 @@ def needed(found: Report) -> str:
 
 
 def lines(name: str) -> tuple[str, ...]:
-    """Of both tables."""
+    """A model's lines of both tables."""
     columns = zip(*(cells(name, place) for place in MACHINES), strict=True)
     return tuple(f"| {name} | " + " | ".join(column) + " |" for column in columns)
 

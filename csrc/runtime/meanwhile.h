@@ -1,5 +1,5 @@
-// Work that is done a piece at a time while a step runs, by two threads: the one that answers the GPU's posts, between
-// an answer and the next post, and the step's own, while it waits for the last answer.
+// Work that is done a piece at a time while a step runs, by two threads. The one that answers the GPU's posts does
+// pieces between an answer and the next post. The step's own does others while it waits for the last answer.
 #pragma once
 
 #include <chrono>

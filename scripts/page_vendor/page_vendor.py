@@ -51,7 +51,7 @@ def write(modules: Path) -> None:
 
 
 def licences(modules: Path) -> Iterator[str]:
-    """Of the libraries and of what their files contain: the other dependencies are for command lines."""
+    """Licences of the libraries and of what their files contain: the other dependencies are for command lines."""
     lock = json.loads((HERE / "package-lock.json").read_text())
     for path, package in sorted(lock["packages"].items()):
         if path in NOT_COPIED:

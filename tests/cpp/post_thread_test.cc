@@ -1,6 +1,6 @@
-// The thread that answers posts, its step's thread and a GPU's played by a third one: steps of many posts with work on
-// both sides between them, given up at any moment, ended, and with nobody who knows how many come. Meant for the thread
-// sanitizer. `done`, the answer's number, is what a kernel reads; the words are those of experts/handoff/mailbox.h.
+// Three threads: one answers posts, one is the step's, and one plays the GPU. Steps have many posts, and work on both
+// sides between them. They are given up at any moment, or ended. One has posts whose number nobody knows. Meant for the
+// thread sanitizer. The words, such as `done`, are those of experts/handoff/mailbox.h.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -103,6 +103,19 @@ def test_kernels_are_compiled_before_anything_is_captured(monkeypatch: pytest.Mo
     assert replay.compiled == [None] and [kernel for kernel, _ in replay.launched] == ["post", "collect"]
 
 
+def test_a_post_says_its_half_and_whether_it_is_its_step_s_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Replay(monkeypatch)
+    numbers = [replay.handoff.add(replay.layer()) for _ in range(3)]
+    replay.handoff.last = numbers[-1]
+    x, routing = batch(2)
+    for _ in range(2):  # each recording begins with the first half
+        with replay.handoff.recording():
+            for number in numbers:
+                replay.handoff.post(number, x, routing, torch.full_like(routing.ids, -1))
+    flags = [int(rest[-1]) for _, rest in replay.launched]
+    assert flags == [0, _core.SECOND_HALF, _core.LAST_POST] * 2
+
+
 def test_without_experts_in_cpu_memory_no_mailbox_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda-core need not be installed then."""
     replay = Replay(monkeypatch)

@@ -228,20 +228,34 @@ def test_work_that_is_not_done_belongs_to_its_caller_again() -> None:
 class SlowCopies(FakeCopies):
     """The driver returns when they are done, as those of memory that is not registered."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        self.begun.set()
         time.sleep(0.2)
         return super()._copy(target, source, nbytes, stream)
 
 
 def test_a_step_that_waits_for_its_own_work_says_how_long() -> None:
-    gpu = FakeGpu()
-    turn, _ = moving(1, SlowCopies())
-    gpu.thread.begin(1, PATIENCE)
-    gpu.mailbox.meanwhile(turn)
-    gpu.post(1, 0, *batch(2))
-    gpu.thread.finish()
-    assert turn.seconds >= 0.4 and 0.1 < turn.late_seconds < turn.seconds
+    """The last post comes when a piece has begun, which takes longer than the answer."""
+    gpu, copies, made = FakeGpu(), SlowCopies(), batch(2)
+    turn, _ = moving(1, copies)
 
+    def play() -> None:
+        gpu.post(1, 0, *made)
+        gpu.answer(1, 2)
+        assert copies.begun.wait(PATIENCE)
+        gpu.post(2, 0, *made)
+
+    gpu.thread.begin(2, PATIENCE)
+    gpu.mailbox.meanwhile(turn)
+    thread = threading.Thread(target=play)
+    thread.start()
+    gpu.thread.finish()
+    thread.join()
+    assert turn.seconds >= 0.4 and 0 < turn.late_seconds < turn.seconds
 
 def decision(layers: int) -> _core.UseDecision:
     """Work of so many pieces for the thread that answers."""

@@ -109,7 +109,7 @@ class Session:
         from tandem.engine.batch_arrays import StepShape
         from tandem.engine.gpu_runner import GpuRunner
         from tandem.engine.graphs.inputs import GraphPlan
-        from tandem.engine.start.gpu_side import begin_step, defer_experts, gpu_side
+        from tandem.engine.start.gpu_side import begin_step, gpu_side, order_posts
 
         config = ModelConfig.load(path)
         experts = config.routed_experts
@@ -125,7 +125,7 @@ class Session:
         self.model = build(
             config, made, open_checkpoint(path), self.side.ops, None, self.side.store, usage=self.usage
         )
-        defer_experts(made, self.side)
+        order_posts(made, self.side)
         layout = config.state_layout("bfloat16", PAGE)
         kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare

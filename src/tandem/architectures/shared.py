@@ -277,7 +277,7 @@ def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[
 def turning_in_windows(
     keys: JsonKeys, attention: Gqa, kinds: list[str], window: int, *, without: bool = False
 ) -> list[Gqa]:
-    """Of each layer: those with a window turn, the others do not. window: what an absent `sliding_window` means;
+    """Whether each layer turns: those with a window do. window: the meaning of an absent `sliding_window`;
     without: whether all turn where it is null."""
     if unknown := sorted(set(kinds) - {WINDOW, FULL}):
         raise ConfigError(f"{keys.where}: layer type {unknown[0]!r} is not supported; {WINDOW} and {FULL} are")
@@ -289,7 +289,7 @@ def turning_in_windows(
 
 
 def check_convolutions(keys: JsonKeys) -> None:
-    """Of layers whose convolutions end in `hidden_act`, as their feed-forwards do."""
+    """Checks layers whose convolutions end in `hidden_act`, as their feed-forwards do."""
     if activation(keys).kind != "silu":
         raise ConfigError(
             f"{keys.where}: hidden_act = {keys['hidden_act']!r} is not supported here, since convolutions end in it, "

@@ -72,7 +72,7 @@ CASES = (
 
 
 class Seen(NamedTuple):
-    """What the engine did: bytes of GPU memory at most; tokens per second of a prompt of so many tokens, and of one
+    """A run's figures: bytes of GPU memory at most; tokens per second of a prompt of so many tokens, and of one
     answer."""
 
     used: int

@@ -76,7 +76,7 @@ def parse_hints(config: object, where: str) -> QuantHints:
 
 
 def _method(config: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """What wrote the tensors, and which version of GPTQ's; "": nothing is said, or only the tensors tell."""
+    """The method that wrote the tensors, and the version of GPTQ's; "": only the tensors tell."""
     method = str(config.get("quant_method") or ("modelopt" if "quant_algo" in config else ""))
     if method not in (*METHODS, *AUTO_ROUND, ""):
         known = ", ".join((*METHODS, *AUTO_ROUND))

@@ -129,7 +129,7 @@ def load_model_config(path: Path) -> ModelConfig:
 
 
 def _check_not_an_adapter(directory: Path) -> None:
-    """What LoRA writes beside its matrices, where no model lies beside them."""
+    """Raises CheckpointError for a folder of LoRA matrices without a model."""
     file = directory / "adapter_config.json"
     if file.is_file() and not (directory / "config.json").exists():
         base = read_json(file).get("base_model_name_or_path")

@@ -1,9 +1,9 @@
 """Messages of `kt chat`, typed or pasted, of one line or several.
 
 A message is a line, unless
-* it is pasted: its lines stay together until Enter sends them,
-* it ends in a backslash: the next line belongs to it,
-* it begins with three quotation marks: it goes on to a line that ends in three.
+* it is pasted. Its lines stay together until Enter sends them.
+* It ends in a backslash. The next line belongs to it.
+* It begins with three quotation marks. It goes on to a line that ends in three.
 """
 
 from __future__ import annotations

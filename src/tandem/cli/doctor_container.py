@@ -1,4 +1,4 @@
-"""What a container or a service takes away, for `kt doctor`: GPUs, cores, pinned memory, system calls, folders."""
+"""Limits of a container or a service, for `kt doctor`: GPUs, cores, pinned memory, system calls, folders."""
 
 from __future__ import annotations
 

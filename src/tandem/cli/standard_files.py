@@ -9,8 +9,8 @@ _NAMES = ("stdin", "stdout", "stderr")  # by their numbers
 
 
 def open_standard_files() -> None:
-    """What the shell has closed is /dev/null from here on. Python has None for it, which nobody can print to, and the
-    next file or socket would get its number. Called before anything else is opened."""
+    """Files that the shell has closed are /dev/null from here on. Python has None for one, which nobody can print to.
+    The next file or socket would get its number. Called before anything else is opened."""
     for number, name in enumerate(_NAMES):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)

@@ -57,7 +57,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What `size_memory` and `size_gpu` start from."""
+    """The input of `size_memory` and `size_gpu`."""
 
     config: EngineConfig
     model: ModelConfig

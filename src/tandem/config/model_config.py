@@ -203,7 +203,7 @@ def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, on_gpu: 
 
 
 def embedding_bytes(model: ModelConfig, dtype: str) -> int:
-    """Of the table of all tokens, as numbers."""
+    """Bytes of the table of all tokens, as numbers."""
     return model.vocab * model.hidden * DTYPE_BYTES[dtype]
 
 

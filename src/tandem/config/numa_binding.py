@@ -12,7 +12,7 @@ _MPOL_DEFAULT = 0
 
 
 def mbind_error() -> str:
-    """What the system answers to an mbind that changes nothing, of a page of our own; "": it is allowed."""
+    """The system's error for an mbind that changes nothing, of a page of our own; "": it is allowed."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return ""

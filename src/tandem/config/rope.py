@@ -119,7 +119,7 @@ def still(dims: int) -> Rope:
 
 
 STAY = "rope_theta", "partial_rotary_factor"
-"""What a file says of rotations whether they are scaled or not."""
+"""Keys for rotations, scaled or not."""
 
 
 def one_rope(keys: JsonKeys) -> JsonKeys:
@@ -178,7 +178,7 @@ def read_rope(keys: JsonKeys, dims: int, pairs: Literal["halves", "neighbours"] 
 
 
 def softmax_factor(keys: JsonKeys) -> float:
-    """What DeepSeek multiplies the softmax scale by where YaRN's `mscale_all_dim` says so, whatever is scaled how."""
+    """DeepSeek's factor of the softmax scale, by YaRN's `mscale_all_dim`, whatever is scaled how."""
     weight = 0.0 if kind_of(keys) == "default" else keys.optional("mscale_all_dim", 0.0)
     return mscale(_factor(keys), weight) ** 2 if weight else 1.0
 

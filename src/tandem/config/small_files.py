@@ -46,7 +46,7 @@ def _read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """What to do about a file or folder that is there, and that the system does not let us read."""
+    """The error for a file or folder that the system does not let us read, with its remedy."""
     if not isinstance(error, PermissionError):
         return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
     named = Path(os.fsdecode(error.filename)) if error.filename is not None else path

@@ -232,7 +232,7 @@ class GpuRunner:
             raise
 
     def _let_end(self, graph: _Graph, answer: Callable[[], None]) -> None:
-        """What runs gets its masks and its experts. It would wait for them, and take those of the next step."""
+        """A graph that runs gets its masks and its experts. It would wait, and take those of the next step."""
         graph.masks.make(_nothing)
         with suppress(EngineError):
             answer()

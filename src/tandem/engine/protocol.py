@@ -22,7 +22,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What no model recommends: the sampling fields whose defaults are the same for all.
+    """Sampling fields whose defaults are the same for all models.
 
     `logit_bias` maps token id to an addend. `logprobs` = number of top alternatives to report per token (0: only the
     chosen one), None: none.

@@ -54,7 +54,7 @@ class Copies:
             self._event.record()
 
     def compute(self, tokens: int) -> None:
-        """Of the first rows; waits for them."""
+        """Computes the first rows, once they have come."""
         self._begin()
         started = perf_counter()
         if self._event is not None:

@@ -84,11 +84,7 @@ class ExpertFeed:
                 self._ahead = _Next(following, feed)
                 feed.look_ahead()
 
-        feed = (
-            ahead.feed
-            if ahead is not None and ahead.layer == layer
-            else self._feed(layer, count, matrices_of)
-        )
+        feed = ahead.feed if ahead is not None and ahead.layer == layer else self._feed(layer, count, matrices_of)
         return feed.begun(count, last_is_asked_for)
 
     def close(self) -> None:

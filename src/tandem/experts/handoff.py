@@ -47,6 +47,7 @@ class Handoff:
         """foresight: graphs that are recorded from now on say which experts the next layer will probably want."""
         self.sizes, self.device, self.patience_seconds = sizes, device, patience_seconds
         self.foresight = foresight
+        self.last = -1  # number of the layer whose post ends a step, said in posts that are recorded from then on
         self._layers: list[PackedExperts] = []
         self._deferring: dict[int, Deferral] = {}  # by layer
         self._copies: Copies | None = None
@@ -81,7 +82,7 @@ class Handoff:
                 self._mailbox.defer(layer, deferral)
         posted: list[int] = []
         if self._mailbox is not None:
-            self._mailbox.posted, self._mailbox.rows = posted, rows
+            self._mailbox.posted, self._mailbox.rows, self._mailbox.last = posted, rows, self.last
         self._in_graph = True
         try:
             yield posted

@@ -121,6 +121,10 @@ class HybridExperts:
         """Those on the GPU."""
         return self._gpu
 
+    def end_step(self) -> None:
+        """No layer of a step asks the CPU after this one; posts that are recorded from now on say so."""
+        self._handoff.last = self._number
+
     def defer(self, most: int) -> None:
         """In graphs, up to `most` of a token's experts are late (`deferral`)."""
         routed = self._handoff.sizes.top_k - self._shared

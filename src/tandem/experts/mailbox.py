@@ -44,6 +44,7 @@ class Mailbox:
         self._sizes, self._device, self._patience = sizes, device, patience
         self.posted: list[int] = []
         self.rows: Tensor | None = None
+        self.last = -1
 
     def add(self, layer: PackedExperts) -> None:
         self.core.add(layer.core)
@@ -68,7 +69,7 @@ class Mailbox:
         index = len(self.posted)
         mail_x, mail_ids, mail_weights, *_ = (at + self._half(index) for at in self._at)
         base = self._memory.data_ptr()
-        flags = _core.SECOND_HALF if index % 2 else 0
+        flags = (_core.SECOND_HALF if index % 2 else 0) | (_core.LAST_POST if layer == self.last else 0)
         numbers = [np.int32(n) for n in (tokens, hidden // 8, slots.shape[1], layer, flags)]
         launch(
             self._kernels[0], 1, POST_THREADS, self._stream(), base, self._state.data_ptr(), x.data_ptr(),

@@ -9,7 +9,7 @@ import logging
 from threading import local
 from time import perf_counter
 
-SHOWN_SECONDS = 5.0  # between two lines of the log while kernels are compiled before the start
+SHOWN_SECONDS = 5.0  # between two lines while kernels are compiled before the start
 
 _log = logging.getLogger(__name__)
 
@@ -27,18 +27,14 @@ class KernelLoads:
     def ready(self) -> None:
         """The engine takes requests from now on."""
         self._is_ready = True
-        if self.count:
-            _log.info(
-                "%d kinds of GPU kernels were compiled or read from the cache in %.1f s",
-                self.count,
-                self.seconds,
-            )
+        if self.seconds > SHOWN_SECONDS:
+            print(f"compiled {self.count} kinds of GPU kernels in {self.seconds:.0f} s", flush=True)
 
     def begin(self) -> None:
         self._threads.began = perf_counter()
 
     def end(self, compiler: str, name: str) -> None:
-        """Of what `begin` began."""
+        """A compilation has ended that `begin` began in this thread."""
         self.count += 1
         now = perf_counter()
         self.seconds += now - getattr(self._threads, "began", now)
@@ -47,13 +43,11 @@ class KernelLoads:
             _log.warning("the kernel %s was compiled or loaded late, by %s, while serving", name, compiler)
         elif now - self._shown > SHOWN_SECONDS:
             self._shown = now
-            _log.info(
-                "compiling GPU kernels: %d in %.0f s, the last one is %s", self.count, self.seconds, name
-            )
+            print(f"compiling GPU kernels: {self.count} in {self.seconds:.0f} s, the last is {name}", flush=True)
 
 
 kernel_loads = KernelLoads()
-"""Of this process."""
+"""The counts of this process."""
 
 
 def watch_triton() -> None:

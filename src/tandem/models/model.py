@@ -238,7 +238,7 @@ def embedding_of(b: Builder) -> Callable[[Tensor], Tensor]:
 
 
 def _embedding_name(b: Builder) -> str:
-    """Of tied matrices a checkpoint may have the head alone."""
+    """Its module: a checkpoint of tied matrices may have the head alone."""
     name = "model.embed_tokens"
     head_alone = b.config.tied_embeddings and not b.checkpoint.has_matrix(name) and b.checkpoint.has_matrix("lm_head")
     return "lm_head" if head_alone else name

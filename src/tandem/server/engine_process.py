@@ -163,7 +163,7 @@ def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
 
 
 def warm_gpu(engine: Engine, parts: EngineParts) -> None:
-    """What prompts, batches and sampling compute with on a GPU, before somebody waits for it. Only where every layer
+    """Loads kernels of prompts, batches and sampling before somebody waits for them. Only where every layer
     keeps nothing but keys and values: nobody has tried steps of no sequence with other mechanisms."""
     from tandem.config.layers import Gqa
 

@@ -157,8 +157,8 @@ def _from_http(error: HTTPException, scope: Scope | None) -> ApiError:
 
 
 def _methods(scope: Scope) -> list[str]:
-    """Of all routes with this path; Starlette names those of the first. One that takes any name does not count where
-    the document has just this path."""
+    """Methods of all routes with this path; Starlette names those of the first. A route that takes any name does not
+    count where the document has just this path."""
     if documented := scope["app"].openapi()["paths"].get(scope["path"]):
         found = [method.upper() for method in documented]
         return sorted([*found, "HEAD"] if "GET" in found else found)

@@ -1,4 +1,4 @@
-"""What an engine's process prints. `outlive_terminal`: it may have no reader any more, which must not end it.
+"""Output of an engine's process. `outlive_terminal`: it may have no reader any more, which must not end it.
 `tell_lost_ranks`: that another rank is gone is a line, no trace."""
 
 from __future__ import annotations

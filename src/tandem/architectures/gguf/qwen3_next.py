@@ -129,7 +129,7 @@ def _config(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _key_heads(keys: GgufKeys) -> int:
-    """Of layers with attention; Ollama's converter lists all layers, and writes 0 for the others."""
+    """Key heads of layers with attention; Ollama's converter lists all layers, and writes 0 for the others."""
     found = set(keys.layers("attention.head_count_kv", keys.depth)) - {0}
     if len(found) != 1:
         raise keys.refuse("attention.head_count_kv", "differs between layers, which is not supported")

@@ -39,7 +39,7 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexNames:
-    """What is known of tensors before their files are there. names: Hugging Face's. total_bytes 0: not known."""
+    """Names of tensors before their files are there. names: Hugging Face's. total_bytes 0: not known."""
 
     path: Path
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class IndexNames:
         return cls(directory / INDEX, tuple(hugging_face_names(names)), total_bytes)
 
     def has_matrix(self, module: str) -> bool:
-        """Whether it is there, however it is stored."""
+        """Whether the module has a matrix, however that is stored."""
         wanted = {(module, role) for role in CODES}
         return any(part_of(name) in wanted for name in self.names)
 

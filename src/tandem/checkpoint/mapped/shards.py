@@ -101,7 +101,7 @@ class Shards:
         return weight_map
 
     def _add_all(self, shards: list[Shard]) -> None:
-        """Of a tensor that several hold, the index says which one counts. CheckpointError where it does not."""
+        """Where several shards hold a tensor, the index says which counts. Raises CheckpointError if it does not."""
         said = self._index_map
         for shard in shards:
             for name in shard.entries:

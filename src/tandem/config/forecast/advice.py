@@ -1,4 +1,4 @@
-"""What to change so that a model fits, is faster, or uses a GPU: found by planning anew. What loses nothing comes
+"""Changes by which a model fits, is faster, or uses a GPU: found by planning anew. One that loses nothing comes
 first, and of that the fastest."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _leaves_out(changes: Changes) -> bool:
 
 
 def _best(tried: Iterable[_Tried]) -> list[_Tried]:
-    """What loses nothing first, and of that the fastest; no more than MOST_WAYS. What changes more than another is
+    """Lossless ways first, and of those the fastest; no more than MOST_WAYS. One that changes more than another is
     there only if it is WORTH times as fast."""
     found: list[_Tried] = []
     for each in sorted(tried, key=lambda each: (each.way.lossy, len(each.way.changes))):
@@ -261,8 +261,8 @@ def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, 
 
 
 def ways_to_use_gpu(question: Question, plan: Plan) -> list[Way]:
-    """Of a plan that leaves the machine's GPU idle: what would use it, and is not slower. What costs context is last,
-    and says so."""
+    """Ways to use a GPU that this plan leaves idle, none of them slower. Those that cost context come last,
+    and say so."""
     if plan.gpu is not None or not question.machine.gpus:
         return []
     now, found = question.predicted(plan), list[_Tried]()
@@ -284,7 +284,7 @@ def _gpu_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def _shorter(plan: Plan, now: Plan) -> str:
-    """What it costs of the context that most wish for; "": nothing."""
+    """The cost in context, below what most wish for; "": none."""
     length = plan.context_length
     return f"a context of {length} tokens" if length < min(now.context_length, WANTED_CONTEXT) else ""
 

@@ -107,7 +107,7 @@ def wished_speeds(wish: MachineWish, machine: Machine, here: Speeds | None) -> S
 
 
 def assumed_text(wish: MachineWish, machine: Machine, speeds: Speeds) -> str:
-    """What of a machine that was described is not said, with the flag that says it; "": nothing was described."""
+    """Parts of a described machine that no flag names, with the flag for each; "": nothing was described."""
     if not wish.anything:
         return ""
     here, bus = [], speeds.sources.get("pcie_gbps", ASSUMED)

@@ -24,7 +24,7 @@ from tandem.config.planner.tight import (
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
 Chooser = Callable[[Wish, Device], Plan]
-"""Of the plans for a device. Raises DoesNotFit where there is none."""
+"""Chooses among the plans for a device. Raises DoesNotFit where there is none."""
 
 
 def best_plan(wish: Wish) -> Plan:
@@ -148,7 +148,7 @@ def _given(usual: Plan | DoesNotFit) -> Plan:
 
 
 def _cramped(wish: Wish, plan: Plan) -> str:
-    """What the plan lacks for want of memory; "": nothing."""
+    """The plan's lack for want of memory; "": none."""
     if plan.context_length < _wanted(wish):
         return f"a context of {plan.context_length} tokens would be what fits"
     return plan.gpu.cramped if plan.gpu is not None else ""

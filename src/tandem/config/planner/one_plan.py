@@ -52,7 +52,7 @@ Device = tuple[Gpu | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is planned for. in_place: experts are used in the checkpoint's own pages."""
+    """The input of a plan. in_place: experts are used in the checkpoint's own pages."""
 
     config: EngineConfig
     model: ModelConfig
@@ -148,7 +148,7 @@ def _why_in_place(config: EngineConfig) -> str:
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: Device, log: list[Decision]) -> str:
-    """Of activations; and of keys and values, where it is another."""
+    """The type of activations; and that of keys and values, where it is another."""
     why = "what checkpoints are trained in, and half the memory traffic of float32"
     dtype = dtype_of(config)
     log.append(Decision("dtype", dtype, why if config.dtype == "auto" else "--dtype"))
@@ -168,7 +168,7 @@ def _expert_format(config: EngineConfig, dtype: str, stored: StoredFormats, log:
 def _check_last_bits(
     config: EngineConfig, model: ModelConfig, expert_format: str, tier: str, log: list[Decision]
 ) -> None:
-    """What flags say of rounding and order."""
+    """Checks the flags for rounding and order."""
     _check_activations(config, expert_format, log)
     log += [Decision("last bits", *said) for said in deterministic(config, model, tier)]
 
@@ -239,7 +239,7 @@ def _pages(request: MemoryRequest, memory: MemoryPlan, log: list[Decision]) -> t
 
 
 def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, on_gpu: bool) -> int:
-    """Of a step, whatever memory allows."""
+    """Most tokens of a step, whatever memory allows."""
     chunk = config.chunked_prefill_size
     usual = long_step_tokens(model) if on_gpu else prefill_tokens(on_gpu)
     return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)

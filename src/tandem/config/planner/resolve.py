@@ -24,7 +24,7 @@ from tandem.errors import ConfigError, DoesNotFit
 def resolve(
     config: EngineConfig, model: ModelConfig, machine: Machine, stored: StoredFormats = UNQUANTISED
 ) -> Plan:
-    """What was asked + what the checkpoint is + what the machine has → what will be done.
+    """Flags, checkpoint and machine → the plan.
 
     Raises ConfigError with every reason: each names its flag, and a model that does not fit its numbers.
     """
@@ -57,7 +57,7 @@ def fits(
 
 
 def machine_refusals(config: EngineConfig, machine: Machine) -> tuple[str, ...]:
-    """What cannot be met on this machine, whatever the model."""
+    """Refusals on this machine, whatever the model."""
     reasons: list[str] = []
     for check in (lambda: plan_threads(config, machine), lambda: kernel_tier(config, machine, [])):
         try:

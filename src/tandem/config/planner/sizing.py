@@ -1,4 +1,4 @@
-"""What of a model goes to the GPU: the only place that divides GPU memory between weights, KV cache and experts.
+"""Sizes of a model's parts on the GPU: the only place that divides GPU memory between weights, KV cache and experts.
 
 Dense weights are always there, and the embedding unless it is in CPU memory. Then come the experts that were asked for.
 The KV cache takes the rest.
@@ -87,12 +87,12 @@ class GpuRoom:
 
     @cached_property
     def scratch(self) -> int:
-        """Of the workspace, in steps of the usual length."""
+        """Bytes of the workspace, in steps of the usual length."""
         return scratch_bytes(self.request)
 
     @property
     def each(self) -> int:
-        """Of an expert."""
+        """Bytes of an expert."""
         return max(1, expert_bytes(self.request))
 
     def scratch_beyond(self, tokens: int) -> int:
@@ -101,7 +101,7 @@ class GpuRoom:
 
 
 def fits(room: GpuRoom, taken: int = 0, **changes: Any) -> GpuMemory | None:
-    """What experts and KV cache get with these changes of the request or its flags, where so many bytes are taken
+    """Bytes for experts and KV cache with these changes of the request or its flags, where so many are taken
     already; None: they do not fit, or experts that stay in CPU memory do not fit there."""
     if changes:
         room = GpuRoom(changed(room.request, **changes), room.gpu)
@@ -218,8 +218,8 @@ def _divided(room: GpuRoom, taken: int) -> GpuMemory:
 
 
 def _draft_bytes(request: MemoryRequest, room: int) -> int:
-    """Of a draft layer's experts, if they are to be on the GPU: each guess uses them. They leave room for one request,
-    or for what was asked for."""
+    """Bytes of a draft layer's experts, if they are to be on the GPU: each guess uses them. They leave room for one
+    request, or for what was asked for."""
     asked, context = request.config.max_total_tokens, wanted_context(request)[0]
     nbytes = draft_experts(request.model) * expert_bytes(request)
     least = min(context, DEFAULT_CONTEXT) if asked is None else asked
@@ -243,7 +243,7 @@ def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
 
 
 def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
-    """Of the KV cache, before there are experts. Raises ConfigError when it was asked for and does not fit."""
+    """Least tokens of the KV cache, before there are experts. Raises ConfigError if a flag asks for more than fits."""
     asked = request.config.max_total_tokens
     if asked is not None:
         if request.kv_bytes(asked) > room:
@@ -262,7 +262,7 @@ def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
 
 
 def _kv_tokens(request: MemoryRequest, context: int, room: int, least: int) -> tuple[int, str]:
-    """What experts left: up to one full context, if `least` is not that much."""
+    """Tokens in what experts left: up to one full context, if `least` is not that much."""
     if request.config.max_total_tokens is not None:
         return least, "--max-total-tokens"
     reason = (

@@ -24,14 +24,14 @@ FEWER = (16, 4, 1)  # sequences together
 SHORTER = (1024, 512, 256)  # tokens of a chunk
 AS_LONG = 0.98  # times the longest context: for less of a difference nothing more is given up
 # Tokens of a context. One that is shorter than wanted, and than others have, is taken if it has so many and no longer
-# one comes within a forecast's WIDTH of its speed. A shorter one is never taken where another has so many: a chat with
-# a coding agent begins with thousands of tokens, and what does not fit is refused, however fast.
+# one comes within a forecast's WIDTH of its speed. A shorter one is never taken where another has so many. A chat with
+# a coding agent begins with thousands of tokens, and a prompt that does not fit is refused.
 USABLE_CONTEXT = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Tight:
-    """What is given up. gpu_fraction: of free GPU memory; 0.0, None and False: nothing is."""
+    """Things that a plan gives up. gpu_fraction: of free GPU memory; 0.0, None and False: nothing is."""
 
     embedding_in_ram: bool = False
     gpu_fraction: float = 0.0
@@ -43,7 +43,7 @@ class Tight:
         return config if self.chunk is None else replace(config, chunked_prefill_size=self.chunk)
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """What is done, and what it costs a user."""
+        """Each measure, and its cost to a user."""
         if self.embedding_in_ram:
             yield (
                 "embedding in CPU memory",
@@ -62,7 +62,7 @@ USUAL = Tight()
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What may be given up: what flags say stays as it is."""
+    """Things that may be given up: whatever a flag names stays as it is."""
 
     embedding: tuple[bool, ...]
     fractions: tuple[float, ...]
@@ -70,7 +70,7 @@ class Room:
     chunks: tuple[int | None, ...]
 
     def easy(self) -> list[Tight]:
-        """What costs neither answers at once nor speed, the least first."""
+        """Measures that cost neither answers at once nor speed, the least first."""
         return [Tight(e, f) for f in self.fractions for e in self.embedding]
 
     def steps(self) -> list[Tight]:
@@ -100,7 +100,7 @@ def room_of(config: EngineConfig, model: ModelConfig, running: int, on_gpu: bool
 
 
 def wanted_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Of context, for which something is given up."""
+    """Tokens of context for which something is given up."""
     asked = config.context_length or min(WANTED_CONTEXT, config.max_total_tokens or WANTED_CONTEXT)
     return min(asked, model.max_positions)
 
@@ -114,7 +114,7 @@ def token_seconds(plan: Plan, model: ModelConfig, stored: StoredFormats, machine
 
 
 Option = tuple[T, int, float]
-"""What may be taken, its context in tokens, and `token_seconds`."""
+"""An option, its context in tokens, and `token_seconds`."""
 
 
 def first_worth(options: Sequence[Option[T]], wanted: int, worth: float) -> T:

@@ -65,7 +65,7 @@ def schemas_of(grammar: Grammar) -> list[Any]:
 
 
 def heard(work: Callable[[], Any], errors: int) -> tuple[Any, str | None]:
-    """What `work` gives, and what xgrammar complains of: by an exception, or by a warning of what it ignores. errors:
+    """The result of `work`, and xgrammar's complaint: an exception, or a warning of something ignored. errors:
     the file that standard error leads to."""
     begin = os.fstat(errors).st_size
     try:

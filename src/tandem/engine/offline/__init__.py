@@ -1,1 +1,1 @@
-"""What `tandem.LLM` is made of: what callers give it, its requests, and what it gives back."""
+"""Parts of `tandem.LLM`: its input, its requests, and its results."""

@@ -1,4 +1,4 @@
-"""What `tandem.LLM` gives back: whole answers, or their pieces as they come."""
+"""Results of `tandem.LLM`: whole answers, or their pieces as they come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Piece(Completion):
-    """What one step added to an answer of a stream. `prompt`: of which prompt, `answer`: which of its n answers.
+    """A step's part of an answer in a stream. `prompt`: of which prompt, `answer`: which of its n answers.
     `finish_reason` is None until the answer ends."""
 
     prompt: int = 0
@@ -30,7 +30,7 @@ class Piece(Completion):
 
 @dataclass(slots=True)
 class Generation:
-    """What became of one prompt: `answers` has SamplingParams.n entries; the properties are those of the first."""
+    """Answers to one prompt: `answers` has SamplingParams.n entries; the properties are those of the first."""
 
     prompt: str | None  # None if it was given as ids
     prompt_ids: list[int]

@@ -74,11 +74,14 @@ def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     return GpuSide(ops, store, handoff, placement)
 
 
-def defer_experts(plan: Plan, side: GpuSide) -> None:
-    """After the model was built, before a graph is recorded."""
+def order_posts(plan: Plan, side: GpuSide) -> None:
+    """Says which layer's post is a step's last, and which layers defer experts to the next one. Called after the model
+    was built, before a graph is recorded."""
+    layers = side.hybrids
+    if on_cpu := [experts for experts in layers if experts.cpu is not None]:
+        on_cpu[-1].end_step()
     if plan.gpu is None or not plan.gpu.deferred:
         return
-    layers = side.hybrids
     for experts, defers in zip(layers, who_defers([each.cpu is not None for each in layers]), strict=True):
         if defers:
             experts.defer(plan.gpu.deferred)

@@ -149,10 +149,10 @@ class Start:
     def on_gpu(self) -> EngineParts:
         from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
             begin_step,
-            defer_experts,
             expert_stream,
             gpu_side,
             live_experts,
+            order_posts,
             registered,
         )
 
@@ -161,7 +161,7 @@ class Start:
         usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, on_gpu)
         self.packed.confirm()  # experts are copied to where they live
         parts = self._parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
-        defer_experts(self.plan, gpu)
+        order_posts(self.plan, gpu)
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
         stream = expert_stream(self.plan, gpu, copies, live, usage)

@@ -75,7 +75,7 @@ def check_tokenizer(config: EngineConfig) -> None:
 
 
 def model_as_stored(path: Path, config: EngineConfig) -> ModelConfig:
-    """What config.json says, without a draft layer that the files lack. Raises ConfigError where it is to guess."""
+    """The model of config.json, without a draft layer that the files lack. Raises ConfigError if that is asked for."""
     model = with_draft_config(model_at(path), config)
     asked = config.speculative_algorithm
     if has_weights(path):

@@ -1,4 +1,4 @@
-"""What the model's authors recommend for sampling, used where a request leaves a field out."""
+"""Sampling as the model's authors recommend it, used where a request leaves a field out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
 
 
 def sampling_defaults(config: EngineConfig, directory: Path) -> dict[str, float]:
-    """What fills the gaps of requests: `--sampling-defaults`. Raises as above."""
+    """Values for fields that requests leave out: `--sampling-defaults`. Raises as above."""
     return read_sampling_defaults(directory) if config.sampling_defaults == "model" else {}
 
 

@@ -112,7 +112,7 @@ def _run(runner: GpuRunner, parts: EngineParts, rows: int, decodes: bool) -> Non
 
 
 def _chunk(parts: EngineParts, length: int, sampling: SamplingParams) -> Chunk:
-    """Of a sequence whose pages are all page 0, before anybody uses it."""
+    """A chunk of a sequence whose pages are all page 0, before anybody uses that."""
     size, middle = parts.plan.page_size, parts.model_config.vocab // 2
     sequence = Sequence(
         "warm-up", 0, [middle] * length, sampling, arrival=0, max_len=length + 1, page_size=size, seed=1

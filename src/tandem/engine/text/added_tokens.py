@@ -87,7 +87,7 @@ def _older(older: Settings, settings: Settings) -> dict[int, AddedToken]:
 
 
 def _in_lists(settings: Settings) -> Iterable[AddedToken]:
-    """Of lists of tokens, or dicts of them by the names that templates call them."""
+    """Tokens in lists, or in dicts by the names that templates call them."""
     for name in LISTS:
         listed = settings.get(name)
         values = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()

@@ -211,7 +211,7 @@ def _of_library(error: BaseException) -> bool:
 
 
 def _panicked(error: BaseException, doing: str) -> RequestError:
-    """Of an error of the library; raises any other."""
+    """The refusal for an error of the library; raises any other."""
     if not _of_library(error):
         raise error
     return RequestError(f"the model's tokenizer cannot {doing}: {error}", "prompt")

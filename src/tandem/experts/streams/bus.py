@@ -51,9 +51,7 @@ class CudaBus:
     def copy(self, source: int, target: int, nbytes: int) -> None:
         error = _core.copy_async(self._copy, source, target, nbytes, self._stream.cuda_stream)
         if error:
-            raise EngineError(
-                f"a copy of {nbytes} bytes of experts to the GPU failed with CUDA's error {error}"
-            )
+            raise EngineError(f"a copy of {nbytes} bytes of experts to the GPU failed with CUDA's error {error}")
 
     def copies_given(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -273,10 +273,7 @@ class ExpertUsage:
     def take_back(self, rows: Sequence[int]) -> None:
         """These rows of the last step were no tokens. Their experts were read all the same. Only if ids are kept."""
         assert self._chosen is not None
-        first, end = (
-            rows[0],
-            rows[-1] + 1,
-        )  # of one sequence they are neighbours: no list of them goes to the GPU
+        first, end = rows[0], rows[-1] + 1  # of one sequence they are neighbours: no list of them goes to the GPU
         some = slice(first, end) if end - first == len(rows) else list(rows)
         ids = self._chosen[:, some].long().flatten(1)
         self._arrays[_TOKENS].scatter_add_(1, ids, self._less.expand_as(ids))

@@ -61,7 +61,7 @@ def _document(placed: Placed) -> str:
 
 
 def _blocks(content: Any) -> str | list[Block]:
-    """Of a source, which any client may have put anything into."""
+    """Blocks of a source, into which a client may have put anything."""
     if not isinstance(content, list):
         return string(content) or ""
     return [

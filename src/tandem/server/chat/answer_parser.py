@@ -110,7 +110,7 @@ class FormattedText:
             self._begin(rules.begun)
 
     def _begin(self, text: str) -> None:
-        """Of what the client has begun only a call that has no end yet is told."""
+        """Reads the client's beginning. Only a call in it that has no end yet is told."""
         self._source.begin(text)
         told = self._advance()
         ends = [i for i, event in enumerate(told, 1) if isinstance(event, ToolCallEnd)]

@@ -1,4 +1,4 @@
-"""What messages hold beside text: plain text in a file is given to the model, of the rest it gets a note.
+"""Attachments of messages: plain text in a file is given to the model, of the rest it gets a note.
 
 An agent sends its whole history with every request. A refusal would come again each time and end its work for good:
 some append the next prompt to the very message that was refused. So only what a user shows in the newest turn is
@@ -37,7 +37,7 @@ class Attachment:
     field: str = ".type"
 
     def shown(self, where: str, unread: list[str] | None) -> str:
-        """What the model reads. unread: gets `where` if that is a note. None: raises ApiError 400 instead."""
+        """The text that the model reads. unread: gets `where` if that is a note. None: raises ApiError 400 instead."""
         if self.text is not None:
             return self.text
         if unread is None:
@@ -51,7 +51,7 @@ class Attachment:
 
 
 def is_attachment(kind: str) -> bool:
-    """Of the type of a part of a message."""
+    """Whether a part of this type is an attachment."""
     return kind in _KINDS
 
 
@@ -101,7 +101,7 @@ def _decoded(data: bytes) -> str | None:
 
 
 def string(value: Any) -> str | None:
-    """Of a field that any client may have put anything into."""
+    """A field's text, into which a client may have put anything; None: it is no text."""
     return value if isinstance(value, str) else None
 
 

@@ -46,8 +46,8 @@ class ChatTokenizer(TemplateTokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """What to submit, and how to read each of the answers: every answer needs its own parser. `unheld`: places of what
-    strict tools say and calls cannot be held to."""
+    """A request to submit, and how to read each of its answers: every answer needs its own parser. `unheld`: places in
+    strict tools that calls cannot be held to."""
 
     prompt_ids: list[int]
     sampling: SamplingParams

@@ -79,7 +79,7 @@ class PromptRenderer:
         return one.prompt(text, await self._opening(one) if goes_on else None)
 
     async def _opening(self, one: Draft) -> str | None:
-        """What an answer to the messages before the last would go on with."""
+        """The text with which a template begins an answer to the messages before the last."""
         try:
             return await self._render(one.messages[:-1], True, **one.variables)
         except RequestError:

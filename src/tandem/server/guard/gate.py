@@ -107,7 +107,7 @@ def _tolerant(scope: Scope, send: Send) -> tuple[Scope, Send]:
 
 
 def _keys(scope: Scope) -> Iterator[bytes]:
-    """Of OpenAI's header and Anthropic's. The letter case of `Bearer` does not matter (RFC 9110, 11.1)."""
+    """Keys in OpenAI's header and Anthropic's. The letter case of `Bearer` does not matter (RFC 9110, 11.1)."""
     for name, value in scope["headers"]:
         scheme, _, token = value.partition(b" ")
         if name == b"x-api-key":

@@ -21,7 +21,7 @@ class ModelFiles:
 
 
 def model_files(path: Path) -> ModelFiles:
-    """Of a directory, or of a GGUF file with its other parts. What cannot be looked at counts nothing."""
+    """Files of a directory, or of a GGUF model in parts. One that cannot be looked at counts nothing."""
     with contextlib.suppress(OSError, HubError):
         if path.is_dir():
             return ModelFiles(_bytes(path / name for name in _safetensors(path)), "safetensors")
@@ -33,7 +33,7 @@ def model_files(path: Path) -> ModelFiles:
 
 
 def weight_format(plan: Plan) -> str:
-    """Of the routed experts, where it is one for all; else ""."""
+    """The format of the routed experts, where it is one for all; else ""."""
     return "" if plan.expert_format == "stored" else plan.expert_format
 
 

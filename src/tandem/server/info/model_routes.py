@@ -1,4 +1,4 @@
-"""What other servers' clients read of the served model: llama.cpp's /props, LM Studio's /api/v0/models."""
+"""Facts about the served model for clients of other servers: llama.cpp's /props, LM Studio's /api/v0/models."""
 
 from __future__ import annotations
 

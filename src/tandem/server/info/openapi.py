@@ -1,4 +1,4 @@
-"""What the OpenAPI document says beyond the types of fields: how sampling parameters are bounded, what may be null."""
+"""The OpenAPI document beyond the types of fields: bounds of sampling parameters, fields that may be null."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def document_nulls(schemas: dict[str, Any], names: Mapping[type, str]) -> None:
 
 
 def structs_in(bodies: Iterable[type]) -> list[type]:
-    """Of requests, at any depth."""
+    """Types of requests, at any depth."""
     found: dict[type, None] = {}
     waiting = list(inspect.multi_type_info(bodies))
     while waiting:

@@ -70,7 +70,7 @@ class ToolBody(msgspec.Struct, frozen=True):
 
 
 class AllowedTool(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a tool that may be called. Those that OpenAI runs itself have a type alone."""
+    """A tool that may be called. Those that OpenAI runs itself have a type alone."""
 
     type: str
     name: str | None = None

@@ -38,7 +38,7 @@ class Source:
         return self.ended and self._end == "cut"
 
     def begin(self, text: str) -> None:
-        """What the prompt has of the answer already: it is read, and nobody is told."""
+        """The answer's beginning, which the prompt has already: it is read, and nobody is told."""
         self._begun = len(text)
         self.add(text)
 
@@ -61,7 +61,7 @@ class Source:
         return len(pieces) > 1
 
     def fresh(self, text: str) -> str:
-        """Of a text that ends at `position`, what does not come from `begin`."""
+        """The part that does not come from `begin`, of a text that ends at `position`."""
         known = self._begun - (self.position - len(text))
         return text[known:] if known > 0 else text
 

@@ -1,0 +1,147 @@
+"""Steps that are run before the start, so that their kernels are loaded: every size once. Nothing is left of them."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sessions import plan
+from tandem import _core
+from tandem.checkpoint import open_checkpoint
+from tandem.config import ModelConfig
+from tandem.engine.batch_arrays import StepShape
+from tandem.engine.gpu_runner import GpuRunner
+from tandem.engine.graphs.inputs import GraphPlan
+from tandem.engine.start.warm_kernels import kinds_of_layers, row_counts, warm_kernels
+from tandem.engine.state.arrays import allocate
+from tandem.experts.handoff import Handoff
+from tandem.experts.handoff_counts import HandoffSizes
+from tandem.experts.hybrid_experts import HybridExperts
+from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.kernel_loads import KernelLoads
+from tandem.models import build
+from tandem.models.batch import ForwardBatch
+
+PAGE, PAGES, MOST, RUNNING = 16, 4, 40, 6
+CPU = torch.device("cpu")
+
+
+class AllOnCpu:
+    """An `ExpertStore` of hybrids whose experts are all in CPU memory, so that no GPU is needed."""
+
+    def __init__(self, ops: CpuOps, handoff: Handoff) -> None:
+        self._ops, self._handoff = ops, handoff
+
+    def layer(self, index: int, count: int, width: int, fmt: str, *activation: Any) -> HybridExperts:
+        cpu = self._ops.experts(count, self._handoff.sizes.hidden, width, fmt, *activation)
+        return HybridExperts(torch.full((count,), -1, dtype=torch.int32), None, cpu, self._handoff)
+
+
+class Watched:
+    """A model that notes its steps and layers."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.layers, self.depth = model, model.layers, model.depth
+        self.rows, self.indices = list[tuple[int, int]](), set[int]()
+
+    def begin(self, batch: ForwardBatch) -> Any:
+        self.rows.append((len(batch.input_ids), len(batch.seq_lens)))
+        return self._model.begin(batch)
+
+    def layer(self, p: Any, index: int, states: Any) -> None:
+        self.indices.add(index)
+        self._model.layer(p, index, states)
+
+    def logits(self, p: Any, states: Any) -> torch.Tensor:
+        return self._model.logits(p, states)
+
+
+def warmed(path: Path, seconds: float) -> tuple[Watched, ExpertUsage, Handoff]:
+    config, ops = ModelConfig.load(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
+    handoff = Handoff(HandoffSizes(8, MOST, config.hidden, config.moe.router.top_k), CPU, 20.0)
+    usage = ExpertUsage(len(config.moe_layers), config.moe.router.num_experts, padded=True)
+    store: Any = AllOnCpu(ops, handoff)
+    built = build(config, plan("bfloat16"), open_checkpoint(path), ops, None, store, usage=usage)
+    model, states = Watched(built), allocate(config.state_layout("bfloat16", PAGE), PAGES).arrays
+    runner: Any = GpuRunner(model, states, handoff, GraphPlan((), PAGES), StepShape(PAGE, MOST), usage=usage)
+    numbers = SimpleNamespace(
+        max_step_tokens=MOST, context_length=1000, max_running_requests=RUNNING, page_size=PAGE
+    )
+    warm_kernels(
+        runner, SimpleNamespace(plan=numbers, model=model, model_config=config, handoff=handoff), seconds
+    )
+    assert runner._model is model and runner._usage is usage and runner._live is None
+    return model, usage, handoff
+
+
+def test_sizes_are_spread_and_powers_of_two_come_first() -> None:
+    for most in (1, 2, 7, 300, 8192):
+        sizes = row_counts(most)
+        assert len(set(sizes)) == len(sizes) and min(sizes) == 1 and max(sizes) == most
+        ordered = sorted(sizes)
+        assert all(b <= 1.25 * a + 1 for a, b in pairwise(ordered))
+        powers = [size for size in sizes if size & (size - 1) == 0]
+        assert sizes[: len(powers)] == sorted(powers)
+
+
+def test_every_size_of_prompts_and_batches_runs_once_with_a_layer_of_each_kind(tiny_models: Any) -> None:
+    model, _, _ = warmed(tiny_models["qwen3_moe"], 600.0)
+    prompts = sorted(rows for rows, sequences in model.rows if sequences == 1 and rows > 1)
+    batches = sorted(rows for rows, sequences in model.rows if sequences == rows)
+    assert prompts == sorted(set(row_counts(MOST)) - {1})
+    assert batches == sorted([1, *row_counts(RUNNING)])
+    assert model.indices == set(kinds_of_layers(model, ModelConfig.load(tiny_models["qwen3_moe"]).layers))
+    assert len(model.indices) < model.depth
+
+
+def test_steps_before_the_start_are_neither_counted_nor_computed_by_the_cpu(tiny_models: Any) -> None:
+    _, usage, handoff = warmed(tiny_models["qwen3_moe"], 600.0)
+    assert int(torch.as_tensor(usage.ask().tokens()).sum()) == 0
+    assert handoff.times().posts == 0 and handoff.copies.computes
+
+
+def test_they_end_when_their_time_is_up(tiny_models: Any) -> None:
+    model, _, _ = warmed(tiny_models["qwen3_moe"], 0.0)
+    assert len(model.rows) == 0
+
+
+def test_layers_of_one_kind_are_run_once() -> None:
+    def layer(gpu: object, cpu: object) -> Any:
+        return SimpleNamespace(moe=SimpleNamespace(experts=SimpleNamespace(gpu=gpu, cpu=cpu)))
+
+    model = SimpleNamespace(
+        layers=[SimpleNamespace(moe=None), *[layer(1, 1)] * 2, layer(None, 1), layer(1, 1)]
+    )
+    assert kinds_of_layers(model, ["dense", "moe", "moe", "moe", "moe"]) == [0, 1, 3]
+
+
+def test_kernels_are_counted_and_late_ones_named(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads = KernelLoads()
+    loads.begin()
+    loads.end("Triton", "early")
+    loads.ready()
+    assert (loads.count, loads.late, caplog.text, capsys.readouterr().out) == (1, 0, "", "")
+    with caplog.at_level(logging.WARNING):
+        loads.begin()
+        loads.end("NVRTC", "post, collect")
+    assert (loads.count, loads.late) == (2, 1) and "post, collect" in caplog.text and "NVRTC" in caplog.text
+
+
+def test_a_long_compilation_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    loads = KernelLoads()
+    loads._shown -= 60.0
+    loads.begin()
+    loads._threads.began -= 60.0
+    loads.end("Triton", "slow")
+    assert "compiling GPU kernels: 1 in 60 s, the last is slow" in capsys.readouterr().out
+    loads.ready()
+    assert "compiled 1 kinds of GPU kernels in 60 s" in capsys.readouterr().out
