@@ -267,7 +267,7 @@ def main() -> None:
     rows = []
 
     def start(each: tuple[int, str]) -> dict[str, Any]:
-        return one_start(*each, asked, None if each[0] else trace)
+        return one_start(*each, asked, trace)
 
     with ThreadPoolExecutor(asked.at_once) as pool:
         for row in pool.map(start, enumerate(asked.kind or ["plain"])):

@@ -82,8 +82,10 @@ def serve(asked: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             print("answer", perf_counter() - started, flush=True)
         else:
-            before = built.counts()
+            before, cpus = built.counts(), os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {built.plan.cpus[0]} if built.plan.cpus[0] >= 0 else cpus)  # as in the server
             step = next(iter(bench.step_times(built, 1, request)))
+            os.sched_setaffinity(0, cpus)  # the next load asks which CPUs there are
             counts = built.counts().since(before)
             of_post = (counts.wait_seconds, counts.serve_seconds, counts.cpu_experts)
             print("answer", step, *(each / max(1, counts.posts) for each in of_post), flush=True)

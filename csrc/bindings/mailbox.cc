@@ -66,7 +66,6 @@ void bind_mailbox(nb::module_& m) {
       .def("reset", &Mailbox::reset, "After a failure, when no kernel of the stream is running any more.");
   nb::class_<PostThread>(m, "PostThread", "Answers a mailbox's posts, see csrc/experts/handoff/post_thread.h.")
       .def(nb::init<std::shared_ptr<Mailbox>>(), nb::arg("mailbox"))
-      .def("pin", &PostThread::pin, nb::arg("cpu"), "To a CPU.")
       .def("begin", &PostThread::begin, nb::arg("posts"), nb::arg("timeout_seconds"),
            "Before a graph with so many posts is started; UNTIL_STOPPED: nobody knows how many.")
       .def("finish", &PostThread::finish, nb::call_guard<nb::gil_scoped_release>(),

@@ -55,6 +55,7 @@ struct WorkerPool::State {
 
   const std::vector<int> nodes;   // of each worker
   std::vector<int> memory_nodes;  // of each node
+  int caller_cpu = -1;
   const int count;
   const std::chrono::microseconds spin;
   const bool yields;
@@ -292,6 +293,7 @@ WorkerPool::WorkerPool(std::vector<int> cpus, int spin_us, std::vector<int> node
   state_ = std::make_unique<State>(checked_nodes(std::move(nodes), cpus.size(), memory_nodes.size()),
                                    std::chrono::microseconds(spin_us), more_workers_than_cpus(cpus));
   state_->memory_nodes = std::move(memory_nodes);
+  state_->caller_cpu = cpus[0];
   sigset_t all, before;  // signals are the application's business, so they go to its own threads
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -334,6 +336,8 @@ int64_t WorkerPool::first_of(int node, int64_t count) const {
 int WorkerPool::memory_node(int node) const {
   return state_->memory_nodes.empty() ? -1 : state_->memory_nodes[static_cast<size_t>(node)];
 }
+
+int WorkerPool::caller_cpu() const { return state_->caller_cpu; }
 
 void WorkerPool::run(FunctionRef<void(const Worker&)> body) {
   state_->check_caller();

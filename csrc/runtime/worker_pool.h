@@ -67,6 +67,7 @@ class WorkerPool {
   // count.
   int64_t first_of(int node, int64_t count) const;
   int memory_node(int node) const;  // as the system numbers it; -1: it does not matter
+  int caller_cpu() const;           // worker 0's, for whoever calls; -1: any
 
   // Runs body once on every worker and returns when all are done; rethrows the first exception. Regions of several
   // calling threads queue up behind each other. A region inside a region is an error (std::logic_error).

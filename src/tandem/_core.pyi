@@ -698,9 +698,6 @@ class PostThread:
     """Answers a mailbox's posts, see csrc/experts/handoff/post_thread.h."""
 
     def __init__(self, mailbox: Mailbox) -> None: ...
-    def pin(self, cpu: int) -> None:
-        """To a CPU."""
-
     def begin(self, posts: int, timeout_seconds: float) -> None:
         """
         Before a graph with so many posts is started; UNTIL_STOPPED: nobody knows how many.

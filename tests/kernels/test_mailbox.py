@@ -38,7 +38,7 @@ Hint = tuple[int, int, list[int]]  # number of the post before it, layer, expert
 class FakeGpu:
     """Posts and reads answers as the CUDA kernels do."""
 
-    def __init__(self, workers: int = 2, late: bool = False) -> None:
+    def __init__(self, workers: int = 2, late: bool = False, cpu: int = -1) -> None:
         torch.manual_seed(0)
         *self.at, size = _core.mailbox_offsets(TOKENS, HIDDEN, TOP_K, late)
         room = np.zeros(size + 128, dtype=np.uint8)
@@ -47,7 +47,7 @@ class FakeGpu:
         self.words = self.memory[:640].view(torch.int32)
         self.late = late
         self.mailbox = _core.Mailbox(self.memory, TOKENS, HIDDEN, TOP_K, late)
-        workspace = _core.Workspace(_core.WorkerPool([-1] * workers), "scalar")
+        workspace = _core.Workspace(_core.WorkerPool([cpu, *[-1] * (workers - 1)]), "scalar")
         self.layers = [self._layer(workspace) for _ in range(2)]
         assert [self.mailbox.add(layer.core) for layer in self.layers] == [0, 1]
         self.thread = _core.PostThread(self.mailbox)
@@ -605,7 +605,15 @@ def test_an_interpreter_ends_with_a_post_open(posts: int) -> None:
 
 def test_a_cpu_that_may_not_be_used_is_refused() -> None:
     with pytest.raises((ValueError, KernelError), match="CPU 99999"):
-        FakeGpu().thread.pin(99999)
+        FakeGpu(cpu=99999)
+
+
+def test_posts_are_answered_on_the_cpu_of_worker_0() -> None:
+    cpu, threads = max(os.sched_getaffinity(0)), Path("/proc/self/task")
+    gpu = FakeGpu(cpu=cpu)
+    answering = [each.name for each in threads.iterdir() if (each / "comm").read_text() == "tandem-posts\n"]
+    assert {cpu} in [os.sched_getaffinity(int(each)) for each in answering]
+    gpu.thread.end()
 
 
 def test_batches_outside_graphs_are_timed_too() -> None:

@@ -132,6 +132,8 @@ void Mailbox::answer_all(int64_t posts, double timeout_seconds) {
   }
 }
 
+int Mailbox::caller_cpu() const { return layers_.empty() ? -1 : layers_.front()->workspace().pool().caller_cpu(); }
+
 void Mailbox::wake_workers() {
   if (!layers_.empty()) layers_.front()->workspace().pool().wake();
 }

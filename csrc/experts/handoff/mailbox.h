@@ -89,6 +89,9 @@ class Mailbox {
   // for kSpin.
   void serve(int64_t posts, double timeout_seconds);
 
+  // Of the CPU that a thread which answers should have; -1: any.
+  int caller_cpu() const;
+
   // Workers are awake when the first post comes.
   void wake_workers();
 

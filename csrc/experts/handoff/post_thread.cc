@@ -53,6 +53,12 @@ std::thread* without_signals(Body body) {
 
 PostThread::PostThread(std::shared_ptr<Mailbox> mailbox)
     : mailbox_(std::move(mailbox)), process_(getpid()), thread_(without_signals([this] { run(); })) {
+  try {
+    pin(*thread_, 0, mailbox_->caller_cpu());
+  } catch (...) {
+    end();
+    throw;
+  }
   std::lock_guard lock(living().mutex);
   living().threads.push_back(this);
 }
@@ -65,8 +71,6 @@ PostThread::~PostThread() {
   }
   end();
 }
-
-void PostThread::pin(int cpu) { tandem::pin(*thread_, 0, cpu); }
 
 bool PostThread::is_forked() const { return getpid() != process_; }
 

@@ -24,13 +24,12 @@ namespace tandem {
 
 class PostThread {
  public:
+  // On worker 0's CPU of the pool that the mailbox's layers have; on any while there is no layer. Elsewhere it would
+  // meet a worker, and each post would wait for both. Throws std::invalid_argument where that CPU may not be used.
   explicit PostThread(std::shared_ptr<Mailbox> mailbox);
   ~PostThread();
   PostThread(const PostThread&) = delete;
   PostThread& operator=(const PostThread&) = delete;
-
-  // To a CPU. Throws std::invalid_argument for one that may not be used.
-  void pin(int cpu);
 
   // Before a graph with so many posts is started, or kUntilStopped. timeout_seconds: for each post, see
   // `Mailbox::serve`. Throws std::logic_error before `finish`; std::runtime_error in a forked child, and after `end`.

@@ -53,7 +53,7 @@ from tandem.experts.streams.stream import ExpertStream
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.this_machine import this_machine
-from tandem.kernels.workers import planned_pool
+from tandem.kernels.workers import caller_on, planned_pool
 from tandem.models import ForwardBatch
 
 WARM_STEPS = 5
@@ -319,12 +319,14 @@ def step_times(built: Built, batch: int, request: Request) -> Iterator[float]:
     """Seconds of the mean step, once per repeat."""
     step = decoder(built, batch, request.context)
     for _ in range(request.repeats):
-        for _ in range(WARM_STEPS):
-            step()
-        started = perf_counter()
-        for _ in range(request.steps):
-            step()
-        yield (perf_counter() - started) / request.steps
+        with caller_on(built.plan.cpus[0]):
+            for _ in range(WARM_STEPS):
+                step()
+            started = perf_counter()
+            for _ in range(request.steps):
+                step()
+            seconds = perf_counter() - started
+        yield seconds / request.steps
 
 
 def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:

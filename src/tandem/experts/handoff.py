@@ -165,11 +165,6 @@ class Handoff:
         if self._mailbox is not None:
             self._mailbox.core.meanwhile(work)
 
-    def pin(self, cpu: int) -> None:
-        """The thread that answers posts is worker 0 of the pool, and gets that worker's CPU."""
-        if self._mailbox is not None and cpu >= 0:
-            self._mailbox.thread.pin(cpu)
-
     def begin(self, posts: int) -> None:
         """Before a graph, or several, with so many posts in all is replayed: another thread answers them, whatever
         this one waits for. `finish` or `cancel` follows; until then this thread computes nothing on the pool."""

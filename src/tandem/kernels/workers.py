@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tandem._core import WorkerPool
 from tandem.config.choices.threads import Threads
 from tandem.config.machine import Machine
@@ -19,3 +23,15 @@ def machine_pool(machine: Machine, count: int) -> WorkerPool:
     nodes = machine.memory_nodes(cores)
     parts = [nodes.index(core.node) for core in cores] if nodes else []
     return WorkerPool(list(machine.pinned(cores)), nodes=parts, memory_nodes=list(nodes))
+
+
+@contextmanager
+def caller_on(cpu: int) -> Iterator[None]:
+    """The calling thread has worker 0's CPU meanwhile, as the engine's thread has in the server (-1: any CPU)."""
+    before = os.sched_getaffinity(0)
+    if cpu >= 0:
+        os.sched_setaffinity(0, {cpu})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -123,7 +123,6 @@ def take_cpus(parts: EngineParts) -> None:
     cpu, free = parts.plan.cpus[0], os.sched_getaffinity(0) - set(parts.plan.cpus)
     pin_main_thread(cpu)
     if parts.handoff is not None and cpu >= 0:
-        parts.handoff.pin(cpu)
         os.sched_setaffinity(0, free | {cpu})
 
 
