@@ -62,8 +62,9 @@ class Replayed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, chunks: Any) -> Any:
-        logits = self._runner.run(chunks)
+    def run(self, step: Any, *rest: Any) -> Any:
+        output = self._runner.run(step, *rest)
+        logits = output.logits
         chosen = logits.chosen
 
         def replayed(*arguments: Any) -> list[Sampled]:
@@ -71,7 +72,7 @@ class Replayed:
             return [Sampled(token, None) for token in next(self._tokens)] if made else made
 
         logits.chosen = replayed
-        return logits
+        return output
 
 
 def steps(engine: Engine, batch: int, constrained: bool) -> tuple[list[float], list[list[int]]]:

@@ -326,9 +326,9 @@ def test_a_step_s_distinct_experts_are_read_once(tiny_models, tmp_path: Path) ->
     before, spans, run_model = engine.stats().experts.cpu_bytes, [], engine._runner.run
     engine.record_experts("start").result()
 
-    def noted(chunks, *rest):
-        spans.append([(c.sequence.arrival[0], c.sequence.computed_len, c.length) for c in chunks])
-        return run_model(chunks, *rest)
+    def noted(step, *rest):
+        spans.append([(c.sequence.arrival[0], c.sequence.computed_len, c.length) for c in step.chunks])
+        return run_model(step, *rest)
 
     engine._runner.run = noted
     run(engine, *asks)

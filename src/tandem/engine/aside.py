@@ -18,11 +18,12 @@ from tandem.engine.protocol import TokenOutput
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.step import Step, StepOutput
 from tandem.engine.turns import Ran
 
 _log = logging.getLogger(__name__)
 
-Tried = Callable[[list[Chunk], Callable[[], Logits | None]], Ran]
+Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], Ran]
 """Runs a slice of these chunks, and settles them where it was the last."""
 
 
@@ -101,8 +102,8 @@ class Aside:
         self._oldest = not self._oldest
         return prompts[0] if self._oldest else min(prompts, key=lambda chunk: chunk.sequence.pending_len)
 
-    def slice(self, whole: bool) -> Logits | None:
-        """Goes on with the pass; its logits when it has ended. whole: until then, for nobody waits."""
+    def slice(self, whole: bool) -> StepOutput | None:
+        """Goes on with the pass; its output when it has ended. whole: until then, for nobody waits."""
         paused, started = self._pass, perf_counter()
         assert paused is not None
         try:
@@ -112,11 +113,15 @@ class Aside:
             self.drop()
             raise
         self._spent += perf_counter() - started
-        if logits is not None:
-            seconds = perf_counter() - self._began if paused.overlaps else self._spent
-            self._scheduler.pace.observe(sum(c.length for c in self._scheduler.held), seconds)
-            self._pass, self._scheduler.held = None, []
-        return logits
+        if logits is None:
+            return None
+        seconds, step = (
+            perf_counter() - self._began if paused.overlaps else self._spent,
+            Step(tuple(self.chunks)),
+        )
+        self._scheduler.pace.observe(step.num_tokens, seconds)
+        self._pass, self._scheduler.held = None, []
+        return StepOutput(step, logits)
 
     def drop(self) -> None:
         """Its sequences begin their chunks again, if they still run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
@@ -23,7 +24,7 @@ from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.pace import PrefillPace
-from tandem.engine.paused_pass import Comes, LongChunk, PausingModel, nobody_comes
+from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logits import Logits
@@ -39,6 +40,7 @@ from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
 from tandem.engine.state.windows import WindowPages
+from tandem.engine.step.step import HasNewRequest, Step, StepOutput, no_new_request
 from tandem.engine.turns import Ran, Turn, turns_of
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
@@ -209,10 +211,10 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._answers or self._notices)
 
-    def step(self, comes: Comes = nobody_comes) -> list[TokenOutput]:
+    def step(self, has_new_request: HasNewRequest = no_new_request) -> list[TokenOutput]:
         """Runs the model once for as many sequences as fit; returns what became of them. An error in here fails the
         requests of this step, with finish_reason "error", and leaves the others alone. Raises EngineError when no later
-        step could work either; then the process has to end. comes: asked now and then; a long step ends sooner then."""
+        step could work either; then the process has to end. has_new_request: a long step asks it, and shrinks."""
         outputs, self._notices = self._notices, []
         outputs += self._take_grammars()
         started = perf_counter()
@@ -221,44 +223,43 @@ class Engine:
         drawing = perf_counter() - started  # guesses
         if pauses:
             chunks = self._aside.take(chunks)
-        beside = self._aside.beside(chunks, partial(self._tried, step=False), pauses)
+        beside = self._aside.beside(chunks, partial(self._tried, counts=False), pauses)
         if not beside.waits:
             beside()
-        long = self._long_chunk(chunks, comes) if pauses else None
-        ran = self._run(chunks, beside, drawing, long) if chunks else []
+        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
+        ran = self._run(step, beside, drawing) if chunks else []
         outputs += [*beside.outputs, *ran]
         if self.grammars and not (chunks or outputs or beside.under_way):
             self.grammars.wait()
         return outputs
 
-    def _long_chunk(self, chunks: list[Chunk], comes: Comes) -> LongChunk | None:
-        """Where it may become shorter: what its layers keep of a sequence can be computed again."""
+    def _shared_tokens(self, chunks: Rows[Chunk]) -> int:
+        """Rows that a step of one chunk may shrink to. 0: layers keep of a sequence what cannot be computed again, or
+        it has no more rows than that."""
         gpu = self.plan.gpu
         shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
-        return LongChunk(chunks, shared, comes) if shared and len(chunks) == 1 and chunks[0].length > shared else None
+        return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
-    def _run(
-        self, chunks: list[Chunk], beside: Beside, drawing: float, long: LongChunk | None
-    ) -> list[TokenOutput]:
-        """A step of these chunks. What it took tells the pace and the guesses' governor."""
-        started, prompts = perf_counter(), any(chunk.prefills for chunk in chunks)
-        more = () if long is None else (long,)
-        ran = self._tried(chunks, lambda: self._runner.run(chunks, beside, *more))
+    def _run(self, step: Step, beside: Beside, drawing: float) -> list[TokenOutput]:
+        """The seconds that it takes tell the pace and the guesses' governor."""
+        started, has_prefill = perf_counter(), step.has_prefill
+        ran = self._tried(step.chunks, lambda: self._runner.run(step, beside))
         seconds = perf_counter() - started - beside.overtook
         _tell(self._speculation, ran.turns, seconds + drawing)
-        if prompts:
-            self._scheduler.pace.observe(sum(chunk.length for chunk in chunks), seconds, chunks[0].sure == 1)
+        if has_prefill:
+            self._scheduler.pace.observe(ran.num_tokens or step.num_tokens, seconds, step.chunks[0].sure == 1)
         else:
             self._scheduler.pace.decoded(seconds, beside=beside.under_way)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return ran.outputs
 
-    def _tried(self, chunks: list[Chunk], run: Callable[[], Logits | None], step: bool = True) -> Ran:
-        """What became of these chunks. An error fails them all, whatever it was: the engine goes on."""
+    def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> Ran:
+        """Outputs of these chunks; none while `run` has no result yet. An error fails them all, whatever it was: the
+        engine goes on. counts: it is a step of its own."""
         try:
-            logits = run()
-            return Ran([], []) if logits is None else self._settled(chunks, logits, step)
+            output = run()
+            return Ran([], []) if output is None else self._settled(output, counts)
         except Exception as error:
             _log.exception("a step of %d sequences failed", len(chunks))
             self._runner.after_failure()
@@ -316,8 +317,8 @@ class Engine:
                 outputs += [self._answers.refuse(sequence, error) for sequence in sequences]
         return outputs
 
-    def _settled(self, chunks: list[Chunk], logits: Logits, step: bool) -> Ran:
-        turns = list(turns_of(chunks))
+    def _settled(self, output: StepOutput, counts: bool) -> Ran:
+        turns, logits = list(turns_of(output.step.chunks)), output.logits
         for turn in turns:
             if turn.sequence.scores_prompt:
                 score_prompt(turn.chunk, logits.fetched(slice(turn.row + 1 - turn.chunk.logits, turn.row + 1)))
@@ -325,10 +326,11 @@ class Engine:
         while going:  # once, and again for those whose guess was right
             tokens = self._chosen(logits, going)
             going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
-        _count(turns, self._meter, self._recorder if step else None)
-        if step:
+        _count(turns, self._meter, self._recorder if counts else None)
+        if counts:
             _settle_rows(self._runner, turns)
-        return Ran([output for turn in turns if (output := turn.output) is not None], turns)
+        outputs = [each for turn in turns if (each := turn.output) is not None]
+        return Ran(outputs, turns, output.step.num_tokens)
 
     def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
         """The next token of each. If that fails, they end, and nothing is chosen: others may have got theirs."""

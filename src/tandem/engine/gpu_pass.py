@@ -19,9 +19,10 @@ from torch import Tensor
 
 from tandem.engine.feeder import Feeder
 from tandem.engine.graphs.spared import products_leave, spared_stream
-from tandem.engine.paused_pass import PIECES_AHEAD, LongChunk, PausingModel, slice_of
+from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel, slice_of
 from tandem.engine.prompt_graphs import Recorder, Work
 from tandem.engine.sampling.logits import DeviceLogits, HostRows
+from tandem.engine.step.step import ShrinkingStep, Step
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
@@ -143,15 +144,15 @@ def in_layers(
     model: PausingModel,
     batch: ForwardBatch,
     states: Rows[tuple[Tensor, ...]],
-    long: LongChunk,
-    shorter: Callable[[], ForwardBatch],
+    shrinking: ShrinkingStep,
+    shrunk_batch: Callable[[Step], ForwardBatch],
 ) -> Tensor:
-    """As `StepModel.forward`. shorter: the batch of the chunk's first rows, when `long` says that only they go on."""
+    """As `StepModel.forward`. shrunk_batch: of the chunk's first rows, when only they go on."""
     p, given = model.begin(batch), Given(batch.input_ids.device)
     for index in range(model.depth):
         given.wait_for_room(PIECES_AHEAD)
-        if long.shortened(model.depth - index, model.depth):
-            p = p.first(shorter())
+        if shrinking.shrink(model.depth - index, model.depth):
+            p = p.first(shrunk_batch(shrinking.step))
         model.layer(p, index, states)
         given.mark()
     return model.logits(p, states)

@@ -19,13 +19,14 @@ from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prompt_capture import CapturedPrompts
-from tandem.engine.paused_pass import LongChunk, PausingModel
+from tandem.engine.paused_pass import PausingModel
 from tandem.engine.prompt_graphs import LayerWork, PromptGraph, PromptGraphs, Work
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
+from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -137,18 +138,17 @@ class GpuRunner:
             self._capture_all()
             self._capture_prompts()
 
-    def run(
-        self, chunks: Rows[Chunk], meanwhile: Callable[[], None] = _nothing, long: LongChunk | None = None
-    ) -> DeviceLogits:
-        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: as `logits`. long: of the
-        one chunk, if it may become shorter."""
-        batch = self._arrays.fill(chunks)
-        self._guessing = any(chunk.guesses for chunk in chunks)
+    def run(self, step: Step, meanwhile: Callable[[], None] = _nothing) -> StepOutput:
+        """Logits rows of all chunks, in order. meanwhile: as `logits`."""
+        batch = self._arrays.fill(step.chunks)
+        self._guessing = step.has_drafts
         with torch.inference_mode():
-            make = partial(make_masks, [chunk.sequence for chunk in chunks])
-            if long is not None:
-                return self._alone(batch, make, long)
-            return self.logits(batch, _masks(chunks), make, meanwhile)
+            make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
+            if step.shrinks:
+                shrinking = ShrinkingStep(step)
+                logits = self._alone(batch, make, shrinking)
+                return StepOutput(shrinking.step, logits)
+            return StepOutput(step, self.logits(batch, _masks(step.chunks), make, meanwhile))
 
     @contextmanager
     def unseen(self, model: StepModel) -> Iterator[None]:
@@ -240,12 +240,12 @@ class GpuRunner:
         self._end.wait()
 
     def _alone(
-        self, batch: ForwardBatch, make: Callable[[], None], long: LongChunk | None = None
+        self, batch: ForwardBatch, make: Callable[[], None], shrinking: ShrinkingStep | None = None
     ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
         with self._streams.aside():
             there = _begun(batch, self._begin_step, self._device)
-            logits = self._forward(there, len(batch.input_ids), long)
+            logits = self._forward(there, len(batch.input_ids), shrinking)
             best = self._best.fetch(logits)
             self._end.mark()
             make()
@@ -340,16 +340,16 @@ class GpuRunner:
             self._live.beside_step()
 
     def _forward(
-        self, batch: ForwardBatch, counted: int | Tensor, long: LongChunk | None = None
+        self, batch: ForwardBatch, counted: int | Tensor, shrinking: ShrinkingStep | None = None
     ) -> Tensor:
         """counted: how many of the first rows `ExpertUsage` counts."""
         if self._usage is not None:
             self._usage.begin(counted)
-        if long is None or not isinstance(self._model, PausingModel):
+        if shrinking is None or not isinstance(self._model, PausingModel):
             return self._model.forward(batch, self._states)
         return in_layers(
-            self._model, batch, self._states, long,
-            lambda: _begun(self._arrays.fill(long.chunks), self._begin_step, self._device),
+            self._model, batch, self._states, shrinking,
+            lambda step: _begun(self._arrays.fill(step.chunks), self._begin_step, self._device),
         )  # fmt: skip
 
     def _graph_of(self, batch: ForwardBatch) -> _Graph | None:

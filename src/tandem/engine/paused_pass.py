@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from time import perf_counter
 from typing import Protocol, runtime_checkable
@@ -11,19 +10,11 @@ import torch
 from torch import Tensor
 
 from tandem.engine.sampling.logits import HostLogits, Logits
-from tandem.engine.sequence import Chunk
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 PIECES_AHEAD = 4  # that a device has to do while a step runs: fewer would leave it idle, more delay the step
-
-Comes = Callable[[], bool]
-"""Whether somebody has come who waits for the step that is under way."""
-
-
-def nobody_comes() -> bool:
-    return False
 
 
 @runtime_checkable
@@ -91,29 +82,6 @@ def slice_of(pieces: Pieces, seconds: float, whole: bool, ahead: int = PIECES_AH
         if not whole and now - started + longest > seconds:
             break
     return not pieces.pieces_left() and (whole or not pieces.under_way())
-
-
-class LongChunk:
-    """A chunk of a prompt that is alone. When somebody comes, the layers that are left have fewer rows: as much work as
-    a chunk of `shared` rows, at most. What was computed of the other rows is computed again."""
-
-    def __init__(self, chunks: list[Chunk], shared: int, comes: Comes) -> None:
-        """chunks: this one alone, in whose place a shorter one may be put."""
-        self.chunks, self._shared, self._comes, self._whole = chunks, shared, comes, True
-
-    def shortened(self, left: int, depth: int) -> bool:
-        """Asked before each of the last `left` layers of `depth`: whether the chunk has fewer rows from here on. The
-        rows double as layers are done: libraries plan each number of rows anew, so there are few."""
-        if not self._whole or not self._comes():
-            return False
-        self._whole, rows = False, self._shared
-        while 2 * rows * left <= self._shared * depth:
-            rows *= 2
-        (chunk,) = self.chunks
-        if rows >= chunk.length:
-            return False
-        self.chunks[0] = Chunk(chunk.sequence, rows, 0)
-        return True
 
 
 class PausedPass:

@@ -14,6 +14,7 @@ from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.paused_pass import PausedPass, Pausing, PausingModel
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.step import Step, StepOutput
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
@@ -45,15 +46,15 @@ class ModelRunner:
         made = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
         self._arrays, self._paused = made(), made()
 
-    def run(self, chunks: Rows[Chunk], meanwhile: Callable[[], None] | None = None) -> HostLogits:
-        """Logits rows of all chunks, in order; valid until the model runs again. meanwhile: of no use here: no device
-        computes while the host does something else."""
-        batch = self._arrays.fill(chunks)
+    def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+        """Logits rows of all chunks, in order. meanwhile: of no use here: no device computes while the host does
+        something else."""
+        batch = self._arrays.fill(step.chunks)
         with torch.inference_mode():
             if self._usage is not None:
                 self._usage.begin(len(batch.input_ids))
             logits = self._model.forward(batch, self._states)
-            return HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy())
+            return StepOutput(step, HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy()))
 
     def settled(self, tokens: int) -> None:
         """As `GpuRunner.settled`; nothing has waited for it."""

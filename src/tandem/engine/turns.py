@@ -61,10 +61,11 @@ class Turn:
 
 
 class Ran(NamedTuple):
-    """A step: what is said of its sequences, and their turns; none where it failed."""
+    """A step that has run: outputs of its sequences, and their turns; none where it failed."""
 
     outputs: list[TokenOutput]
     turns: list[Turn]
+    num_tokens: int = 0  # rows as they were run
 
 
 def turns_of(chunks: Rows[Chunk]) -> Iterator[Turn]:

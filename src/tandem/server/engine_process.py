@@ -221,7 +221,7 @@ class EngineLoop:
         self._early.append(message)
         return True
 
-    def _comes(self) -> bool:
+    def _has_new_request(self) -> bool:
         """Whether a request came while a step runs. Nothing is handled before its end."""
         while self._take():
             pass
@@ -259,7 +259,7 @@ class EngineLoop:
             self._send(RequestRefused(id=request.id, message=describe(error), fault="engine"))
 
     def _step(self) -> None:
-        outputs = self._engine.step(self._comes)
+        outputs = self._engine.step(self._has_new_request)
         if outputs:
             self._send(StepOutputs(outputs=list(outputs)))
 

@@ -97,9 +97,9 @@ def test_a_layer_with_a_window_makes_up_for_no_more_than_that(made, tmp_path: Pa
 
 
 def _noting(seen: list, run_model):
-    def noted(chunks, *others):
-        seen.extend((list(c.sequence.tokens), c.guesses) for c in chunks if c.guesses)
-        return run_model(chunks, *others)
+    def noted(step, *others):
+        seen.extend((list(c.sequence.tokens), c.guesses) for c in step.chunks if c.guesses)
+        return run_model(step, *others)
 
     return noted
 

@@ -12,8 +12,8 @@ from pausing_model import DEPTH, LONG, PausingFake
 from tandem.engine.engine import Engine
 from tandem.engine.paused_pass import PausedPass
 from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.step import Step, StepOutput
 
 
 class OverlappingPass(PausedPass):
@@ -26,12 +26,12 @@ class Device:
     def __init__(self, inner: ModelRunner) -> None:
         self._inner, self.running, self.called_in_step = inner, False, 0
 
-    def run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> HostLogits:
+    def run(self, step: Step, meanwhile: Callable[[], None]) -> StepOutput:
         self.running = True
-        logits = self._inner.run(chunks)
+        output = self._inner.run(step)
         meanwhile()
         self.running = False
-        return logits
+        return output
 
     def pause(self, chunks: list[Chunk]) -> OverlappingPass:
         made = self._inner

@@ -17,8 +17,8 @@ from tandem import _core
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.gpu_pass import in_layers
 from tandem.engine.pace import MIN_TOKENS, PrefillPace
-from tandem.engine.paused_pass import LongChunk, nobody_comes
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.step import ShrinkingStep, Step, no_new_request
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models.batch import ForwardBatch
 
@@ -36,9 +36,8 @@ class Comes:
 
 def rows_after(index: int, length: int = 64, depth: int = 48, shared: int = 8) -> int | None:
     """Of a chunk beside which somebody comes before layer `index`; None: it stays as it is."""
-    chunks = [Chunk(cast(Any, SimpleNamespace()), length, 1)]
-    long = LongChunk(chunks, shared, lambda: True)
-    return chunks[0].length if long.shortened(depth - index, depth) else None
+    step = ShrinkingStep(Step((Chunk(cast(Any, SimpleNamespace()), length, 1),), shared, lambda: True))
+    return step.step.num_tokens if step.shrink(depth - index, depth) else None
 
 
 def test_the_layers_that_are_left_take_no_longer_than_a_short_chunk() -> None:
@@ -52,11 +51,13 @@ def test_the_layers_that_are_left_take_no_longer_than_a_short_chunk() -> None:
 
 
 def test_a_chunk_becomes_shorter_once_and_chooses_no_token_then() -> None:
-    chunks = [Chunk(cast(Any, SimpleNamespace()), 64, 1)]
     asked = [False, True, True]
-    long = LongChunk(chunks, 8, lambda: asked.pop(0))
-    assert [long.shortened(left, 48) for left in (48, 47, 46)] == [False, True, False]
-    assert (chunks[0].length, chunks[0].logits) == (8, 0) and asked == [True]
+    whole = Step((Chunk(cast(Any, SimpleNamespace()), 64, 1),), 8, lambda: asked.pop(0))
+    step = ShrinkingStep(whole)
+    assert [step.shrink(left, 48) for left in (48, 47, 46)] == [False, True, False]
+    (chunk,) = step.step.chunks
+    assert (chunk.length, chunk.logits) == (8, 0) and asked == [True]
+    assert whole.num_tokens == 64  # a step is a value
 
 
 @pytest.mark.parametrize("n", [1, 3, DEPTH, 99])
@@ -113,19 +114,20 @@ def test_a_pass_that_becomes_shorter_has_the_bits_of_short_chunks(tiny_models) -
         if n is None:
             session.step([(0, a[:8])])
         else:
-            chunks = [Chunk(cast(Any, SimpleNamespace()), 23, 1)]
             batch = session.batch([(0, a[:23])])
-            long = LongChunk(chunks, 8, Comes(n))
+            step = ShrinkingStep(Step((Chunk(cast(Any, SimpleNamespace()), 23, 1),), 8, Comes(n)))
             shorter: list[ForwardBatch] = []
 
-            def cut(session: Session = session, shorter: list[ForwardBatch] = shorter) -> ForwardBatch:
+            def cut(
+                _: Step, session: Session = session, shorter: list[ForwardBatch] = shorter
+            ) -> ForwardBatch:
                 session.lengths[0] = 0
                 shorter.append(session.batch([(0, a[:8])]))
                 return shorter[0]
 
             with torch.inference_mode():
-                in_layers(session.model, batch, session.states, long, cut)
-            assert len(shorter) == 1 and chunks[0].length == 8
+                in_layers(session.model, batch, session.states, step, cut)
+            assert len(shorter) == 1 and step.step.num_tokens == 8
         found.append(session.step([(0, a[8:23])])[0])
     assert all(torch.equal(each, found[-1]) for each in found)
 
@@ -142,4 +144,4 @@ def test_whole_steps_belong_to_prompts_that_are_alone() -> None:
 
 
 def test_nobody_comes_unless_somebody_says_so() -> None:
-    assert not nobody_comes()
+    assert not no_new_request()

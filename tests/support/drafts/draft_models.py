@@ -163,9 +163,9 @@ def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...
         engine.add(ask)
     told, run_model = [], engine._runner.run
 
-    def noted(chunks, *others):
-        told.extend((list(c.sequence.tokens), c.guesses) for c in chunks if c.guesses)
-        return run_model(chunks, *others)
+    def noted(step, *others):
+        told.extend((list(c.sequence.tokens), c.guesses) for c in step.chunks if c.guesses)
+        return run_model(step, *others)
 
     engine._runner.run = noted
     while engine.has_work():

@@ -9,9 +9,9 @@ from pausing_model import PausingFake
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.engine import Engine
 from tandem.engine.gpu_pass import in_layers
-from tandem.engine.paused_pass import LongChunk
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logits import HostLogits
+from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 
 SHARED, MOST = 8, 64
 GPU = GpuPlan("none", 0, "uniform", None, (1,), 1.0, prompt_sizes=(SHARED,), step_tokens=MOST, shared_tokens=SHARED)
@@ -22,15 +22,20 @@ class LayeredRunner(ModelRunner):
 
     ran: list[tuple[int, int]]
 
-    def run(self, chunks: Any, meanwhile: Any = None, long: LongChunk | None = None) -> HostLogits:
-        if long is None:
-            found = super().run(chunks)
+    def run(self, step: Step, meanwhile: Any = None) -> StepOutput:
+        if not step.shrinks:
+            output = super().run(step)
         else:
-            batch, model = self._arrays.fill(chunks), cast(Any, self._model)
-            shorter = lambda: self._arrays.fill(long.chunks)  # noqa: E731
-            found = HostLogits(in_layers(model, batch, self._states, long, shorter).numpy())
-        self.ran.append((len(chunks), sum(chunk.length for chunk in chunks)))
-        return found
+            batch, model, shrinking = (
+                self._arrays.fill(step.chunks),
+                cast(Any, self._model),
+                ShrinkingStep(step),
+            )
+            shrunk = lambda step: self._arrays.fill(step.chunks)  # noqa: E731
+            logits = HostLogits(in_layers(model, batch, self._states, shrinking, shrunk).numpy())
+            output = StepOutput(shrinking.step, logits)
+        self.ran.append((len(output.step.chunks), output.step.num_tokens))
+        return output
 
 
 def engine_of(gpu: GpuPlan | None = GPU) -> Engine:

@@ -16,8 +16,8 @@ from tandem.config.plan import Plan
 from tandem.engine.ranks.lists import StepLists
 from tandem.engine.ranks.messages import StartRank, StepList
 from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.step import Step, StepOutput
 from tandem.errors import EngineError
 from tandem.kernels.ranks.group import Group
 
@@ -94,12 +94,12 @@ class RankedRunner(ModelRunner):
         super().__init__(*given, **named)
         self._leader, self._under_way = leader, False
 
-    def run(self, chunks: Rows[Chunk], meanwhile: Callable[[], None] | None = None) -> HostLogits:
+    def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         self._under_way = True
-        self._leader.step(chunks)
-        logits = super().run(chunks, meanwhile)
+        self._leader.step(step.chunks)
+        output = super().run(step, meanwhile)
         self._under_way = False
-        return logits
+        return output
 
     def pause(self, chunks: list[Chunk]) -> None:
         return None
