@@ -45,9 +45,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 LARGE_FILES: dict[str, str] = {  # path: why it may be larger
     "src/tandem/engine/engine.py": "the facade; what a step is will leave it as a value of its own",
-    "src/tandem/engine/gpu_runner.py": "every way a step may take is here, until one place chooses among them",
 }
-LARGE_FUNCTIONS: dict[str, str] = {}
+LARGE_FUNCTIONS: dict[str, str] = {"src/tandem/cli/bench.py:decode": "a parameter for each flag is a third of it"}
 
 # What is larger than the house allows, and how large. No entry may grow; one that fits again must go.
 MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 25, 8, 30  # at 20 and 25 the code was cut where the limit was

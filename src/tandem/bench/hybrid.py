@@ -40,11 +40,12 @@ from tandem.config.cuda_graphs import split_sizes
 from tandem.config.forecast.bound import experts_seconds
 from tandem.engine.batch_arrays import StepShape
 from tandem.engine.expert_statistics import expert_usage
-from tandem.engine.gpu_runner import BeginStep, GpuRunner
+from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.state.arrays import allocate
+from tandem.engine.step.hooks import BeginStep
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.live_experts import LiveExperts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -59,6 +60,9 @@ BesideLlamaCpp = Annotated[
 DenseFormat = Annotated[
     str, typer.Option(help="with --config: dense matrices are bf16, fp8, int4-g128 or mxfp4")
 ]
+ExplainSteps = Annotated[
+    bool, typer.Option("--explain", help="say which path each step takes, and measure nothing")
+]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="with --enable-deterministic-inference")
 ]
@@ -90,6 +94,13 @@ GainPlot = Annotated[
 Governed = Annotated[
     bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")
 ]
+
+
+def explain_steps() -> ModuleType:
+    """It imports the engine, which `kt --help` need not."""
+    from tandem.bench import explain_steps as module
+
+    return module
 
 
 @bench.command()
@@ -173,6 +184,7 @@ def decode(
     fixed: FixedWidths = None,
     draft_ms: DraftTime = None,
     plot: GainPlot = None,
+    explain: ExplainSteps = False,
     out: Out = None,
 ) -> None:
     """Measure decoding against the memory-bandwidth bound of the same run, and against other engines.
@@ -180,6 +192,9 @@ def decode(
     Example: kt bench decode --transformers --out decode.json
     """
     check_flags(locals())
+    if explain:
+        explain_steps().decode(config, fmt, gpu_share, batch, layers)
+        return
     if config is not None and speculative is None:
         from tandem.bench import hybrid as bench_hybrid
 
@@ -232,12 +247,16 @@ def prefill(
         list[str] | None,
         typer.Option(help="who has the experts in CPU memory: auto (default), cpu or bus alone; several in turn"),
     ] = None,
+    explain: ExplainSteps = False,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
 ) -> None:
     """Measure prompts on a GPU against what bus, CPU and GPU allow together.
 
     Example: kt bench prefill --gpu-share 0 --tokens 2048 --out prefill.json
     """
+    if explain:
+        explain_steps().prefill(config, fmt, gpu_share, tokens, layers)
+        return
     from tandem.bench.prefill import Request, run
 
     lists = (tuple(fmt or ["INT4"]), tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(tokens or [512, 2048, 8192]))

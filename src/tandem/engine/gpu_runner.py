@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +14,8 @@ from torch import Tensor
 from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
 from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
-from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
+from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
+from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.prompt_capture import CapturedPrompts
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.prompt_graphs import LayerWork, PromptGraph, PromptGraphs, Work
@@ -26,6 +24,8 @@ from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
+from tandem.engine.step.hooks import BeginStep, nothing_begins
+from tandem.engine.step.path import Choice, Path, background_path_of, path_of
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
@@ -33,25 +33,12 @@ from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
-BeginStep = Callable[[ForwardBatch, bool], None]
-
 _log = logging.getLogger(__name__)
 
 
 def _on(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Garbage that frees GPU memory or pinned memory would spoil a graph that is being captured."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _masks(chunks: Rows[Chunk]) -> RowMasks:
@@ -68,10 +55,6 @@ def _masks_of(chunk: Chunk, mask: TokenMask | None) -> RowMasks:
     return [*[None] * (chunk.logits - 1 - after), mask, *[None] * after]
 
 
-def nothing_begins(batch: ForwardBatch, captured: bool) -> None:
-    """Where no backend plans its steps."""
-
-
 def _begun(batch: ForwardBatch, begin: BeginStep, device: torch.device) -> ForwardBatch:
     """A batch that is computed kernel by kernel, where the device reads it."""
     there = moved(batch, device)  # first: a copy would wait behind those of experts
@@ -81,16 +64,6 @@ def _begun(batch: ForwardBatch, begin: BeginStep, device: torch.device) -> Forwa
 
 def _nothing() -> None:
     """Where masks are made before the step, and where no pass goes on meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    inputs: GraphInputs
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
-    best: Tensor  # of logits, in host memory: the graph's last node copies it
-    masks: GraphMasks  # that the best of each row is chosen by
-    posts: int  # hand-offs to the CPU's experts
 
 
 class GpuRunner:
@@ -122,8 +95,6 @@ class GpuRunner:
         )  # fmt: skip
         self._device = handoff.device
         self._arrays, self._paused = made(apart=True), made(pinned=self._device.type == "cuda")
-        self._graphs: dict[int, _Graph] = {}
-        self._settled: dict[int, _Graph] = {}
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
@@ -135,7 +106,10 @@ class GpuRunner:
         self._feeder = Feeder(partial(_on, self._device)) if apart else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
-            self._capture_all()
+            capture = DecodeCapture(
+                graphs, self._device, handoff, self._streams, self._begin_step, self._forward
+            )
+            self._graphs, self._settled = capture.all()
             self._capture_prompts()
 
     def run(self, step: Step, meanwhile: Callable[[], None] = _nothing) -> StepOutput:
@@ -144,11 +118,9 @@ class GpuRunner:
         self._guessing = step.has_drafts
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
-            if step.shrinks:
-                shrinking = ShrinkingStep(step)
-                logits = self._alone(batch, make, shrinking)
-                return StepOutput(shrinking.step, logits)
-            return StepOutput(step, self.logits(batch, _masks(step.chunks), make, meanwhile))
+            shrinking = ShrinkingStep(step) if step.shrinks else None
+            logits = self.logits(batch, _masks(step.chunks), make, meanwhile, shrinking)
+            return StepOutput(step if shrinking is None else shrinking.step, logits)
 
     @contextmanager
     def unseen(self, model: StepModel) -> Iterator[None]:
@@ -199,13 +171,28 @@ class GpuRunner:
         masks: RowMasks = (),
         make: Callable[[], None] = _nothing,
         meanwhile: Callable[[], None] = _nothing,
+        shrinking: ShrinkingStep | None = None,
     ) -> DeviceLogits:
         """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
         where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
         CPU has done its part."""
-        graph, rows = self._graph_of(batch), batch.seq_lens.shape[0]
-        if graph is None:
-            return self._prompt(batch, make) or self._alone(batch, make)
+        choice = path_of(batch, self, shrinks=shrinking is not None)
+        _log.debug("%d rows: %s (%s)", len(batch.input_ids), choice.path.value, choice.why)
+        if choice.decode is not None:
+            return self._replayed(choice.decode, batch, masks, make, meanwhile)
+        if choice.prefill is not None:
+            return self._prefilled(choice, batch, make)
+        return self._eager(batch, make, shrinking)
+
+    def _replayed(
+        self,
+        graph: DecodeGraph,
+        batch: ForwardBatch,
+        masks: RowMasks,
+        make: Callable[[], None],
+        meanwhile: Callable[[], None],
+    ) -> DeviceLogits:
+        rows = batch.seq_lens.shape[0]
         self._replay(graph, batch, masks)
         try:
             graph.masks.make(make)  # before any call of the driver: it may wait for what waits for the masks
@@ -220,7 +207,7 @@ class GpuRunner:
             raise
         return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
 
-    def _replay(self, graph: _Graph, batch: ForwardBatch, masks: RowMasks) -> None:
+    def _replay(self, graph: DecodeGraph, batch: ForwardBatch, masks: RowMasks) -> None:
         try:
             self._handoff.begin(graph.posts)  # first: who answers needs a while to wake up
             graph.inputs.fill(batch)
@@ -231,7 +218,7 @@ class GpuRunner:
             self._let_end(graph, self._handoff.cancel)
             raise
 
-    def _let_end(self, graph: _Graph, answer: Callable[[], None]) -> None:
+    def _let_end(self, graph: DecodeGraph, answer: Callable[[], None]) -> None:
         """A graph that runs gets its masks and its experts. It would wait, and take those of the next step."""
         graph.masks.make(_nothing)
         with suppress(EngineError):
@@ -239,7 +226,7 @@ class GpuRunner:
         self._end.mark()
         self._end.wait()
 
-    def _alone(
+    def _eager(
         self, batch: ForwardBatch, make: Callable[[], None], shrinking: ShrinkingStep | None = None
     ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
@@ -252,13 +239,12 @@ class GpuRunner:
             self._move_experts()
             return self._done(logits, best, len(batch.input_ids))
 
-    def _prompt(self, batch: ForwardBatch, make: Callable[[], None]) -> DeviceLogits | None:
-        """Prompts that fit a graph, while no pass is under way. None: they do not, or are sooner ready without."""
-        split = self._split(batch)
-        graph = split or (self._prompts.graph_of(batch, alone=True) if self._plan.alone else None)
-        paused = None if graph is None else self.paused(batch, graph, split is not None)
-        if paused is None:
-            return None
+    def _prefilled(
+        self, choice: Choice[DecodeGraph, PromptGraph], batch: ForwardBatch, make: Callable[[], None]
+    ) -> DeviceLogits:
+        """Prompts in the graph of their path, while no pass is under way."""
+        paused = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
+        assert paused is not None, "graphs of prompts are captured only where passes can be paused"
         try:
             paused.go_on(0.0, whole=True)
             make()
@@ -266,13 +252,6 @@ class GpuRunner:
         except BaseException:
             paused.drop()  # or later steps would find it under way
             raise
-
-    def _split(self, batch: ForwardBatch) -> PromptGraph | None:
-        """In which bus and CPU share the experts, where that is best."""
-        found = self._splits.graph_of(batch, alone=True)
-        if found is None or self._start is None or not self._start.splits(len(batch.input_ids)):
-            return None
-        return found
 
     def pause(self, chunks: list[Chunk]) -> GpuPass | None:
         """A pass of these chunks; one at a time."""
@@ -287,7 +266,7 @@ class GpuRunner:
         start = self._start
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
-        beside = self._passes.graph_of(batch) if graph is None else None
+        beside = background_path_of(batch, self).prefill if graph is None else None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it.
         with torch.inference_mode(), self._streams.aside(graph is not None, beside is not None):
             alone = start.hold(batch, split)
@@ -352,27 +331,29 @@ class GpuRunner:
             lambda step: _begun(self._arrays.fill(step.chunks), self._begin_step, self._device),
         )  # fmt: skip
 
-    def _graph_of(self, batch: ForwardBatch) -> _Graph | None:
-        rows = batch.seq_lens.shape[0]
-        if batch.input_ids.shape[0] != rows or batch.logits_rows.shape[0] != rows:
+    # -- what is captured: `step.path.Facts` ---
+
+    def decode_graph(self, step: ForwardBatch) -> DecodeGraph | None:
+        rows = step.seq_lens.shape[0]
+        if step.input_ids.shape[0] != rows or step.logits_rows.shape[0] != rows:
             return None
-        settled = self._settled if batch.folded is None else {}
+        settled = self._settled if step.folded is None else {}
         sizes = [size for graphs in (settled, self._graphs) for size in graphs if size >= rows]
         return None if not sizes else settled.get(sizes[0], self._graphs[sizes[0]])
 
-    # -- graphs ---
+    def shared_graph(self, step: ForwardBatch) -> PromptGraph | None:
+        graph = self._splits.graph_of(step, alone=True)
+        if graph is None or self._start is None or not self._start.splits(len(step.input_ids)):
+            return None
+        return graph
 
-    def _capture_all(self) -> None:
-        pool = None
-        for size in reversed(self._plan.sizes):  # the largest first: the smaller ones fit into its memory
-            graph = self._captured(GraphInputs(size, self._plan, self._device), pool)
-            pool = pool or graph.graph.pool()
-            self._graphs[size] = graph
-            if size in self._plan.settled:
-                self._settled[size] = self._captured(graph.inputs, pool, settled=True)
-        self._graphs, self._settled = (dict(sorted(each.items())) for each in (self._graphs, self._settled))
-        if self._graphs:
-            _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, self._graphs)))
+    def prefill_graph(self, step: ForwardBatch) -> PromptGraph | None:
+        return self._prompts.graph_of(step, alone=True) if self._plan.alone else None
+
+    def background_graph(self, step: ForwardBatch) -> PromptGraph | None:
+        return self._passes.graph_of(step)
+
+    # -- graphs ---
 
     def _capture_prompts(self) -> None:
         """Where passes can be overtaken."""
@@ -385,23 +366,3 @@ class GpuRunner:
         self._prompts = made.of(self._plan.prompts) if own else self._passes
         shared = [] if start is None else [size for size in self._plan.splits if start.may_split(size)]
         self._splits = made.of(shared, beside=self._prompts)
-
-    def _captured(self, inputs: GraphInputs, pool: Any, *, settled: bool = False) -> _Graph:
-        size = len(inputs.batch.seq_lens)
-        batch = replace(inputs.batch, folded=None) if settled else inputs.batch
-        fetched = BestRows(size, self._device)
-        masks = GraphMasks(size, self._device)
-        self._begin_step(inputs.image, True)
-        with self._handoff.rehearsing(), self._streams.aside():  # whose memory later steps use again
-            for _ in range(self._plan.warm_ups):
-                fetched.fetch(self._forward(batch, inputs.counted), masks)
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            self._handoff.recording(inputs.counted) as posted,
-            torch.cuda.graph(graph, pool=pool, stream=self._streams.steps, capture_error_mode="thread_local"),
-        ):
-            inputs.send()
-            logits = self._forward(batch, inputs.counted)
-            best = fetched.fetch(logits, masks)
-        return _Graph(inputs, graph, logits, best, masks, len(posted))

@@ -37,8 +37,8 @@ class Counted(GpuRunner):
         self.kinds: list[bool] = []
         super().__init__(*args, **flags)
 
-    def _graph_of(self, batch):
-        graph = super()._graph_of(batch)
+    def decode_graph(self, step):
+        graph = super().decode_graph(step)
         if graph is not None:
             self.kinds.append(graph in self._settled.values())
         return graph

@@ -210,5 +210,5 @@ def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch, erro
         raise error("a grammar failed")
 
     with pytest.raises(error, match="a grammar failed"):
-        runner._prompt(chunk, broken)
+        runner.logits(chunk, make=broken)
     assert told.calls == ["piece", "release"]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config import ModelConfig, Plan
 from tandem.config.cuda_graphs import split_sizes
-from tandem.engine.gpu_runner import BeginStep
 from tandem.engine.runner import StepModel
 from tandem.engine.speculation.draft import Drafter
+from tandem.engine.step.hooks import BeginStep
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts

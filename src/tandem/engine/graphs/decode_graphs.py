@@ -1,0 +1,93 @@
+"""`DecodeGraph`: a step whose rows all decode, captured as one CUDA graph, CPU experts included. `DecodeCapture` makes
+them, at the start.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.gpu_pass import Streams
+from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
+from tandem.engine.sampling.graph_masks import GraphMasks
+from tandem.engine.sampling.logits import BestRows
+from tandem.engine.step.hooks import BeginStep
+from tandem.experts.handoff import Handoff
+from tandem.models.batch import ForwardBatch
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Garbage that frees GPU memory or pinned memory would spoil a graph that is being captured."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """logits: float32 [rows, vocab]. best: of logits, in host memory: the graph's last node copies it. masks: that the
+    best of each row is chosen by. posts: hand-offs to the CPU's experts."""
+
+    inputs: GraphInputs
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    best: Tensor
+    masks: GraphMasks
+    posts: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCapture:
+    """forward: of a batch on the device, and how many of its rows count, int32 [1] there."""
+
+    plan: GraphPlan
+    device: torch.device
+    handoff: Handoff
+    streams: Streams
+    begin_step: BeginStep
+    forward: Callable[[ForwardBatch, Tensor], Tensor]
+
+    def all(self) -> tuple[dict[int, DecodeGraph], dict[int, DecodeGraph]]:
+        """By rows, ascending: those of all steps, and those of steps that neither have drafts nor follow some."""
+        graphs, plain, pool = dict[int, DecodeGraph](), dict[int, DecodeGraph](), None
+        for size in reversed(self.plan.sizes):  # the largest first: the smaller ones fit into its memory
+            graph = self._captured(GraphInputs(size, self.plan, self.device), pool)
+            pool = pool or graph.graph.pool()
+            graphs[size] = graph
+            if size in self.plan.settled:
+                plain[size] = self._captured(graph.inputs, pool, plain=True)
+        if graphs:
+            _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, sorted(graphs))))
+        return dict(sorted(graphs.items())), dict(sorted(plain.items()))
+
+    def _captured(self, inputs: GraphInputs, pool: Any, *, plain: bool = False) -> DecodeGraph:
+        size = len(inputs.batch.seq_lens)
+        batch = replace(inputs.batch, folded=None) if plain else inputs.batch
+        fetched, masks = BestRows(size, self.device), GraphMasks(size, self.device)
+        self.begin_step(inputs.image, True)
+        with self.handoff.rehearsing(), self.streams.aside():  # whose memory later steps use again
+            for _ in range(self.plan.warm_ups):
+                fetched.fetch(self.forward(batch, inputs.counted), masks)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            self.handoff.recording(inputs.counted) as posted,
+            torch.cuda.graph(graph, pool=pool, stream=self.streams.steps, capture_error_mode="thread_local"),
+        ):
+            inputs.send()
+            logits = self.forward(batch, inputs.counted)
+            best = fetched.fetch(logits, masks)
+        return DecodeGraph(inputs, graph, logits, best, masks, len(posted))

@@ -1,0 +1,81 @@
+"""The path of a step: how an executor computes it. One enum and one function decide; `kt bench decode --explain` and
+`kt bench prefill --explain` print it, and the engine logs it at debug. Twin of kernels/which.py, for steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+S = TypeVar("S", contravariant=True)  # a step's batch, or its sizes
+G = TypeVar("G", covariant=True)  # a decode graph, or its rows
+P = TypeVar("P", covariant=True)  # a prefill graph, or its rows
+
+
+class Path(Enum):
+    """How a step, or a prefill in the background of steps, is computed."""
+
+    CPU = "cpu"
+    DECODE_GRAPH = "decode graph"
+    SHARED_PREFILL_GRAPH = "shared prefill graph"
+    PREFILL_GRAPH = "prefill graph"
+    EAGER = "eager"
+    EAGER_SHRINKING = "eager, may shrink"
+    BACKGROUND_GRAPH = "background prefill graph"
+    BACKGROUND = "background prefill, eager"
+
+
+class Facts(Protocol[S, G, P]):
+    """What an executor has captured. A method returns None where a step fits no graph of its kind."""
+
+    def decode_graph(self, step: S) -> G | None:
+        """Of at least as many rows, each of which decodes."""
+        ...
+
+    def shared_graph(self, step: S) -> P | None:
+        """Of a prefill whose experts CPU and bus share, if that is best for so many rows."""
+        ...
+
+    def prefill_graph(self, step: S) -> P | None:
+        """Of a prefill that the GPU computes alone, while no other step runs."""
+        ...
+
+    def background_graph(self, step: S) -> P | None:
+        """Of a prefill that the GPU computes alone, while decode graphs are replayed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[G, P]):
+    """decode, prefill: the graph of a path that replays one."""
+
+    path: Path
+    why: str
+    decode: G | None = None
+    prefill: P | None = None
+
+
+def path_of(step: S, facts: Facts[S, G, P] | None, *, shrinks: bool = False) -> Choice[G, P]:
+    """The path of a step that all its sequences wait for. facts: None where no GPU computes. shrinks: it is one long
+    prefill chunk, and ends sooner when a request arrives."""
+    if facts is None:
+        return Choice(Path.CPU, "no GPU: layer by layer on the worker pool")
+    if shrinks:
+        why = "one long chunk: no graph can lose rows between two layers"
+        return Choice(Path.EAGER_SHRINKING, why)
+    if (decode := facts.decode_graph(step)) is not None:
+        return Choice(Path.DECODE_GRAPH, "every row decodes, and a graph has as many", decode)
+    if (prefill := facts.shared_graph(step)) is not None:
+        why = "experts in CPU memory: CPU and bus share them in so many rows"
+        return Choice(Path.SHARED_PREFILL_GRAPH, why, prefill=prefill)
+    if (prefill := facts.prefill_graph(step)) is not None:
+        return Choice(Path.PREFILL_GRAPH, "a chunk that a graph has room for", prefill=prefill)
+    return Choice(Path.EAGER, "no graph fits these rows, or kernel by kernel is sooner")
+
+
+def background_path_of(step: S, facts: Facts[S, G, P]) -> Choice[G, P]:
+    """The path of a prefill beside which decode graphs are replayed."""
+    if (prefill := facts.background_graph(step)) is not None:
+        return Choice(Path.BACKGROUND_GRAPH, "a chunk that a graph has room for, on the GPU alone", prefill=prefill)
+    return Choice(Path.BACKGROUND, "no graph fits these rows: layer by layer")
