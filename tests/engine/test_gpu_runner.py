@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.batch_arrays import BatchArrays, slots_of
+from tandem.engine.batch_arrays import BatchArrays, moved, slots_of
 from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
@@ -113,6 +114,24 @@ def test_rows_of_guesses_are_sequences_of_one_row() -> None:
     assert plain.query_starts.tolist() == [0, 5, 6] and plain.seq_lens.tolist() == [5, 31]
     together = BatchArrays(16, 64).fill(two)
     assert together.query_starts.tolist() == [0, 1, 5] and together.seq_lens.tolist() == [18, 34]
+
+
+def test_a_batch_that_is_moved_loses_nothing() -> None:
+    """Rows that are no drafts, too: a recurrent state would take drafts for tokens."""
+    chunks = [chunk(17, 1), chunk(30, 4)._replace(logits=4, guesses=(5, 6, 7))]
+    for each in chunks:
+        each.sequence.folded_len = each.sequence.computed_len
+        each.sequence.window_table = np.arange(4, 8, dtype=np.int32)
+    source = BatchArrays(16, 64, guessing=True, windowed=True).fill(chunks)
+    assert source.sure is not None and source.folded is not None and source.windows is not None
+    copy = moved(source, torch.device("cpu"))
+    for one, other in ((source, copy), (source.windowed, copy.windowed)):
+        for field in dataclasses.fields(ForwardBatch):
+            value, same = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, same) and value.data_ptr() != same.data_ptr(), field.name
+            elif field.name != "windows":
+                assert value == same, field.name
 
 
 @pytest.mark.parametrize("first", range(12, 20))

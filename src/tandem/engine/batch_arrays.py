@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -194,12 +194,9 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         to_gpu(tensor.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8))
         return target
 
-    return ForwardBatch(
-        there(batch.input_ids), there(batch.positions), there(batch.cache_slots), there(batch.query_starts),
-        there(batch.seq_lens), there(batch.block_tables), there(batch.logits_rows), there(batch.slots),
-        batch.single_rows, None if batch.folded is None else there(batch.folded),
-        windows=None if batch.windows is None else moved(batch.windows, device),
-    )  # fmt: skip
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    copies = {name: there(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    return replace(batch, **copies, windows=None if batch.windows is None else moved(batch.windows, device))
 
 
 def to_gpu(image: Tensor, there: Tensor) -> None:
