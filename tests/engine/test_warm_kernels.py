@@ -18,6 +18,7 @@ from tandem.config import ModelConfig
 from tandem.engine.batch_arrays import StepShape
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
+from tandem.engine.sampling import logits
 from tandem.engine.start.warm_kernels import kinds_of_layers, row_counts, warm_kernels
 from tandem.engine.state.arrays import allocate
 from tandem.experts.handoff import Handoff
@@ -66,7 +67,7 @@ class Watched:
 def warmed(path: Path, seconds: float) -> tuple[Watched, ExpertUsage, Handoff]:
     config, ops = ModelConfig.load(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
     handoff = Handoff(HandoffSizes(8, MOST, config.hidden, config.moe.router.top_k), CPU, 20.0)
-    usage = ExpertUsage(len(config.moe_layers), config.moe.router.num_experts, padded=True)
+    usage = ExpertUsage(len(config.moe_layers), config.moe.router.num_experts)
     store: Any = AllOnCpu(ops, handoff)
     built = build(config, plan("bfloat16"), open_checkpoint(path), ops, None, store, usage=usage)
     model, states = Watched(built), allocate(config.state_layout("bfloat16", PAGE), PAGES).arrays
@@ -101,10 +102,23 @@ def test_every_size_of_prompts_and_batches_runs_once_with_a_layer_of_each_kind(t
     assert len(model.indices) < model.depth
 
 
-def test_steps_before_the_start_are_neither_counted_nor_computed_by_the_cpu(tiny_models: Any) -> None:
-    _, usage, handoff = warmed(tiny_models["qwen3_moe"], 600.0)
-    assert int(torch.as_tensor(usage.ask().tokens()).sum()) == 0
+def test_steps_before_the_start_are_neither_counted_nor_computed_by_the_cpu(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU counts as many rows as `begin` says, of all steps until the next one; a CPU counts all."""
+    counted, begin = list[int | torch.Tensor](), ExpertUsage.begin
+    monkeypatch.setattr(ExpertUsage, "begin", lambda self, rows: counted.append(rows) or begin(self, rows))
+    _, _, handoff = warmed(tiny_models["qwen3_moe"], 600.0)
+    assert counted == [0] and "failed" not in caplog.text
     assert handoff.times().posts == 0 and handoff.copies.computes
+
+
+def test_rows_with_masks_are_chosen_from_before_the_start(tiny_models: Any, monkeypatch: Any) -> None:
+    """Structured output has kernels of its own; they were the driver's late loads."""
+    rows, original = list[int](), logits.without_forbidden_rows
+    monkeypatch.setattr(logits, "without_forbidden_rows", lambda *of: rows.append(len(of[0])) or original(*of))
+    warmed(tiny_models["qwen3_moe"], 600.0)
+    assert rows and all(0 < count <= RUNNING for count in rows)
 
 
 def test_they_end_when_their_time_is_up(tiny_models: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import fields, replace
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -195,8 +195,9 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         return target
 
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    copies = {name: there(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return replace(batch, **copies, windows=None if batch.windows is None else moved(batch.windows, device))
+    copies: dict[str, Any] = {name: there(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
+    return replace(batch, **copies)
 
 
 def to_gpu(image: Tensor, there: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import SamplingParams
+from tandem.engine.sampling.masks import RowMasks, bits_but
 from tandem.engine.sequence import Chunk, Sequence
 from tandem.engine.start.parts import EngineParts
 from tandem.kernels.kernel_loads import kernel_loads
@@ -108,7 +109,11 @@ def _run(runner: GpuRunner, parts: EngineParts, rows: int, decodes: bool) -> Non
     chunks = [_chunk(parts, length, sampling) for length, sampling in zip(lengths, samplings, strict=True)]
     logits = runner.run_kernels(chunks)
     sequences = [chunk.sequence for chunk in chunks][:MOST_SAMPLED]
-    logits.chosen(list(range(len(sequences))), sequences, ())
+    some = bits_but((), parts.model_config.vocab)  # all tokens: rows of structured output have kernels of their own
+    masks = [some if row % 2 else None for row in range(len(sequences))]
+    asked: tuple[RowMasks, ...] = ((), masks) if decodes else ((),)
+    for each in asked:
+        logits.chosen(list(range(len(sequences))), sequences, (), each)
 
 
 def _chunk(parts: EngineParts, length: int, sampling: SamplingParams) -> Chunk:
