@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
-from weakref import WeakMethod
 
 from tandem.engine.paused_pass import Pausing
 from tandem.engine.protocol import TokenOutput
@@ -54,12 +53,11 @@ class Aside:
         self._pass: Pausing | None = None
         self._began = self._spent = 0.0
         self._oldest = False  # whose turn was last
-        scheduler.let_go = _weakly(self.drop)  # no circle: a model is freed with its engine
 
     @property
     def chunks(self) -> list[Chunk]:
         """Of the pass under way."""
-        return list(self._scheduler.held)
+        return list(self._scheduler.in_flight)
 
     @property
     def overlaps(self) -> bool:
@@ -94,7 +92,7 @@ class Aside:
             self._pass = _Broken(error)
         if self._pass is None:
             return chunks
-        self._scheduler.held = some
+        self._scheduler.begin_background(Step(tuple(some)), self.drop)
         return decoding
 
     def _one(self, prompts: list[Chunk]) -> Chunk:
@@ -115,17 +113,16 @@ class Aside:
         self._spent += perf_counter() - started
         if logits is None:
             return None
-        seconds, step = (
-            perf_counter() - self._began if paused.overlaps else self._spent,
-            Step(tuple(self.chunks)),
-        )
+        step, self._pass = self._scheduler.end_background(), None
+        assert step is not None
+        seconds = perf_counter() - self._began if paused.overlaps else self._spent
         self._scheduler.pace.observe(step.num_tokens, seconds)
-        self._pass, self._scheduler.held = None, []
         return StepOutput(step, logits)
 
     def drop(self) -> None:
         """Its sequences begin their chunks again, if they still run."""
-        paused, self._pass, self._scheduler.held = self._pass, None, []
+        paused, self._pass = self._pass, None
+        self._scheduler.end_background()
         if paused is not None:
             paused.drop()
 
@@ -176,14 +173,3 @@ class _Broken:
     def drop(self) -> None:
         """Nothing is held."""
 
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a method as long as somebody else holds its object."""
-    found = WeakMethod(method)
-
-    def call() -> None:
-        bound = found()
-        if bound is not None:
-            bound()
-
-    return call

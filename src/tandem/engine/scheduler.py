@@ -6,10 +6,12 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from typing import Protocol
+from weakref import WeakMethod
 
 from tandem.engine.pace import PrefillPace
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.state.store import StateStore
+from tandem.engine.step.step import Step
 
 # Logits rows of prompts (prompt_logprobs) in one step: they are float32 x vocabulary each, 0.2-0.6 MB.
 # Rows of guesses count as well.
@@ -64,8 +66,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self.held: list[Chunk] = []  # computed between steps (`aside.py`): their sequences are in none
-        self.let_go: Callable[[], None] = lambda: None  # one of those loses its pages
+        self._background: Step | None = None
+        self._on_preempt: Callable[[], Callable[[], None] | None] | None = None
 
     def add(self, answers: list[Sequence]) -> None:
         """The n answers of one request. The first prefills; the others wait until they can share its pages."""
@@ -75,12 +77,27 @@ class Scheduler:
         leader.siblings = siblings
         insort(self.waiting, leader, key=_by_arrival)
 
+    @property
+    def in_flight(self) -> tuple[Chunk, ...]:
+        """Prefill chunks that are computed between steps; their sequences are in none."""
+        return () if self._background is None else self._background.chunks
+
+    def begin_background(self, step: Step, on_preempt: Callable[[], None]) -> None:
+        """These chunks are in flight until `end_background`. on_preempt: a method, called when one of them loses its
+        pages; its object may be freed meanwhile, since a model is freed with its engine."""
+        self._background, self._on_preempt = step, WeakMethod(on_preempt)
+
+    def end_background(self) -> Step | None:
+        """The step that was in flight."""
+        step, self._background, self._on_preempt = self._background, None, None
+        return step
+
     def next(self, pauses: bool = True) -> list[Chunk]:
         """The step's chunks: decode rows, then prompts under way, then newly admitted ones. Empty: nothing can run.
         pauses: prompts may be computed in pieces."""
         chunks = [Chunk(sequence, 1, 1) for sequence in self._decoding()]
         decoding = len(chunks)
-        if self.held:
+        if self._background is not None:
             return chunks
         chunks += self.prompts(decoding, pauses)
         # Beside a prompt a guess would wait longer than it saves, and its cost could not be measured.
@@ -215,9 +232,10 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, keep: bool) -> None:
         """Nothing may write to pages that are somebody else's."""
-        if any(chunk.sequence is sequence for chunk in self.held):
-            unfinished = [chunk.sequence for chunk in self.held]
-            self.let_go()
+        if any(chunk.sequence is sequence for chunk in self.in_flight):
+            unfinished = [chunk.sequence for chunk in self.in_flight]
+            if self._on_preempt is not None and (on_preempt := self._on_preempt()) is not None:
+                on_preempt()
             for each in unfinished:
                 self._store.cut(each)
         self._store.release(sequence, keep=keep)

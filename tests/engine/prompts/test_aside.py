@@ -96,7 +96,7 @@ def test_whoever_decodes_goes_on_beside_a_prompt() -> None:
     steps, got = 0, {"a": [], "b": []}
     while engine.has_work():
         outputs = engine.step()
-        if not got["b"] and engine._scheduler.held:
+        if not got["b"] and engine._scheduler.in_flight:
             assert [o.id for o in outputs] == ["a"]
             steps += 1
         for output in outputs:
@@ -122,10 +122,10 @@ def test_a_pass_ends_at_once_when_nobody_decodes() -> None:
     decoding(engine, tokens=3)
     engine.add(request("b", LONG[:50], max_tokens=2))
     engine.step()
-    assert engine._scheduler.held
+    assert engine._scheduler.in_flight
     outputs = engine.step()
     assert [o.finish_reason for o in outputs if o.id == "a"] == ["length"]
-    assert [o.id for o in engine.step()] == ["b"] and not engine._scheduler.held
+    assert [o.id for o in engine.step()] == ["b"] and not engine._scheduler.in_flight
 
 
 def begun(engine: Engine, *names: str) -> None:
@@ -133,7 +133,7 @@ def begun(engine: Engine, *names: str) -> None:
     for i, name in enumerate(names):
         engine.add(request(name, [20 + i, *LONG[:20]], max_tokens=3))
     engine.step()
-    assert [c.sequence.request_id for c in engine._scheduler.held] == list(names)
+    assert [c.sequence.request_id for c in engine._scheduler.in_flight] == list(names)
 
 
 def finished(engine: Engine) -> dict[str, list[int]]:
@@ -145,7 +145,7 @@ def test_an_abort_in_mid_pass_frees_the_pages_and_others_begin_again() -> None:
     decoding(engine)
     begun(engine, "b", "c")
     engine.abort("b")
-    assert not engine._scheduler.held
+    assert not engine._scheduler.in_flight
     check_pages(engine)
     answers = finished(engine)
     assert answers["c"] == greedy_reference([21, *LONG[:20]], 3) and not answers["b"]
@@ -157,7 +157,7 @@ def test_an_abort_of_another_leaves_the_pass_alone() -> None:
     decoding(engine)
     begun(engine, "b")
     engine.abort("a")
-    assert [c.sequence.request_id for c in engine._scheduler.held] == ["b"]
+    assert [c.sequence.request_id for c in engine._scheduler.in_flight] == ["b"]
     assert finished(engine)["b"] == greedy_reference([20, *LONG[:20]], 3)
 
 
@@ -182,12 +182,12 @@ def test_a_sequence_that_loses_its_pages_in_mid_pass_begins_again() -> None:
     begun(engine, "b")
     held = 0
     while engine.has_work() and not engine._scheduler.preemptions:
-        held += bool(engine._scheduler.held)
+        held += bool(engine._scheduler.in_flight)
         engine._scheduler.pace.slice_seconds = lambda: 0.0
-        if engine._scheduler.held and held > 1:  # nothing goes on but the decoding
+        if engine._scheduler.in_flight and held > 1:  # nothing goes on but the decoding
             engine._aside._pass.go_on = lambda *_: False
         engine.step()
-    assert engine._scheduler.preemptions == 1 and not engine._scheduler.held
+    assert engine._scheduler.preemptions == 1 and not engine._scheduler.in_flight
     check_pages(engine)
     assert finished(engine)["b"] == greedy_reference([20, *LONG[:20]], 3)
 
@@ -257,7 +257,7 @@ def test_a_device_is_kept_busy_and_not_further() -> None:
     assert aside.slice(False) is None and paused.left == 2
     output = aside.slice(False)
     assert output is not None and output.logits == "logits" and paused.left == 0
-    assert not engine._scheduler.held
+    assert not engine._scheduler.in_flight
 
 
 def test_what_is_changed_in_place_is_one_sequences() -> None:
@@ -266,14 +266,14 @@ def test_what_is_changed_in_place_is_one_sequences() -> None:
     runner = FakeRunner(FakePausing(1, iter([0])))
     aside = aside_of(engine._scheduler, runner, together=False)
     assert [c.sequence.request_id for c in aside.take(chunks)] == ["a"]
-    assert [c.sequence.request_id for c in engine._scheduler.held] == ["b"]
+    assert [c.sequence.request_id for c in engine._scheduler.in_flight] == ["b"]
 
 
 @pytest.mark.parametrize("runner", [FakeRunner(None), FakeRunner(FakePausing(1, iter([])), beside=False)])
 def test_where_nothing_can_pause_a_step_takes_all(runner: FakeRunner) -> None:
     engine = engine_of(FakeModel())
     chunks = chunks_of(engine)
-    assert aside_of(engine._scheduler, runner).take(chunks) == chunks and not engine._scheduler.held
+    assert aside_of(engine._scheduler, runner).take(chunks) == chunks and not engine._scheduler.in_flight
 
 
 def test_a_chunk_has_as_many_tokens_as_a_slice_takes() -> None:

@@ -72,7 +72,7 @@ def test_chunks_follow_each_other_while_steps_run() -> None:
         assert [o.id for o in outputs if o.id == "a"] == ["a"] or len(got["a"]) == 59
         for output in outputs:
             got[output.id] += output.token_ids
-        assert got["b"] or engine._scheduler.held
+        assert got["b"] or engine._scheduler.in_flight
         check_pages(engine)
     assert model.layers_run[: 2 * DEPTH] == [*range(DEPTH)] * 2
     assert got["b"] == greedy_reference(LONG, 4) and len(got["a"]) == 59
@@ -87,7 +87,7 @@ def test_a_prompt_that_comes_meanwhile_begins_in_the_same_step() -> None:
     ended: list[str] = []
     while not ended:
         ended = [o.id for o in engine.step() if o.finish_reason]
-    assert ended == ["b"] and [c.sequence.request_id for c in engine._scheduler.held] == ["c"]
+    assert ended == ["b"] and [c.sequence.request_id for c in engine._scheduler.in_flight] == ["c"]
     assert finished(engine)["c"] == greedy_reference(LONG[:24], 1)
 
 
@@ -121,7 +121,7 @@ def test_an_abort_frees_the_pages_of_a_pass() -> None:
     engine.add(request("b", LONG, max_tokens=4))
     engine.step()
     engine.abort("b")
-    assert not engine._scheduler.held
+    assert not engine._scheduler.in_flight
     check_pages(engine)
     assert not finished(engine)["b"]
 
@@ -143,8 +143,8 @@ def test_prompts_are_found_chunk_by_chunk() -> None:
     """Another prompt that begins alike takes up what is computed of the first, long before it ends."""
     engine = engine_of(PausingFake())
     engine.add(request("b", LONG, max_tokens=1))
-    while not (engine._scheduler.held and engine._scheduler.held[0].sequence.computed_len):
+    while not (engine._scheduler.in_flight and engine._scheduler.in_flight[0].sequence.computed_len):
         engine.step()
-    done = engine._scheduler.held[0].sequence.computed_len
+    done = engine._scheduler.in_flight[0].sequence.computed_len
     assert engine._kv._tree is not None
     assert len(engine._kv._tree.match(LONG, len(LONG))) == done // engine._kv.page_size
