@@ -16,7 +16,8 @@ from tandem.config.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ("coming-from.md", "containers.md")  # pages with flags of llama.cpp, SGLang and Docker, too
-PAGES = [page for page in EVERY_PAGE if page.name not in OTHERS]
+INSIDE = ("design", "lab")  # which have flags of benchmarks/
+PAGES = [page for page in EVERY_PAGE if page.name not in OTHERS and page.parent.name not in INSIDE]
 TEXT = {page: page.read_text() for page in PAGES}
 SERVE_FLAGS = {s for f in FLAGS for s in f.spellings} | {"--plan-only", "--help", "--help-all"}
 GROUP = typer.main.get_command(app)
