@@ -94,6 +94,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "MODEL": folder / "qwen",
         "/models/Qwen3-30B-A3B": folder / "qwen",
+        "~/models/NAME": folder / "qwen",
         "/models/DeepSeek-V3": folder / "deepseek",
         "/models/DeepSeek-V3-INT8": int8,
         "DS": folder / "deepseek",

@@ -21,6 +21,7 @@ NOT_RUN = {
     "git": "changes the repository",
     "rm": "removes an environment",
     "npm": "downloads",
+    "modelscope": "another project's program, which downloads",
     "nvidia-smi": "comes with NVIDIA's driver",
     "llama-server": "another project's program",
     "python -m sglang.launch_server": "another project's program",
@@ -133,6 +134,8 @@ def _words(text: str, whole: bool = True) -> tuple[dict[str, str], list[str]]:
     while words and ASSIGNMENT.match(words[0]):
         name, _, value = words.pop(0).partition("=")
         settings[name] = value
+    if words[:2] == ["taskset", "-c"]:
+        words = words[3:]
     if not words:
         return {}, []
     words[0] = re.sub(r"^python3$", "python", words[0].removeprefix(".venv/bin/"))
