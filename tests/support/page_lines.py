@@ -19,6 +19,7 @@ NOT_RUN = {
     "docker": "no Docker where tests run: tests/cli/test_containers.py builds the image with buildah",
     "sudo": "installs or restarts, as root",
     "git": "changes the repository",
+    "source": "changes the shell that it runs in",
     "rm": "removes an environment",
     "npm": "downloads",
     "modelscope": "another project's program, which downloads",
