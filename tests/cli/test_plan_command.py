@@ -169,6 +169,8 @@ def test_a_report_to_send(model_dir: Path, tmp_path: Path) -> None:
     }
     assert found["plan"]["predicted"] and found["machine"]["cores"] >= 1 and found["software"]["torch"]
     assert "secret" not in text and str(tmp_path) not in text
+    beside = kt("bench", "compare", tmp_path / "r.json", tmp_path / "r.json")
+    assert beside.exit_code == 0 and beside.stdout.count("(1.00 ×)") == 2 and "--kt-method INT4" in beside.stdout
 
 
 def test_serve_logs_the_ledger(capsys: pytest.CaptureFixture[str]) -> None:
