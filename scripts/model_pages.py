@@ -155,8 +155,8 @@ def page(model: Headline) -> str:
     first = model.places[0]
     blocks = [
         f"# {model.title}", filled(model.intro),
-        filled(f"A machine that does: {first.name} of RAM. This line downloads the model, if it fits, and serves it:"),
-        f"    {model.serve_line(first)}", "## What to expect", HEAD, machines(model), ASK,
+        filled(f"A machine that does: {first.name} of RAM. {INSTALL}"),
+        f"    {model.serve_line(first)}", CHAT, "## What to expect", HEAD, machines(model), ASK,
         f"    {model.plan_line(first)}",
         "## Which file", files(model), f"The first one takes about {disk_gb(model)} GB of disk.",
         "## What to change", bullets([*faster(model), *model.change, *common(model)]),
@@ -179,6 +179,8 @@ HEAD = textwrap.fill(
     "`kt serve` gives up by itself ([why](../commands.md#what-is-given-up-for-room)).",
     WIDTH,
 )
+INSTALL = "[Install `kt`](../setup-gpu.md) first. This line downloads the model, if it fits, and serves it:"
+CHAT = "When it prints its address, run `kt chat` in another terminal, or open http://127.0.0.1:30000/ in a browser."
 ASK = "Describe your machine, or leave those flags out where it is this one. Nothing is downloaded for it:"
 END = textwrap.fill(
     "More: [tuning](../tuning.md), [which quantisation](../quantisation.md), [messages](../troubleshooting.md). "

@@ -48,7 +48,7 @@ QUESTIONS: dict[str, tuple[MachineWish, str, str, dict[str, str]]] = {
         MachineWish("4090", "64GB", *RIG, GAMER, "25GB/s"), "openai/gpt-oss-120b", "gpt-oss-120b", {},
     ),
     "an RTX 4090 with 128 GB": (
-        MachineWish("4090", "128GB", *RIG, GAMER, "25GB/s"), "zai-org/GLM-4.5-Air", "glm-4.5-air",
+        MachineWish("4090", "128GB", *RIG, GAMER, "25GB/s"), "zai-org/GLM-4.5-Air-FP8", "glm-4.5-air-fp8",
         {"kt_method": "INT4"},
     ),
     "an RTX 4090 with 512 GB": (

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from tandem.engine.llm import LLM
     from tandem.engine.offline.input import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -95,12 +97,32 @@ def test_version() -> None:
     assert "torch 2." in shown.stdout
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["version"], ["serve", "--help"], ["chat", "--help"]])
-def test_light_commands_do_not_import_torch(argv: list[str]) -> None:
-    code = "import sys; from tandem.cli.app import app; app({}, standalone_mode=False); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code.format(argv)], capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["chat", "--help"], ["plan", "--help"]])
+def test_help_imports_little(argv: list[str]) -> None:
+    """What half a second is spent on: of what Tandem depends on typer and rich alone, and few modules of its own."""
+    code = f"""if True:
+        import sys
+        from tandem.cli.app import app
+        app({argv}, standalone_mode=False)
+        print(*sorted(sys.modules))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    imported = done.stdout.splitlines()[-1].split()
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[^\w-]", wish)[0].replace("_", "-").lower() for wish in project["dependencies"]}
+    distributions = packages_distributions()
+    used = {name.replace("_", "-").lower() for each in imported for name in distributions.get(each, ())}
+    assert used & needed == {"typer", "rich"}
+    assert 40 < len([name for name in imported if name.startswith("tandem.")]) <= 150
+
+
+def test_the_version_is_told_without_torch() -> None:
+    code = """if True:
+        import sys
+        from tandem.cli.app import app
+        app(['version'], standalone_mode=False)
+        print('torch' in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
@@ -111,7 +133,15 @@ def test_a_model_that_is_here_is_found_without_torch(demo_dir: Path) -> None:
         from tandem.cli.serve import all_is_here
         from tandem.config import EngineConfig
         print([all_is_here(EngineConfig(model=name)) for name in sys.argv[1:]], 'torch' in sys.modules)"""
-    command = [sys.executable, "-c", code, "demo", str(demo_dir), str(demo_dir / "tokenizer.json"), "org/not-here"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "demo",
+        str(demo_dir),
+        str(demo_dir / "tokenizer.json"),
+        "org/not-here",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[True, True, True, False] False\n", done.stderr
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import ModuleType
 
@@ -191,11 +190,6 @@ def test_a_name_of_the_hub_is_explained() -> None:
     assert (text, code) == (f"gemma4: native, Tandem's own code, on the CPU: {heads}\n", 0)
     with pytest.raises(Exception, match="kt plan some/thing-7b looks at its configuration"):
         told("some/thing-7b")
-
-
-def test_the_page_shows_what_the_command_prints(script) -> None:
-    asked, answer = re.findall(r"^    \$ kt models (\S+)\n    (.*)$", script.PAGE.read_text(), re.M)[0]
-    assert told(asked) == (f"{answer}\n", 0)
 
 
 def test_help_has_an_example() -> None:

@@ -25,7 +25,7 @@ from tandem.engine.start.planning import plan_of, planned
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import these_cpus
 from tandem.server import engine_process
-from tiny import VARIANTS, save_tiny, settings
+from tiny import save_tiny, settings
 
 SIZES = settings(
     hidden_size=128, num_hidden_layers=2, moe_intermediate_size=64, intermediate_size=96, vocab_size=64,
@@ -84,10 +84,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
         ("qwen", "qwen3_moe", {}),
         ("v4-alone", "deepseek_v4-hub", {"compress_ratios": [0, 4]}),
     ):
-        model_type, changes = VARIANTS[family]
-        VARIANTS[name] = (model_type, changes | SIZES | more)
-        save_tiny(name, folder / name)
-        del VARIANTS[name]
+        save_tiny(family, folder / name, **(SIZES | more))
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 163840}))
 

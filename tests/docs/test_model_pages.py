@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
+from page_lines import lines_of
 from repo_scripts import script_module
 from tandem.architectures.model_types import read_table
 from tandem.bench import probes
@@ -32,7 +32,6 @@ EXPECTED = {
     "deepseek-v3", "deepseek-v3.2", "deepseek-v4-flash", "qwen3-next", "qwen3.5-35b", "qwen3.5-397b", "qwen3-235b",
     "qwen3-coder-480b", "glm-4.5-air", "glm-4.6", "glm-5", "gpt-oss-120b", "kimi-k2.5", "minimax-m2",
 }  # fmt: skip
-COMMAND = re.compile(r"^    (kt (?:.*\\\n)*.*)$", re.M)
 
 
 def page_of(name: str) -> str:
@@ -41,8 +40,8 @@ def page_of(name: str) -> str:
 
 
 def commands(name: str) -> list[list[str]]:
-    """The lines of a page that begin with `kt`, as a shell divides them."""
-    return [shlex.split(line.replace("\\\n", " ")) for line in COMMAND.findall(page_of(name))]
+    """All command lines of a page, as a shell divides them."""
+    return [line.words for line in lines_of(script.PAGES / f"{name}.md")]
 
 
 def described(folder: Path, name: str) -> str:

@@ -22,7 +22,7 @@ from tandem.server import engine_process
 
 script: ModuleType = script_module("plan_table")
 TINY = {
-    "openai/gpt-oss-120b": "gpt_oss", "zai-org/GLM-4.5-Air": "glm4_moe", "deepseek-ai/DeepSeek-V3": "deepseek_v3",
+    "openai/gpt-oss-120b": "gpt_oss", "zai-org/GLM-4.5-Air-FP8": "glm4_moe", "deepseek-ai/DeepSeek-V3": "deepseek_v3",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next", "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe_text",
 }  # fmt: skip
 SMI_NAMES = {"4090": "NVIDIA GeForce RTX 4090", "5090": "NVIDIA GeForce RTX 5090", "3090": "NVIDIA GeForce RTX 3090",

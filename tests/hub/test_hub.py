@@ -15,11 +15,11 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from hub_server import COMMIT, FakeHub, serving
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from gguf_files import split, write_gguf
+from hub_server import COMMIT, FakeHub, serving
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import resolve_model
 from tandem.cli import prepare

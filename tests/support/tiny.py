@@ -470,10 +470,11 @@ class TinyModels:
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 
-def save_tiny(variant: str, path: Path) -> None:
+def save_tiny(variant: str, path: Path, **more: object) -> None:
+    """more: keys of config.json that differ from the variant's."""
     model_type, changes = VARIANTS[variant]
     torch.manual_seed(sum(map(ord, variant)))
-    config = AutoConfig.for_model(model_type, **(COMMON | changes))
+    config = AutoConfig.for_model(model_type, **(COMMON | changes | more))
     # Transformers 5.17 does not look at what was registered above
     model = Mistral4ForCausalLM(config) if model_type == "mistral4" else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

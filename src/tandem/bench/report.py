@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem import __version__
+from tandem.bench.compare import FORMAT
 from tandem.bench.probes import MachineProbe
 from tandem.bench.rows import commit
 from tandem.bench.sample import verified
@@ -28,7 +29,6 @@ from tandem.engine.start.planning import model_at, stored_at
 from tandem.hub.names import shown_name
 from tandem.kernels.this_machine import this_machine
 
-FORMAT = 1  # of the file
 PRIVATE = frozenset((
     "model", "kt_weight_path", "api_key", "api_key_file", "host", "init_expert_location", "packed_cache",
     "expert_distribution_recorder_dir", "served_model_name", "dist_init_addr",

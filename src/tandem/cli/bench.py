@@ -398,3 +398,18 @@ def report(
     )
     for line in lines(write(EngineConfig.from_args(argv), out)):
         typer.echo(line)
+
+
+@bench.command()
+def compare(
+    files: Annotated[list[Path], typer.Argument(metavar="A.json B.json …", help="what kt bench report wrote")],
+) -> None:
+    """Show reports of several machines or settings as one table, each beside the first.
+
+    Example: kt bench compare mine.json theirs.json
+    """
+    from rich.console import Console
+
+    from tandem.bench.compare import read, table
+
+    Console().print(table([read(file) for file in files], [file.name for file in files]))
