@@ -172,3 +172,20 @@ def test_a_lost_rank_is_a_line_of_the_log_and_no_trace() -> None:
     said, rest = done.stderr.split("\n", 1)
     assert said == "a step of 2 failed: another rank has ended"
     assert rest.startswith("a step of 2 failed\nTraceback") and rest.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("level, lines", [("debug", 3), ("info", 2), ("error", 0)])
+def test_an_engine_logs_as_much_as_its_server(level: str, lines: int) -> None:
+    """With a time in front. A lost rank stays a line; other packages say no more than before."""
+    code = (
+        "import logging; from tandem.errors import RankLost; "
+        f"from tandem.server.terminal import log_to_terminal; log_to_terminal('{level}')\n"
+        "log = logging.getLogger('tandem.engine.gpu_runner'); log.debug('8 rows: decode graph')\n"
+        "log.info('captured CUDA graphs'); logging.getLogger('torch').info('no')\n"
+        "try: raise RankLost('another rank has ended')\n"
+        "except Exception: log.warning('a step failed', exc_info=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    got = done.stderr.splitlines()
+    assert len(got) == lines and all(line.startswith("20") for line in got)
+    assert not lines or got[-1].endswith("WARNING a step failed: another rank has ended")

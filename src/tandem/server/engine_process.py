@@ -53,7 +53,7 @@ from tandem.server.messages import (
     StopEngine,
     ToEngine,
 )
-from tandem.server.terminal import outlive_terminal, tell_lost_ranks
+from tandem.server.terminal import log_to_terminal, outlive_terminal, tell_lost_ranks
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine
@@ -70,7 +70,7 @@ class SteppedEngine(Protocol):
 
     def add(self, request: GenerateRequest) -> object: ...
     def abort(self, request_id: str) -> object: ...
-    def step(self, comes: Callable[[], bool] = ...) -> Sequence[TokenOutput]: ...
+    def step(self, has_new_request: Callable[[], bool] = ...) -> Sequence[TokenOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...
     def flush_cache(self) -> object: ...
@@ -333,6 +333,7 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
     """Build the engine, say so, and loop. Returns the exit code."""
     try:
         start = receive_start(socket)
+        log_to_terminal(start.config.log_level)
         load = find_loader(start.loader)
         loaded = load(start.config, start.ranks) if start.ranks else load(start.config)
     except Exception as error:

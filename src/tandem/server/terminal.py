@@ -1,5 +1,5 @@
 """Output of an engine's process. `outlive_terminal`: it may have no reader any more, which must not end it.
-`tell_lost_ranks`: that another rank is gone is a line, no trace."""
+`tell_lost_ranks`: that another rank is gone is a line, no trace. `log_to_terminal`: as much as the server logs."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ def tell_lost_ranks() -> None:
     """Where nothing else was set up: logging's last resort prints traces of them, which hide what the server says."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_without_traceback)
+
+
+def log_to_terminal(level: str) -> None:
+    """The package's log records from this level on, in the form of the API process's. level: as --log-level."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(_without_traceback)
+    log = logging.getLogger("tandem")
+    log.addHandler(handler)
+    log.setLevel(level.upper())
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
