@@ -115,8 +115,10 @@ struct DenseKernels {
 
   // out = x of n elements times what makes its length `scale`; eps is added to the sum of squares.
   void (*to_unit)(const float* x, float* out, int64_t n, float scale, float eps);
-  // out = e^(rate * softplus(forget + bias)); rate: negative.
-  void (*channel_decay)(const void* forget, const float* bias, float rate, float* out, int64_t n, DType type);
+  // out = e^(rate * softplus(forget + bias)), rate negative; with a floor below 0, which no logarithm passes:
+  // e^(floor * sigmoid(-rate * (forget + bias))).
+  void (*channel_decay)(const void* forget, const float* bias, float rate, float floor, float* out, int64_t n,
+                        DType type);
   // out = norm of x, rounded to `type` before, times weight, times sigmoid(gate).
   void (*sigmoid_norm)(const float* x, const void* gate, const float* weight, void* out, int64_t n, float eps,
                        DType type);

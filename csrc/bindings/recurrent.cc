@@ -71,9 +71,10 @@ struct RecurrentOps {
   }
 
   void channel_delta(const BatchView& batch, nb::handle mixed, nb::handle forget, nb::handle beta, nb::handle behind,
-                     nb::handle decay, nb::handle bias, nb::handle norm, nb::handle memory, nb::handle out,
-                     float eps) const {
+                     nb::handle decay, nb::handle bias, nb::handle norm, nb::handle memory, nb::handle out, float eps,
+                     float floor) const {
     const int64_t rows = batch.rows();
+    expect(floor <= 0.0f, "channel_delta: decays' floor must be 0 or below");
     const TensorView rate = view_of(decay, "decay", {Element::f32}, {kAnySize});
     const TensorView n = view_of(norm, "norm", {Element::f32}, {kAnySize});
     const int64_t heads = rate.shape[0], dim = n.shape[0], inner = heads * dim;
@@ -86,8 +87,8 @@ struct RecurrentOps {
     const TensorView y = like(f, out, "out", {rows, inner}, true);
     char* slots = static_cast<char*>(state.data);
     const ChannelCall call{
-        floats(in),           f.data,         b.data, g.data, floats(rate), floats(added), floats(n), y.data, slots,
-        state.row_stride * 4, state.shape[0], heads,  dim,    b.row_stride, eps,           f.type()};
+        floats(in),           f.data,         b.data, g.data, floats(rate), floats(added), floats(n), y.data,  slots,
+        state.row_stride * 4, state.shape[0], heads,  dim,    b.row_stride, eps,           floor,     f.type()};
     if (Recording* recording = Recording::current()) recording->keep(nb::find(&batch));
     perform(*this, [this, &batch, call] { tandem::channel_delta(dense, batch, call); });
   }
@@ -130,7 +131,7 @@ void bind_recurrent(nb::module_& m) {
            nb::arg("values"), nb::arg("decay"), nb::arg("beta").none(), nb::arg("memory"), nb::arg("out"))
       .def("channel_delta", &RecurrentOps::channel_delta, nb::arg("batch"), nb::arg("mixed"), nb::arg("forget"),
            nb::arg("beta"), nb::arg("behind"), nb::arg("decay"), nb::arg("bias"), nb::arg("norm"), nb::arg("memory"),
-           nb::arg("out"), nb::arg("eps"))
+           nb::arg("out"), nb::arg("eps"), nb::arg("floor"))
       .def("convolve", &RecurrentOps::convolve, nb::arg("batch"), nb::arg("rows"), nb::arg("weights"), nb::arg("bias"),
            nb::arg("gated"), nb::arg("ring"), nb::arg("out"))
       .def("state_space", &RecurrentOps::state_space, nb::arg("batch"), nb::arg("groups"), nb::arg("mixed"),

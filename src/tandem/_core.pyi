@@ -275,6 +275,7 @@ class RecurrentOps:
         memory: object,
         out: object,
         eps: float,
+        floor: float,
     ) -> None: ...
     def convolve(
         self,

@@ -289,7 +289,7 @@ SIZES = {
     [
         (
             {"architecture": "rwkv7"},
-            "architecture 'rwkv7' is not supported; these are: afmoe, bailingmoe, bailingmoe2, deepseek2, deepseek32",
+            "architecture 'rwkv7' is not supported; these are: afmoe, bailingmoe, bailingmoe2, bailingmoe3, deepseek2",
         ),
         ({"architecture": "phimoe"}, "step35. Its safetensors run (kt models phimoe): take those"),
         ({}, "lacks llama.attention.head_count: convert"),

@@ -252,18 +252,21 @@ def test_a_norm_over_all_heads_does_not_pass_over_gates(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("added", [True, False])
-@pytest.mark.parametrize(("heads", "width"), [(-1, 72), (-1, 3000), (0, 72), (0, 3000), (3, 72), (16, 4096)])
-def test_gated(ops: Ops, heads: int, width: int, added: bool) -> None:
-    """By none, by one gate a row, and by gates that lie between other columns; rounded where plain torch rounds."""
+@pytest.mark.parametrize(("heads", "width", "each"), [
+    (-1, 72, 0), (-1, 3000, 0), (0, 72, 0), (0, 3000, 0), (3, 72, 24), (16, 4096, 256), (3, 72, 1), (16, 4096, 1),
+])  # fmt: skip
+def test_gated(ops: Ops, heads: int, width: int, each: int, added: bool) -> None:
+    """By none, by one gate a row, by one of each head, and by gates that lie between other columns; rounded where plain
+    torch rounds."""
     torch.manual_seed(0)
     x, out, wide = bf16(5, width), bf16(5, width), bf16(5, 2 * width + 7)
     results = []
-    for each, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
+    for own, device in ((ops, DEVICE), (TorchOps(), torch.device("cpu"))):
         moved, to = wide.to(device), out.clone().to(device) if added else None
         gate = moved[:, :1] if heads == 0 else None
         if heads > 0:
-            gate = moved[:, : 2 * width].unflatten(1, (heads, 2, width // heads))[:, :, 1]
-        results.append(each.gated(x.to(device), gate, to))
+            gate = moved[:, : 2 * heads * each].unflatten(1, (heads, 2, each))[:, :, 1]
+        results.append(own.gated(x.to(device), gate, to))
     near(*results, 2 * BF16_ULP, 2 * BF16_ULP)  # the sigmoid and the product may round to the other side
 
 

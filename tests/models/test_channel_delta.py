@@ -21,34 +21,35 @@ CUTS = [[75], [1, 2, 72], [64, 11], [3] * 25]
 
 
 class Case:
-    """Two sequences. Some channels keep nearly all, others nothing."""
+    """Two sequences. Some channels keep nearly all, others nothing, or what a floor leaves them."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, floor: float = 0.0) -> None:
         g = torch.Generator().manual_seed(3)
         self.mixed = torch.randn(2, LENGTH, 3 * INNER, generator=g)
         self.mixed[:, 7, :INNER] = 0.0  # a query without a direction
         self.forget, self.behind = torch.randn(2, 2, LENGTH, INNER, generator=g).mul(3.0).to(dtype).unbind()
         self.beta = torch.randn(2, LENGTH, HEADS + 5, generator=g).to(dtype)[..., 5:]
         bias, norm = torch.linspace(-30.0, 30.0, INNER), torch.rand(DIM, generator=g) + 0.5
-        self.weights = ChannelWeights(-torch.tensor([0.01, 1.0, 16.0]), bias, norm, 1e-5)
+        self.weights = ChannelWeights(-torch.tensor([0.01, 1.0, 16.0]), bias, norm, 1e-5, floor)
 
     def gates(self, which: int, rows: slice) -> ChannelGates:
         return ChannelGates(*(each[which, rows] for each in (self.forget, self.beta, self.behind)))
 
     def exact(self, which: int) -> Tensor:
         """Of one sequence from nothing."""
-        wide = ChannelWeights(*(each.double() for each in self.weights[:3]), self.weights.eps)
+        wide = ChannelWeights(*(each.double() for each in self.weights[:3]), *self.weights[3:])
         gates, memory = self.gates(which, slice(None)), torch.zeros(SLOTS, HEADS, DIM, DIM, dtype=torch.float64)
         wider = ChannelGates(*(each.double() for each in gates))
         return TorchFolds().corrected(self.mixed[which].double(), wider, step_of([(1, 0, LENGTH)]), memory, wide)
 
 
+@pytest.mark.parametrize("floor", [0.0, -5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("tier", TIERS)
-def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: torch.dtype) -> None:
+def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: torch.dtype, floor: float) -> None:
     """Both sequences in one step; slots hold another's numbers before."""
-    case, folds, at, found = Case(dtype), folds_of(tier), 0, [list[Tensor](), list[Tensor]()]
+    case, folds, at, found = Case(dtype, floor), folds_of(tier), 0, [list[Tensor](), list[Tensor]()]
     memory = torch.randn(SLOTS, HEADS, DIM, DIM)
     for count in cuts:
         rows = slice(at, at + count)
@@ -67,6 +68,17 @@ def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: t
         assert error <= (3 * 2.0**-8 if dtype == torch.bfloat16 else 8 * (DIM + LENGTH) * 2.0**-24)
 
 
+def test_a_floor_is_the_least_that_a_decay_becomes() -> None:
+    """Whatever is asked, a memory keeps e^floor of itself in a step; without a floor nothing may be left."""
+    for floor, least in ((0.0, 0.0), (-1.5, 0.2231)):
+        case, folds = Case(torch.float32, floor), folds_of(TIERS[-1])
+        forget, beta = torch.full((1, INNER), 1e4), torch.full((1, HEADS), -1e4)
+        gates = case.gates(0, slice(0, 1))._replace(forget=forget, beta=beta)
+        memory = torch.ones(SLOTS, HEADS, DIM, DIM)
+        folds.corrected(case.mixed[0, :1], gates, step_of([(1, 5, 1)]), memory, case.weights)
+        assert torch.allclose(memory[1, -1], torch.tensor(least), atol=1e-4)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """By the core, before anything is written."""
     case, folds, memory = Case(torch.float32), folds_of("scalar"), torch.zeros(SLOTS, HEADS, DIM, DIM)
@@ -79,4 +91,6 @@ def test_what_does_not_fit_is_refused() -> None:
     step.batch.folded, step.batch.sure = torch.zeros(1).int(), torch.full((1,), LENGTH - 1).int()
     with pytest.raises(ValueError, match="channel_delta: a memory cannot take guesses back"):
         folds.corrected(mixed, gates, step, memory, case.weights)
+    with pytest.raises(ValueError, match="channel_delta: decays' floor must be 0 or below"):
+        folds.corrected(mixed, gates, step_of([(1, 0, LENGTH)]), memory, case.weights._replace(floor=1.0))
     assert memory.eq(0).all()

@@ -324,6 +324,27 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         layer_types=["full_attention", "linear_attention", "linear_attention"],
         mlp_layer_types=["sparse", "dense", "sparse"],
     )),
+    "bailing_hybrid": ("bailing_hybrid", settings(
+        num_attention_heads=5, num_key_value_heads=5, q_lora_rank=38, kv_lora_rank=42, qk_nope_head_dim=18,
+        qk_rope_head_dim=12, v_head_dim=22, num_local_experts=12, n_shared_experts=2, moe_intermediate_size=28,
+        intermediate_size=60, first_k_dense_replace=1, n_group=4, topk_group=2, head_dim=20, short_conv_kernel_size=4,
+        num_hidden_layers=4, layer_group_size=2, num_mtp_layers=0, rope_parameters=settings(
+            rope_type="yarn", rope_theta=3000.0, factor=4.0, mscale=1.0, mscale_all_dim=0.8,
+            original_max_position_embeddings=32, beta_fast=32, beta_slow=1),
+    )),
+    "bailing_hybrid-plain": ("bailing_hybrid", settings(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=33, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, num_local_experts=9, n_shared_experts=1, moe_intermediate_size=20,
+        intermediate_size=44, first_k_dense_replace=0, n_group=1, topk_group=1, norm_topk_prob=False, head_dim=32,
+        short_conv_kernel_size=3, layer_types=["full_attention", "linear_attention", "linear_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"], attention_bias=True, kda_lower_bound=-2.5, num_mtp_layers=0,
+    )),
+    "bailing_hybrid-unbounded": ("bailing_hybrid", settings(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=12,
+        qk_rope_head_dim=8, v_head_dim=16, num_local_experts=8, n_shared_experts=1, moe_intermediate_size=20,
+        intermediate_size=44, first_k_dense_replace=1, n_group=2, topk_group=1, num_experts_per_tok=2, head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], kda_safe_gate=False, num_mtp_layers=0,
+    )),
     "lfm2_moe": ("lfm2_moe", settings(
         num_attention_heads=6, num_key_value_heads=2, num_experts=10, moe_intermediate_size=28, intermediate_size=60,
         num_dense_layers=1, conv_L_cache=3, num_hidden_layers=4,
@@ -459,14 +480,15 @@ class TinyModels:
         if not path.exists():
             shutil.copytree(self[variant], path)
             config = json.loads((path / "config.json").read_text())
-            chosen = "moe_k" if "moe_k" in config else "num_experts_per_tok"
+            chosen = next(key for key in CHOSEN if key in config)
             config[chosen] = next(config[key] for key in EXPERT_COUNTS if config.get(key))
-            if "n_group" in config:
-                config["topk_group"] = config["n_group"]
+            for groups in {"n_group", "num_expert_group"} & set(config):
+                config["topk_group"] = config[groups]
             (path / "config.json").write_text(json.dumps(config))
         return path
 
 
+CHOSEN = ("moe_k", "num_experts_per_token", "num_experts_per_tok")
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 
 

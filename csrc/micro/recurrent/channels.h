@@ -36,10 +36,13 @@ struct Channels : Rows<Isa> {
   }
 
   template <DType type>
-  static void decay(const void* forget, const float* bias, float rate, float* out, int64_t n) {
+  static void decay(const void* forget, const float* bias, float rate, float floor, float* out, int64_t n) {
+    const Vec by = Isa::set1(floor < 0.0f ? -rate : rate);
     R::for_runs(n, [&](int64_t i, int64_t m) {
       const Vec x = Isa::add(R::template load_n<type>(forget, i, m), R::template load_n<DType::f32>(bias, i, m));
-      R::template store_n<DType::f32>(out, i, m, vector_exp<Isa>(Isa::mul(softplus(x), Isa::set1(rate))));
+      const Vec logarithm =
+          floor < 0.0f ? Isa::mul(vector_sigmoid<Isa>(Isa::mul(x, by)), Isa::set1(floor)) : Isa::mul(softplus(x), by);
+      R::template store_n<DType::f32>(out, i, m, vector_exp<Isa>(logarithm));
     });
   }
 
@@ -69,9 +72,9 @@ struct Channels : Rows<Isa> {
 };
 
 template <class Isa>
-void channel_decay(const void* forget, const float* bias, float rate, float* out, int64_t n, DType type) {
-  type == DType::bf16 ? Channels<Isa>::template decay<DType::bf16>(forget, bias, rate, out, n)
-                      : Channels<Isa>::template decay<DType::f32>(forget, bias, rate, out, n);
+void channel_decay(const void* forget, const float* bias, float rate, float floor, float* out, int64_t n, DType type) {
+  type == DType::bf16 ? Channels<Isa>::template decay<DType::bf16>(forget, bias, rate, floor, out, n)
+                      : Channels<Isa>::template decay<DType::f32>(forget, bias, rate, floor, out, n);
 }
 
 template <class Isa>

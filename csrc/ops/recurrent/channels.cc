@@ -41,7 +41,8 @@ class ChannelRun {
     float *asked = buffer_.data(), *written = asked + dim, *decay = written + dim, *seen = decay + dim;
     kernels_.to_unit(q, asked, dim, 1.0f / std::sqrt(float(dim)), kUnitEps);
     kernels_.to_unit(k, written, dim, 1.0f, kUnitEps);
-    kernels_.channel_decay(of(call_.forget, at), call_.bias + head_ * dim, call_.decay[head_], decay, dim, call_.type);
+    kernels_.channel_decay(of(call_.forget, at), call_.bias + head_ * dim, call_.decay[head_], call_.floor, decay, dim,
+                           call_.type);
     const FoldToken given{asked, written, v, decay, seen, beta(row), 1};
     kernels_.fold_corrected(memory_, &given, dim, dim);
     kernels_.sigmoid_norm(seen, of(call_.behind, at), call_.norm, static_cast<char*>(call_.out) + at * size_, dim,

@@ -13,7 +13,7 @@ struct ChannelCall {
   char* memory;                        // of each slot [heads, dim, dim] float
   int64_t memory_stride, slots;        // bytes from a slot to the next
   int64_t heads, dim, beta_stride;     // elements from a row of beta to the next
-  float eps;                           // of the norm
+  float eps, floor;                    // of the norm; of decays' logarithms, 0: they have none
   DType type;
 };
 

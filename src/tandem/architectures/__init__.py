@@ -23,7 +23,14 @@ from tandem.architectures import (
     qwen3_moe,
 )
 from tandem.architectures.family import Family, Gguf
-from tandem.architectures.recurrent import granite, kimi_linear, lfm2_moe, nemotron_h, qwen3_next
+from tandem.architectures.recurrent import (
+    bailing_hybrid,
+    granite,
+    kimi_linear,
+    lfm2_moe,
+    nemotron_h,
+    qwen3_next,
+)
 from tandem.architectures.shared import text_part
 from tandem.architectures.windows import afmoe, exaone_moe, laguna, mimo_v2_flash, step3p7
 from tandem.config.json_keys import JsonKeys
@@ -32,11 +39,12 @@ from tandem.config.rope import one_rope
 from tandem.errors import ConfigError
 
 _ALL = (
-    afmoe.FAMILY, bailing_moe.FAMILY, *deepseek.FAMILIES, deepseek_v4.FAMILY, *deepseek_v32.FAMILIES, dots1.FAMILY,
-    ernie4_5_moe.FAMILY, exaone_moe.FAMILY, *gemma4.FAMILIES, *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY,
-    *granite.FAMILIES, hunyuan_v1_moe.FAMILY, hy_v3.FAMILY, kimi_linear.FAMILY, laguna.FAMILY, lfm2_moe.FAMILY,
-    mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES, *mixtral.FAMILIES, nemotron_h.FAMILY, olmoe.FAMILY,
-    qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES, step3p7.FAMILY,
+    afmoe.FAMILY, bailing_hybrid.FAMILY, bailing_moe.FAMILY, *deepseek.FAMILIES, deepseek_v4.FAMILY,
+    *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY, exaone_moe.FAMILY, *gemma4.FAMILIES,
+    *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, *granite.FAMILIES, hunyuan_v1_moe.FAMILY, hy_v3.FAMILY,
+    kimi_linear.FAMILY, laguna.FAMILY, lfm2_moe.FAMILY, mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES,
+    *mixtral.FAMILIES, nemotron_h.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES,
+    step3p7.FAMILY,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""

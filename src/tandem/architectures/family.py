@@ -82,7 +82,7 @@ class Part:
     of: str
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
-    numbers: Literal["x", "x - 1", "log(-x)"] = "x"
+    numbers: Literal["x", "x - 1", "log(x)", "log(-x)"] = "x"
 
     @property
     def keeps_codes(self) -> bool:

@@ -14,7 +14,7 @@ How = Literal["native", "paged", "alone", "refused"]
 
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "afmoe": ("Trinity-Mini", "Trinity-Nano"),
-    "bailing_hybrid": ("Ling-3.0",),
+    "bailing_hybrid": ("Ling-3.0-flash", "Ling-3.0-tiny"),
     "bailing_moe": ("Ling-lite", "Ling-lite-1.5", "Ling-plus", "Ling-Coder-lite"),
     "bailing_moe_v2": ("Ling-flash-2.0", "Ring-flash-2.0", "Ling-mini-2.0", "Ring-mini-2.0", "Ling-1T", "Ring-1T"),
     "cohere2_moe": ("Command-A-Plus",),

@@ -161,6 +161,16 @@ CONFIGS = {
         n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.827, vocab_size=163840,
         max_position_embeddings=131072, rope_theta=5e4, rope_scaling=_yarn(32.0, 1.0), quantization_config=_FP8,
     ),
+    "ling-3.0-flash": {
+        "model_type": "bailing_hybrid", "hidden_size": 2560, "num_hidden_layers": 42, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "layer_group_size": 6, "head_dim": 128, "short_conv_kernel_size": 4,
+        "kda_safe_gate": True, "kda_lower_bound": -5.0, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 512,
+        "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 768, "intermediate_size": 6144,
+        "first_k_dense_replace": 2, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "vocab_size": 157184, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "rope_theta": 6e6,
+    },
     "deepseek-v2-lite": _latent(
         2048, 27, 1, 16, None, 64, 6, 1408, model_type="deepseek_v2", n_shared_experts=2, intermediate_size=10944,
         topk_method="greedy", vocab_size=102400, max_position_embeddings=163840, rope_theta=1e4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import Place, places, with_parts
 from tandem.checkpoint.mapped.cut import own_columns
+from tandem.checkpoint.parts import squeezed
 from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import SHARING, Weight
@@ -58,7 +60,7 @@ class GGUFRows:
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self.shape(name)
         as_rows = len(shape) == 1 and math.prod(stored) == shape[0]  # a vector's groups may be rows
-        if not as_rows and _squeezed(stored) != _squeezed(shape):
+        if not as_rows and squeezed(stored) != squeezed(shape):
             where = self.model.where(self.place(name).tensor)
             raise CheckpointError(f"{where} has shape {stored}, but the metadata implies {shape}")
 
@@ -120,9 +122,12 @@ def _made(x: Tensor, part: Part) -> Tensor:
     x = x.float()
     if part.columns:
         x = x[:, torch.tensor(part.columns)]
-    if part.numbers == "x - 1":
-        return x - 1
-    return x if part.numbers == "x" else (-x).log()
+    return _NUMBERS[part.numbers](x)
+
+
+_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x": lambda x: x, "x - 1": lambda x: x - 1, "log(x)": torch.log, "log(-x)": lambda x: (-x).log(),
+}  # fmt: skip
 
 
 def _turned_heads(model: GGUFModel) -> dict[str, int]:
@@ -142,8 +147,3 @@ def _split_halves(rows: Tensor, heads: int, tensor: GGUFTensor) -> Tensor:
         raise CheckpointError(f"tensor {tensor.name} has {len(rows)} rows, which {heads} heads do not divide")
     pairs = rows.view(heads, -1, 2, rows.shape[1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[1, K] is stored as [K], [C, 1, K] as [C, K]."""
-    return tuple(size for size in shape if size != 1)

@@ -39,6 +39,11 @@ class Part(NamedTuple):
 Parts = Mapping[str, Part]  # by role
 
 
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without sizes of 1, which files have more or fewer of: [1, K] and [K], [C, 1, K] and [C, K] are alike."""
+    return tuple(size for size in shape if size != 1)
+
+
 def is_expert(name: str) -> bool:
     """Of a routed expert; shared ones belong to the dense layers."""
     return ".experts." in name

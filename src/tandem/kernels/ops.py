@@ -347,8 +347,8 @@ class Ops(Protocol):
         ...
 
     def gated(self, x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """x [T, n] times sigmoid(gate), gate [T, 1] or [T, H, n / H], which need not be contiguous; the sigmoid and the
-        product are rounded. None: x as it is. Added to `out` [T, n] if given, and returned."""
+        """x [T, n] times sigmoid(gate), gate [T, 1], [T, H, 1] or [T, H, n / H], which need not be contiguous; the
+        sigmoid and the product are rounded. None: x as it is. Added to `out` [T, n] if given, and returned."""
         ...
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:

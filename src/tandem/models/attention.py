@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import sigmoid, softplus
+from torch.nn.functional import softplus
 
 from tandem.config.layers import Gqa
 from tandem.config.ranks.cut import shard_of
 from tandem.config.ranks.shard import Size
+from tandem.kernels.gates import in_whole_vectors
 from tandem.kernels.ops import NO_NORMS, HeadNorms, SureRead
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -75,14 +76,11 @@ class Attention:
 
     def _own_gated(self, seen: Tensor, gates: Tensor) -> Tensor:
         """seen [T, H * D] times softplus or sigmoid of gates [T, H] or [T, H * D]."""
-        channels = self.shape.gates_each == "channel"
-        if channels and self.shape.own_gate == "sigmoid":
-            return self.ops.gated(seen, gates.unflatten(1, (self.shape.heads, -1)))
-        of = softplus if self.shape.own_gate == "softplus" else sigmoid
-        each = of(gates.float()).to(seen.dtype)
-        if channels:
-            return seen * each
-        gated: Tensor = seen.unflatten(1, (self.shape.heads, -1)) * each[..., None]
+        heads = self.shape.heads
+        if self.shape.own_gate == "sigmoid":
+            return self.ops.gated(seen, gates.unflatten(1, (heads, -1)))
+        each = in_whole_vectors(softplus, gates.float()).to(seen.dtype).unflatten(1, (heads, -1))
+        gated: Tensor = seen.unflatten(1, (heads, -1)) * each
         return gated.flatten(1)
 
     def _with_values(self, qkv: Tensor) -> Tensor:

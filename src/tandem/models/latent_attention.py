@@ -34,6 +34,7 @@ class LatentAttention:
         weights = LatentWeights(*self._absorbed(b, name), norm, s.norm.eps, b.rope(s.rope), s.scale, turns)
         self.heads = b.ops.latent(sizes, weights, b.dense_format)
         self.query_scales = _query_scales(b, shape.query_scale)
+        self.gate = b.linear([name + "g_proj"], [share(s.gate_rows)], hidden) if s.gate_rows else None
         self.out = b.linear([name + "o_proj"], [hidden], share(s.heads * s.value_dim), bias=s.bias)
         self.choice: TokenChoice | None = None
         if s.index is not None and s.index.reuse is None:
@@ -42,7 +43,8 @@ class LatentAttention:
     def reads(self) -> list[SureRead]:
         down = sure_reads() if self.q_down is None else sure_reads(self.q_down)
         choice = [] if self.choice is None else self.choice.reads()
-        return [*down, *choice, *sure_reads(self.query, self.kv_down, self.out)]
+        gate = [] if self.gate is None else [self.gate]
+        return [*down, *choice, *sure_reads(self.query, self.kv_down, *gate, self.out)]
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         ((latents, *keys),) = states
@@ -51,7 +53,10 @@ class LatentAttention:
         q = self.query(wanted)
         if self.query_scales is not None:
             q = q * self.query_scales[p.batch.positions]
-        return self.out(self.heads(q, self.kv_down(x), p.batch, latents, chosen))
+        seen = self.heads(q, self.kv_down(x), p.batch, latents, chosen)
+        if self.gate is not None:
+            seen = self.ops.gated(seen, self.gate(x).unflatten(1, (self.shape.heads, -1)))
+        return self.out(seen)
 
     def _chosen(self, x: Tensor, latent: Tensor, p: Pass, *keys: Tensor) -> Chosen | None:
         """Which tokens the rows attend to: this layer's choice, or that of one before it; None: all."""

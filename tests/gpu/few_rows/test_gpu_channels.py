@@ -41,14 +41,15 @@ def step_of(pieces: list[tuple[int, int, int]], single: int = 0, device: torch.d
 class Case:
     """Sequences in slots; some channels keep nearly all, others nothing."""
 
-    def __init__(self, heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: int, dim: int, dtype: torch.dtype, floor: float = 0.0) -> None:
         g, inner = torch.Generator().manual_seed(3), heads * dim
         self.mixed = torch.randn(SLOTS, LENGTH, 3 * inner, generator=g)
         self.mixed[:, 7, :inner] = 0.0  # a query without a direction
         self.forget, self.behind = torch.randn(2, SLOTS, LENGTH, inner, generator=g).mul(3.0).to(dtype).unbind()
         self.beta = torch.randn(SLOTS, LENGTH, heads, generator=g).to(dtype)
         norm = torch.rand(dim, generator=g) + 0.5
-        self.weights = ChannelWeights(-torch.logspace(-2, 1.2, heads), torch.linspace(-30.0, 30.0, inner), norm, 1e-5)
+        bias = torch.linspace(-30.0, 30.0, inner)
+        self.weights = ChannelWeights(-torch.logspace(-2, 1.2, heads), bias, norm, 1e-5, floor)
         self.memory = torch.full((SLOTS, heads, dim, dim), float("nan"), device=DEVICE)
         self.tolerance = 3 * 2.0**-8 if dtype == torch.bfloat16 else 8 * (dim + LENGTH) * 2.0**-24
         self.tolerance += 0 if INTERPRETED else 3 * 2.0**-20
@@ -59,13 +60,13 @@ class Case:
 
         beta = torch.cat([rows(self.beta)] * 2, 1)[:, len(self.weights.decay) :]  # as a split of another array
         gates = ChannelGates(rows(self.forget), beta, rows(self.behind))
-        weights = ChannelWeights(*(each.to(DEVICE) for each in self.weights[:3]), self.weights.eps)
+        weights = ChannelWeights(*(each.to(DEVICE) for each in self.weights[:3]), *self.weights[3:])
         found = GpuFolds().corrected(rows(self.mixed), gates, step_of(parts, single), self.memory, weights)
         return list(found.cpu().split([count for _, _, count in parts]))
 
     def check(self, slot: int, found: Tensor) -> None:
         length, (heads, dim) = len(found), self.memory.shape[1:3]
-        weights = ChannelWeights(*(each.double() for each in self.weights[:3]), self.weights.eps)
+        weights = ChannelWeights(*(each.double() for each in self.weights[:3]), *self.weights[3:])
         gates = ChannelGates(*(each[slot, :length].double() for each in (self.forget, self.beta, self.behind)))
         step, memory = step_of([(1, 0, length)], device=torch.device("cpu")), torch.zeros(2, heads, dim, dim).double()
         wanted = TorchFolds().corrected(self.mixed[slot, :length].double(), gates, step, memory, weights)
@@ -75,8 +76,11 @@ class Case:
 
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_prompts_and_rows_that_decode_give_what_float64_gives(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    case = Case(*shape, dtype)
+@pytest.mark.parametrize("floor", [0.0, -5.0])
+def test_prompts_and_rows_that_decode_give_what_float64_gives(
+    shape: tuple[int, int], dtype: torch.dtype, floor: float
+) -> None:
+    case = Case(*shape, dtype, floor)
     first, *_ = case.run([(3, 0, 70)])
     one, beside = case.run([(3, 70, 1), (1, 0, 75)], single=1)
     two, other = case.run([(3, 71, 1), (2, 0, 1)], single=2)

@@ -342,6 +342,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
         ops.gated(x, gates[:, :1], x.clone())
         ops.gated(x, None, x.clone())
         ops.gated(x, gates.unflatten(1, (4, 2, 64))[:, :, 1])
+        ops.gated(x, gates[:, :4, None])
         ops.rms_norm(x, torch.ones(256).bfloat16(), 1e-6)
         ops.add_rms_norm(x, x.clone(), torch.ones(256).bfloat16(), 1e-6)
         mlp(x)
@@ -358,7 +359,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
         "_route": 1,
         "_rope_store": 1,
         "_one_row": 2,
-        "_gated": 3,
+        "_gated": 4,
     }
 
 
@@ -533,16 +534,16 @@ def test_state_spaces(card: Compiler, ops: GpuOps, model: str) -> None:
     assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1, **convolutions}
 
 
-CHANNELS = {"kimi-linear": (32, 128), "awkward": (3, 20)}
+CHANNELS = {"kimi-linear": (32, 128, 0.0), "ling-3": (32, 128, -5.0), "awkward": (3, 20, 0.0)}
 
 
 @compiled_by("card", (HOPPER, LEAST), "model", CHANNELS)
 def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, model: str) -> None:
     """Rows that decode and chunks, each kernel once, whatever the numbers of rows and sequences; twice where copies of
     rows may follow."""
-    heads, dim = CHANNELS[model]
-    inner = heads * dim
-    memory, weights = torch.zeros(20, heads, dim, dim), ChannelWeights(*map(torch.zeros, (heads, inner, dim)), 1e-5)
+    heads, dim, floor = CHANNELS[model]
+    inner, memory = heads * dim, torch.zeros(20, heads, dim, dim)
+    weights = ChannelWeights(*map(torch.zeros, (heads, inner, dim)), 1e-5, floor)
     for batch in batches():
         rows = len(batch.positions)
         gates, beta = torch.zeros(rows, inner).bfloat16(), torch.zeros(rows, 8 + heads).bfloat16()[:, 8:]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+import gguf_hybrid
 import gguf_kinds
 from gguf_delta import KINDS, add_delta, of_delta
 from tiny import file_tensors
@@ -36,12 +37,16 @@ ARCHITECTURES = {
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE, "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE, "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "bailing_hybrid": gguf.MODEL_ARCH.KIMI_LINEAR,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
-NEWER = {"hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32"}
+NEWER = {
+    "hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32", "bailing_hybrid": "bailingmoe3",
+}  # fmt: skip
 """Architectures that the installed package does not have, whose tensors are called as another's."""
 IN_TURNS = ("llama", "mixtral", "bailing_moe", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Types whose rows of q and k llama.cpp's converter reorders."""
+CONFIGS = gguf_kinds.CONFIGS | {"bailing_hybrid": gguf_hybrid.add_ling}
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
 Kind = gguf.GGMLQuantizationType
@@ -66,8 +71,8 @@ def write_gguf(
     config = {"num_hidden_layers": len(config.get("layers_block_type", ())), **config}
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, NEWER.get(config["model_type"], gguf.MODEL_ARCH_NAMES[architecture]))
-    if config["model_type"] in gguf_kinds.CONFIGS:
-        gguf_kinds.CONFIGS[config["model_type"]](writer, config)
+    if config["model_type"] in CONFIGS:
+        CONFIGS[config["model_type"]](writer, config)
     elif architecture in (gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GLM_DSA, gguf.MODEL_ARCH.MISTRAL4):
         add_deepseek(writer, config, whole)
     else:
@@ -168,6 +173,9 @@ def gguf_tensors(
             continue
         if (space := gguf_kinds.of_space(name, array, config)) is not None:
             yield space
+            continue
+        if (ling := gguf_hybrid.of_ling(name, array, config)) is not None:
+            yield ling
             continue
         if (delta := gguf_kinds.of_kimi_linear(name, array)) is not None:
             yield delta

@@ -94,6 +94,13 @@ def _mixers(keys: JsonKeys) -> list[Mixer]:
     return [attention if kind == FULL else delta for kind in kinds]
 
 
+def floor_of(keys: JsonKeys, key: str, floor: float) -> float:
+    """Of decays' logarithms, as `key` says. Raises ConfigError for one that is no floor."""
+    if floor >= 0:
+        raise ConfigError(f"{keys.where}: {key} is {floor}, and must be below 0; try -5.0")
+    return floor
+
+
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Layers without key heads are delta nets, of as many heads as attention has."""
     keys.only("expert_gating_func", SIGMOID, "sigmoid")

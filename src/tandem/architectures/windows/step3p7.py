@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.architectures.family import Family
 from tandem.architectures.gguf.step35 import STEP35
+from tandem.architectures.limits import clamped, limits, of_layers, up_to
 from tandem.architectures.names import Names, Renames
 from tandem.architectures.shared import (
     FULL,
@@ -22,7 +23,7 @@ from tandem.architectures.shared import (
     text_part,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Activation, Dense, Gqa, Moe, pre_norm
+from tandem.config.layers import Dense, Gqa, Moe, pre_norm
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
@@ -61,15 +62,15 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys = _as_transformers(text_part(keys))
     keys.only("query_pre_attn_scalar", keys.optional("head_dim", 128), "scores are divided by the root of head_dim")
     norm, count = Norm(epsilon(keys), plus_one=True), layer_count(keys)
-    kinds = _of_layers(keys, "layer_types", FULL)
-    routed, shared = (_of_layers(keys, f"swiglu_limits{of}", 0.0) for of in ("", "_shared"))
+    kinds = of_layers(keys, "layer_types", FULL)
+    routed, shared = (limits(keys, f"swiglu_limits{of}") for of in ("", "_shared"))
     sparse = _sparse(keys, count)
     experts = _experts(keys, any(routed + shared))
     dense = Dense(keys.size("intermediate_size", 11264))
     layers = tuple(
         pre_norm(
             _attention(keys, kinds[i], i),
-            _clamped(experts, routed[i], shared[i]) if i in sparse else replace(dense, activation=_up_to(shared[i])),
+            clamped(experts, routed[i], shared[i]) if i in sparse else replace(dense, activation=up_to(shared[i])),
             norm,
         )
         for i in range(count)
@@ -96,18 +97,9 @@ def _as_transformers(keys: JsonKeys) -> JsonKeys:
     return keys.overlaid(said)
 
 
-def _of_layers(keys: JsonKeys, key: str, default: Any) -> list[Any]:
-    """A list of one value for each layer; those of draft layers at its end are left out."""
-    values, count = keys.get(key) or [], layer_count(keys)
-    if not isinstance(values, list) or 0 < len(values) < count:
-        raise ConfigError(f"{keys.where}: {key} must be a list of {count}, one for each layer; or remove it")
-    found = [default if value is None else value for value in values[:count]]
-    return found or [default] * count
-
-
 def _sparse(keys: JsonKeys, count: int) -> set[int]:
     """`mlp_layer_types`, or `moe_layers_enum` of the hub; all but the first three where both are absent."""
-    named, kinds = keys.get("moe_layers_enum"), _of_layers(keys, "mlp_layer_types", "")
+    named, kinds = keys.get("moe_layers_enum"), of_layers(keys, "mlp_layer_types", "")
     if any(kinds):
         return {i for i, kind in enumerate(kinds) if kind == "sparse"}
     if named is None:
@@ -123,16 +115,6 @@ def _experts(keys: JsonKeys, clamped: bool) -> Moe:
     router = replace(sigmoid_router(keys), epsilon=0.0, float32_logits=False)
     found = moe(router, keys.size("moe_intermediate_size", 1280), keys.count("share_expert_dim", 1280))
     return replace(found, apart=clamped)
-
-
-def _clamped(experts: Moe, routed: float, shared: float) -> Moe:
-    beside = None if experts.shared is None else replace(experts.shared, activation=_up_to(shared))
-    return replace(experts, experts=replace(experts.experts, activation=_up_to(routed)), shared=beside)
-
-
-def _up_to(limit: float) -> Activation:
-    """0: without a limit."""
-    return Activation("silu_clamp", limit=float(limit)) if limit else Activation()
 
 
 def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:
@@ -154,8 +136,8 @@ def _rope(keys: JsonKeys, kind: str, layer: int) -> dict[str, Any]:
     if isinstance(own, Mapping):
         return {"partial_rotary_factor": 1.0} | dict(own)
     theta = keys.get("rope_theta", 10000.0)
-    every = _of_layers(keys, "rope_theta", theta) if isinstance(theta, list) else [theta] * layer_count(keys)
-    share = _of_layers(keys, "partial_rotary_factors", 1.0)[layer]
+    every = of_layers(keys, "rope_theta", theta) if isinstance(theta, list) else [theta] * layer_count(keys)
+    share = of_layers(keys, "partial_rotary_factors", 1.0)[layer]
     scaling = keys.mapping("rope_scaling") if kind == FULL else {}
     return {"rope_type": "default"} | scaling | {"rope_theta": every[layer], "partial_rotary_factor": share}
 

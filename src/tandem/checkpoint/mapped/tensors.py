@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.mapped.shard_pages import ShardPages
 from tandem.checkpoint.mapped.shards import Shards
-from tandem.checkpoint.parts import Part
+from tandem.checkpoint.parts import Part, squeezed
 from tandem.errors import CheckpointError
 
 INTEGERS = ("I32", "I64")
@@ -42,18 +42,18 @@ class MappedTensors:
         return name in self._parts
 
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
-        """A view of the mapped file, in the stored dtype; [1, n] is a vector, too. CheckpointError when absent, not
-        of `shape`, or of a type that we cannot compute with."""
+        """A view of the mapped file, in the stored dtype; sizes of 1 may be more or fewer. CheckpointError when absent,
+        not of `shape`, or of a type that we cannot compute with."""
         part = self.part(name)
         readable = INTEGERS if whole else NUMBERS
         if part.dtype not in readable:
             whose = "its whole numbers are read" if whole else "it is read"
             raise part.wrong(f"is stored as {part.dtype}; {whose} as {' or '.join(readable)}")
-        if shape is not None and part.shape == (1, *shape):
-            return self.mapped(part)[0]
-        if shape is not None and part.shape != shape:
+        if shape is None:
+            return self.mapped(part)
+        if squeezed(part.shape) != squeezed(shape):
             raise part.wrong(f"has shape {part.shape}, but config.json implies {shape}")
-        return self.mapped(part)
+        return self.mapped(part).view(shape)
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         """Rows of a matrix by their numbers; it stays mapped as long as the function is referenced."""

@@ -1,4 +1,4 @@
-"""A delta net each of whose keys' channels decays by itself (Kimi)."""
+"""A delta net each of whose keys' channels decays by itself (Kimi, Ling 3, GLM-5.3-Flash)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ class ChannelDelta:
     """Kimi delta attention (arXiv 2510.26692): a memory of constant size instead of keys and values of all tokens.
 
     q, k and v pass a causal convolution over the last `taps` tokens; q and k get unit length. What decays and a gate of
-    the result come through small matrices of a head's width.
+    the result come through small matrices of a head's width, or with `full_rank` of one matrix each.
     """
 
     heads: int
     dim: int  # of a head's query, key and value
     taps: int
     norm: Norm  # of a head's result
+    floor: float = 0.0  # no decay's logarithm is below it; 0: it has none
+    full_rank: bool = False
 
     @property
     def inner(self) -> int:
@@ -30,8 +32,9 @@ class ChannelDelta:
         return self.heads * self.dim
 
     def params(self, hidden: int) -> int:
-        small = hidden * (2 * self.dim + self.heads) + 2 * self.dim * self.inner
-        return 4 * hidden * self.inner + small + 3 * self.inner * self.taps
+        small = 2 * hidden * self.dim + 2 * self.dim * self.inner
+        gates = 2 * hidden * self.inner if self.full_rank else small
+        return 4 * hidden * self.inner + gates + hidden * self.heads + 3 * self.inner * self.taps
 
     @property
     def chunk_row_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.rope import Rope
@@ -62,6 +63,12 @@ class Latent:
     norm: Norm = field(default=Norm(1e-6))
     index: Index | None = None  # a token looks at some others; None: at all before it
     query_scale: QueryScale | None = None
+    gate: Literal["none", "head", "channel"] = "none"  # the result times sigmoids of a projection, one for each
+
+    @property
+    def gate_rows(self) -> int:
+        """Of the projection that makes the gate."""
+        return self.heads * {"none": 0, "head": 1, "channel": self.value_dim}[self.gate]
 
     @property
     def qk_dim(self) -> int:
@@ -80,7 +87,8 @@ class Latent:
     def params(self, hidden: int) -> int:
         q = hidden * self.q_rank + (self.q_rank or hidden) * self.heads * self.qk_dim
         index = 0 if self.index is None else self.index.params(hidden, self.q_rank)
-        return index + q + hidden * self.cached_dim + self.head_params + self.heads * self.value_dim * hidden
+        out = self.heads * self.value_dim * hidden
+        return index + q + hidden * (self.cached_dim + self.gate_rows) + self.head_params + out
 
     @property
     def head_params(self) -> int:

@@ -96,7 +96,7 @@ def activate(how: Activation, gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 @triton.jit
 def _gated(x, gate, out, width, gate_row, gate_head, head, BLOCK: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
            OVERLAP: tl.constexpr):  # fmt: skip
-    """GATE: 0: none, 1: of a row, 2: of each of its numbers."""
+    """GATE: 0: none, 1: of a row, 2: of each of its numbers, 3: of each of its heads."""
     begin(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = column < width, gate + row * gate_row
@@ -104,8 +104,8 @@ def _gated(x, gate, out, width, gate_row, gate_head, head, BLOCK: tl.constexpr, 
     y = tl.load(x + row * width + column, inside, other=0.0).to(tl.float32)
     if GATE == 1:
         y *= tl.sigmoid(tl.load(at).to(tl.float32)).to(kind).to(tl.float32)
-    if GATE == 2:
-        own = tl.load(at + column // head * gate_head + column % head, inside, other=0.0)
+    if GATE >= 2:
+        own = tl.load(at + column // head * gate_head + (column % head if GATE == 2 else 0), inside, other=0.0)
         y *= tl.sigmoid(own.to(tl.float32)).to(kind).to(tl.float32)
     if ADD:
         y = tl.load(out + row * width + column, inside, other=0.0).to(tl.float32) + y.to(kind).to(tl.float32)
@@ -117,9 +117,10 @@ def gated(x: Tensor, gate: Tensor | None, out: Tensor | None) -> Tensor:
     x, width = x.contiguous(), x.shape[1]
     to, by = torch.empty_like(x) if out is None else out, x if gate is None else gate
     each = by.dim() == 3
+    kind = 0 if gate is None else 1 if not each else 3 if by.shape[2] == 1 else 2
     _gated[(len(x), triton.cdiv(width, 1024))](
-        x, by, to, width, by.stride(0), by.stride(1) if each else 0, by.shape[2] if each else width,
-        BLOCK=1024, GATE=0 if gate is None else 2 if each else 1, ADD=out is not None, num_warps=4,
+        x, by, to, width, by.stride(0), by.stride(1) if each else 0, width // by.shape[1] if each else width,
+        BLOCK=1024, GATE=kind, ADD=out is not None, num_warps=4,
         **overlapped(x.device),
     )  # fmt: skip
     return to

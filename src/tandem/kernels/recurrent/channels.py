@@ -21,19 +21,30 @@ class ChannelGates(NamedTuple):
 
 
 class ChannelWeights(NamedTuple):
-    decay: Tensor  # float32 [H]: times softplus(forget + bias) the logarithm of the decay
+    """Of logarithms of decays: decay * softplus(forget + bias), or with a floor below 0, which they do not pass,
+    floor * sigmoid(-decay * (forget + bias))."""
+
+    decay: Tensor  # float32 [H], below 0
     bias: Tensor  # float32 [H * D]
     norm: Tensor  # float32 [D]: of a head's result
     eps: float
+    floor: float = 0.0
 
 
 def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
     """mixed [T, 3 * H * D]: queries, keys and values as they come from the convolution."""
     heads, dim = len(weights.decay), len(weights.norm)
     q, k, v = mixed.unflatten(1, (3, heads, dim)).unbind(1)
-    passed = F.softplus(gates.forget.to(mixed.dtype) + weights.bias).unflatten(1, (heads, dim))
     beta = gates.beta.sigmoid().to(mixed.dtype)
-    return Tokens(_unit(q) * dim**-0.5, _unit(k), v, passed * weights.decay[:, None], beta)
+    return Tokens(_unit(q) * dim**-0.5, _unit(k), v, _logarithms(gates.forget.to(mixed.dtype), weights), beta)
+
+
+def _logarithms(forget: Tensor, weights: ChannelWeights) -> Tensor:
+    """Of decays, [T, H, D]."""
+    given = (forget + weights.bias).unflatten(1, (len(weights.decay), -1))
+    if not weights.floor:
+        return F.softplus(given) * weights.decay[:, None]
+    return weights.floor * torch.sigmoid(-weights.decay[:, None] * given)
 
 
 def channel_result(seen: Tensor, behind: Tensor, weights: ChannelWeights) -> Tensor:

@@ -43,9 +43,9 @@ class CpuFolds:
         self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
         out, (forget, beta, behind) = torch.empty_like(gates.behind), gates
-        decay, bias, norm, eps = weights
+        decay, bias, norm, eps, floor = weights
         self._ops.channel_delta(
-            self._view_of(step.batch), mixed, forget, beta, behind, decay, bias, norm, memory, out, eps
+            self._view_of(step.batch), mixed, forget, beta, behind, decay, bias, norm, memory, out, eps, floor
         )
         return out
 

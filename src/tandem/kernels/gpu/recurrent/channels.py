@@ -25,8 +25,9 @@ def _unit(x, scale, unit_eps):
 
 @triton.jit(do_not_specialize=["pairs"])
 def _keyed(mixed, forget, beta, decay, bias, asked, written, values, logs, betas, pairs, beta_stride, scale, unit_eps,
-           HEADS: tl.constexpr, DIM: tl.constexpr, DB: tl.constexpr, PAIRS: tl.constexpr,
-           OVERLAP: tl.constexpr):  # fmt: skip
+           floor, HEADS: tl.constexpr, DIM: tl.constexpr, DB: tl.constexpr, PAIRS: tl.constexpr,
+           BOUNDED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """BOUNDED: no logarithm of a decay is below `floor`."""
     begin(OVERLAP)
     n, c = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, DB)
     row, head, real = n // HEADS, n % HEADS, n < pairs
@@ -39,7 +40,8 @@ def _keyed(mixed, forget, beta, decay, bias, asked, written, values, logs, betas
     tl.store(written + to, _unit(k, 1.0, unit_eps), there)
     x = tl.load(forget + to, there, other=0.0).to(tl.float32)
     x += tl.load(bias + (head * DIM)[:, None] + c[None, :], there, other=0.0)
-    tl.store(logs + to, softplus(x) * tl.load(decay + head, real, other=0.0)[:, None], there)
+    rate = tl.load(decay + head, real, other=0.0)[:, None]
+    tl.store(logs + to, floor * tl.sigmoid(-rate * x) if BOUNDED else softplus(x) * rate, there)
     b = tl.load(beta + row * beta_stride + head, real, other=0.0)
     tl.store(betas + n, tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32), real)
 
@@ -68,8 +70,8 @@ def keyed(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens
     tokens, pairs = Tokens(asked, written, values, decay, mixed.new_empty((rows, heads))), rows * heads
     _keyed[(triton.cdiv(pairs, PAIRS),)](
         mixed.contiguous(), gates.forget.contiguous(), gates.beta, weights.decay, weights.bias, *tokens, pairs,
-        gates.beta.stride(0), dim**-0.5, UNIT_EPS, HEADS=heads, DIM=dim, DB=triton.next_power_of_2(dim), PAIRS=PAIRS,
-        num_warps=4, **overlapped(mixed.device),
+        gates.beta.stride(0), dim**-0.5, UNIT_EPS, weights.floor, HEADS=heads, DIM=dim, DB=triton.next_power_of_2(dim),
+        PAIRS=PAIRS, BOUNDED=weights.floor < 0, num_warps=4, **overlapped(mixed.device),
     )  # fmt: skip
     return tokens
 

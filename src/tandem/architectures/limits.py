@@ -1,0 +1,39 @@
+"""Limits of feed-forwards' activations that differ between layers: Step and Ling 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tandem.architectures.shared import layer_count
+from tandem.config.json_keys import JsonKeys
+from tandem.config.layers import Activation, Moe
+from tandem.errors import ConfigError
+
+
+def of_layers(keys: JsonKeys, key: str, default: Any) -> list[Any]:
+    """A list of one value for each layer; those of draft layers at its end are left out."""
+    values, count = keys.get(key) or [], layer_count(keys)
+    if not isinstance(values, list) or 0 < len(values) < count:
+        raise ConfigError(f"{keys.where}: {key} must be a list of {count}, one for each layer; or remove it")
+    found = [default if value is None else value for value in values[:count]]
+    return found or [default] * count
+
+
+def limits(keys: JsonKeys, key: str) -> list[float]:
+    """Numbers of each layer; 0: without a limit."""
+    found = of_layers(keys, key, 0.0)
+    if bad := [value for value in found if type(value) not in (int, float) or value < 0]:
+        raise ConfigError(f"{keys.where}: {key} has {bad[0]!r}, and must have numbers of 0 or more")
+    return [float(value) for value in found]
+
+
+def clamped(experts: Moe, routed: float, shared: float) -> Moe:
+    """The same experts with limits of their own."""
+    beside = None if experts.shared is None else replace(experts.shared, activation=up_to(shared))
+    return replace(experts, experts=replace(experts.experts, activation=up_to(routed)), shared=beside)
+
+
+def up_to(limit: float) -> Activation:
+    """0: without a limit."""
+    return Activation("silu_clamp", limit=limit) if limit else Activation()
