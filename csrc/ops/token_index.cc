@@ -39,9 +39,9 @@ class ChooseCall {
 
   void run() {
     for (int64_t position : batch_.positions)
-      if (position >= c_.table_rows)
+      if (s_.half > 0 && position >= c_.table_rows)
         throw std::invalid_argument("token index: a position lies beyond the rotary tables (context length)");
-    for_rows(dense_.pool, batch_.rows(), s_.dim * 4, [&](int64_t t) { store_key(t); });
+    if (c_.k) for_rows(dense_.pool, batch_.rows(), s_.dim * 4, [&](int64_t t) { store_key(t); });
     for (int64_t s = 0; s < batch_.sequences(); ++s)
       for (int32_t first = batch_.query_starts[s]; first < batch_.query_starts[s + 1]; first += kRowsPerTask)
         blocks_.push_back({s, first, std::min<int64_t>(kRowsPerTask, batch_.query_starts[s + 1] - first)});
@@ -61,15 +61,18 @@ class ChooseCall {
     const float* scores;
   };
 
-  // Of row t of sequence s: how many tokens it may look at.
+  // Of row t of sequence s: how many tokens it may look at, and keys.
   int64_t known(int64_t s, int64_t t) const { return batch_.seq_lens[s] - (batch_.query_starts[s + 1] - t) + 1; }
-  int64_t longest(const Block& b) const { return known(b.sequence, b.first + b.rows - 1); }
-  int64_t floats_of(const Block& b) const { return longest(b) > s_.budget ? b.rows * lanes(longest(b)) : 0; }
+  int64_t keys_of(int64_t s, int64_t t) const { return known(s, t) / s_.pool; }
+  int64_t most_keys() const { return s_.budget / s_.pool; }
+  int64_t longest(const Block& b) const { return keys_of(b.sequence, b.first + b.rows - 1); }
+  int64_t floats_of(const Block& b) const { return longest(b) > most_keys() ? b.rows * lanes(longest(b)) : 0; }
 
-  int64_t cache_row(int64_t s, int64_t position) const {
-    const int32_t* table = &batch_.block_tables[s * batch_.table_width()];
-    return table[position / batch_.page_size] * batch_.page_size + position % batch_.page_size;
+  // Where something lies that a page has `size` of, by its number in the sequence.
+  int64_t row_of(int64_t s, int64_t number, int64_t size) const {
+    return batch_.block_tables[s * batch_.table_width() + number / size] * size + number % size;
   }
+  int64_t cache_row(int64_t s, int64_t position) const { return row_of(s, position, batch_.page_size); }
 
   size_t run_wave(size_t first) {
     int64_t floats = 0;
@@ -107,8 +110,8 @@ class ChooseCall {
     load_keys(block.sequence, first, end - first, stride, keys);
     float* q = scratch(kQueries, lanes(s_.heads) * (s_.dim + 1));
     for (int64_t i = 0; i < block.rows; ++i) {
-      const int64_t all = known(block.sequence, block.first + i), seen = std::min(end, all) - first;
-      if (all <= s_.budget || seen <= 0) continue;
+      const int64_t all = keys_of(block.sequence, block.first + i), seen = std::min(end, all) - first;
+      if (all <= most_keys() || seen <= 0) continue;
       float* gates = q + lanes(s_.heads) * s_.dim;
       load_query(block.first + i, q, gates);
       kernels_.token_scores(q, gates, keys, lanes(s_.heads), s_.dim, stride, seen,
@@ -117,10 +120,10 @@ class ChooseCall {
   }
 
   void load_keys(int64_t s, int64_t first, int64_t count, int64_t stride, float* to) const {
-    const int64_t row = s_.dim * size_;
+    const int64_t row = s_.dim * size_, page = batch_.page_size / s_.pool;
     for (int64_t j = 0; j < count;) {  // page by page
-      const int64_t run = std::min(count - j, batch_.page_size - (first + j) % batch_.page_size);
-      kernels_.widen(static_cast<const char*>(c_.pages) + cache_row(s, first + j) * row, row, run, 1.0f,
+      const int64_t run = std::min(count - j, page - (first + j) % page);
+      kernels_.widen(static_cast<const char*>(c_.pages) + row_of(s, first + j, page) * row, row, run, 1.0f,
                      to + j * stride, s_.dim, stride, c_.type);
       j += run;
     }
@@ -171,14 +174,15 @@ class ChooseCall {
   }
 
   void choose(const Row& row) const {
-    const int64_t count = known(row.sequence, row.row), kept = std::min(count, s_.budget);
-    int32_t* out = c_.chosen + row.row * s_.budget;
-    c_.counts[row.row] = int32_t(kept);
-    std::fill(out + kept, out + s_.budget, 0);
-    if (count <= s_.budget) {
-      for (int64_t j = 0; j < count; ++j) out[j] = int32_t(cache_row(row.sequence, j));
-      return;
-    }
+    const int64_t seen = known(row.sequence, row.row), count = keys_of(row.sequence, row.row);
+    const int64_t kept = std::min(count, most_keys()), behind = seen - count * s_.pool;
+    int32_t* out = c_.chosen + row.row * s_.width();
+    c_.counts[row.row] = int32_t(kept * s_.pool + behind);
+    std::fill(out + c_.counts[row.row], out + s_.width(), 0);
+    const auto take = [&](int64_t first, int64_t tokens) {
+      for (int64_t i = first; i < first + tokens; ++i) *out++ = int32_t(cache_row(row.sequence, i));
+    };
+    if (kept == count) return take(0, seen);
     float* ranked = scratch(kKeys, count);
     std::transform(row.scores, row.scores + count, ranked, [](float x) { return x == x ? x : kNever; });
     std::nth_element(ranked, ranked + kept - 1, ranked + count, std::greater<>());
@@ -186,8 +190,9 @@ class ChooseCall {
     int64_t equal = kept - std::count_if(ranked, ranked + kept, [&](float x) { return x > least; });
     for (int64_t j = 0; j < count; ++j) {
       const float x = row.scores[j] == row.scores[j] ? row.scores[j] : kNever;
-      if (x > least || (x == least && equal-- > 0)) *out++ = int32_t(cache_row(row.sequence, j));
+      if (x > least || (x == least && equal-- > 0)) take(j * s_.pool, s_.pool);
     }
+    take(count * s_.pool, behind);
   }
 
   const DenseOps& dense_;
@@ -199,23 +204,24 @@ class ChooseCall {
   std::vector<Block> blocks_;
 };
 
-// The batch over pages of one token. A sequence of at most `budget` tokens stays as it is. Every row of a longer one
-// becomes a sequence of its own: of the tokens that it chose.
-BatchView chosen_view(const BatchView& batch, const int32_t* chosen, int64_t budget) {
+// The batch over pages of one token. A sequence whose rows all see what is before them stays as it is. Every row of
+// another becomes a sequence of its own: of the tokens that it chose.
+BatchView chosen_view(const BatchView& batch, const int32_t* chosen, const int32_t* counts, int64_t width) {
   std::vector<int32_t> starts{0}, lens, tables;
   const auto add = [&](int64_t rows, int64_t length, const auto& row_of) {
     starts.push_back(int32_t(starts.back() + rows));
     lens.push_back(int32_t(length));
-    for (int64_t j = 0; j < budget; ++j) tables.push_back(j < length ? int32_t(row_of(j)) : 0);
+    for (int64_t j = 0; j < width; ++j) tables.push_back(j < length ? int32_t(row_of(j)) : 0);
   };
   for (int64_t s = 0; s < batch.sequences(); ++s) {
     const int64_t first = batch.query_starts[s], end = batch.query_starts[s + 1], length = batch.seq_lens[s];
     const int32_t* table = &batch.block_tables[s * batch.table_width()];
-    if (length <= budget && end > first)
+    bool all = end > first;
+    for (int64_t t = first; t < end; ++t) all = all && counts[t] == length - (end - t) + 1;
+    if (all)
       add(end - first, length,
           [&](int64_t j) { return table[j / batch.page_size] * batch.page_size + j % batch.page_size; });
-    for (int64_t t = first; length > budget && t < end; ++t)
-      add(1, std::min(budget, length - (end - t) + 1), [&](int64_t j) { return chosen[t * budget + j]; });
+    for (int64_t t = first; !all && t < end; ++t) add(1, counts[t], [&](int64_t j) { return chosen[t * width + j]; });
   }
   return BatchView(batch.positions, batch.cache_slots, std::move(starts), std::move(lens), std::move(tables), {}, 1,
                    batch.num_pages * batch.page_size);
@@ -228,8 +234,8 @@ void choose_tokens(const DenseOps& dense, const BatchView& batch, const IndexSha
 }
 
 void attend_chosen(const DenseOps& dense, const BatchView& batch, const DenseOps::Heads& heads,
-                   const DenseOps::Attention& args, const int32_t* chosen, int64_t budget) {
-  dense.attention(chosen_view(batch, chosen, budget), heads, args);
+                   const DenseOps::Attention& args, const int32_t* chosen, const int32_t* counts, int64_t width) {
+  dense.attention(chosen_view(batch, chosen, counts, width), heads, args);
 }
 
 }  // namespace tandem

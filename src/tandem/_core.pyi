@@ -358,13 +358,21 @@ class TokenIndex:
     """Which tokens each row attends to, on a pool."""
 
     def __init__(
-        self, pool: WorkerPool, tier: str, heads: int, dim: int, half: int, budget: int, neighbours: bool
+        self,
+        pool: WorkerPool,
+        tier: str,
+        heads: int,
+        dim: int,
+        half: int,
+        budget: int,
+        neighbours: bool,
+        tokens: int,
     ) -> None: ...
     def choose(
         self,
         batch: BatchView,
         q: object,
-        k: object,
+        k: object | None,
         gates: object,
         norm: object,
         bias: object,
@@ -381,7 +389,14 @@ class ChosenAttention:
 
     def __init__(self, pool: WorkerPool, tier: str) -> None: ...
     def attend(
-        self, batch: BatchView, q: object, pages: object, chosen: object, out: object, scale: float
+        self,
+        batch: BatchView,
+        q: object,
+        pages: object,
+        chosen: object,
+        counts: object,
+        out: object,
+        scale: float,
     ) -> None: ...
 
 class Workspace:

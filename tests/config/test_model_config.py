@@ -78,6 +78,7 @@ def test_parameters_are_counted_as_transformers_counts_them(variant):
         "_hc.base",
         "_hc.scale",
         "hc_head",
+        "compress_ape",
     )  # not counted: no planner needs them
     counted = sum(p.numel() for n, p in model.named_parameters() if not any(s in n for s in small))
     embedding = 0 if config.tied_embeddings else config.vocab * config.hidden

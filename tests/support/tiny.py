@@ -12,12 +12,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Glm5NextTextConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+)
+
+from glm5_text import Glm5NextTextLM
 
 BOS, EOS = 256, 257
 VOCAB = 263  # 256 bytes, <bos>, <eos>, and five that no text has
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # it only knows it beside images
+AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextTextLM, exist_ok=True)  # likewise
 
 
 def settings(**keys: object) -> dict[str, object]:
@@ -345,6 +354,22 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         intermediate_size=44, first_k_dense_replace=1, n_group=2, topk_group=1, num_experts_per_tok=2, head_dim=16,
         layer_types=["linear_attention", "full_attention", "linear_attention"], kda_safe_gate=False, num_mtp_layers=0,
     )),
+    "glm5_next": ("glm5_next_text", settings(
+        num_attention_heads=5, num_key_value_heads=5, q_lora_rank=38, kv_lora_rank=42, qk_nope_head_dim=18,
+        v_head_dim=22, n_routed_experts=12, n_shared_experts=2, moe_intermediate_size=28, intermediate_size=60,
+        n_group=4, topk_group=2, num_hidden_layers=4, index_n_heads=12, index_head_dim=18, index_topk=12, index_kpool=4,
+        linear_num_heads=3, linear_head_dim=20, linear_conv_kernel_dim=4, swiglu_limit=0.3, rms_norm_eps=1e-5,
+        layer_types=["linear_attention", "indexed_attention"] * 2,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    )),
+    "glm5_next-pools": ("glm5_next_text", settings(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=33, qk_nope_head_dim=16,
+        v_head_dim=16, n_routed_experts=9, n_shared_experts=1, moe_intermediate_size=20, intermediate_size=44,
+        num_hidden_layers=3, index_n_heads=16, index_head_dim=16, index_topk=4, index_kpool=2, linear_num_heads=2,
+        linear_head_dim=32, linear_conv_kernel_dim=3, linear_lower_bound=None, hc_mult=3, hc_sinkhorn_iters=5,
+        swiglu_limit=0.5, layer_types=["indexed_attention", "linear_attention", "indexed_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    )),
     "lfm2_moe": ("lfm2_moe", settings(
         num_attention_heads=6, num_key_value_heads=2, num_experts=10, moe_intermediate_size=28, intermediate_size=60,
         num_dense_layers=1, conv_L_cache=3, num_hidden_layers=4,
@@ -475,7 +500,7 @@ class TinyModels:
         return path
 
     def unchosen(self, variant: str) -> Path:
-        """The same weights, of which every token uses all experts."""
+        """The same weights, of which every token uses all experts, and looks at all pools of tokens."""
         path = self._directory / f"{variant}-unchosen"
         if not path.exists():
             shutil.copytree(self[variant], path)
@@ -484,6 +509,8 @@ class TinyModels:
             config[chosen] = next(config[key] for key in EXPERT_COUNTS if config.get(key))
             for groups in {"n_group", "num_expert_group"} & set(config):
                 config["topk_group"] = config[groups]
+            if "index_kpool" in config:
+                config["index_topk"] = 64 * config["index_kpool"]
             (path / "config.json").write_text(json.dumps(config))
         return path
 
@@ -503,6 +530,8 @@ def save_tiny(variant: str, path: Path, **more: object) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks", "base")):  # else all ones and zeros: tests nothing
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+            if name.endswith(("A_log", "compress_ape", "compress_gate")) and tensor.unique().numel() == 1:
+                tensor.copy_(torch.randn_like(tensor) * 0.3)
             if name.endswith(("router.scale", "expert_scale", "layer_scalar")):  # likewise
                 tensor.mul_(1 + torch.randn_like(tensor) * 0.2)
             if name.endswith("tid2eid"):

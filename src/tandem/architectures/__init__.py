@@ -25,6 +25,7 @@ from tandem.architectures import (
 from tandem.architectures.family import Family, Gguf
 from tandem.architectures.recurrent import (
     bailing_hybrid,
+    glm5_next,
     granite,
     kimi_linear,
     lfm2_moe,
@@ -41,10 +42,10 @@ from tandem.errors import ConfigError
 _ALL = (
     afmoe.FAMILY, bailing_hybrid.FAMILY, bailing_moe.FAMILY, *deepseek.FAMILIES, deepseek_v4.FAMILY,
     *deepseek_v32.FAMILIES, dots1.FAMILY, ernie4_5_moe.FAMILY, exaone_moe.FAMILY, *gemma4.FAMILIES,
-    *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, gpt_oss.FAMILY, *granite.FAMILIES, hunyuan_v1_moe.FAMILY, hy_v3.FAMILY,
-    kimi_linear.FAMILY, laguna.FAMILY, lfm2_moe.FAMILY, mimo_v2_flash.FAMILY, minimax_m2.FAMILY, *mistral4.FAMILIES,
-    *mixtral.FAMILIES, nemotron_h.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY, *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES,
-    step3p7.FAMILY,
+    *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, glm5_next.FAMILY, gpt_oss.FAMILY, *granite.FAMILIES,
+    hunyuan_v1_moe.FAMILY, hy_v3.FAMILY, kimi_linear.FAMILY, laguna.FAMILY, lfm2_moe.FAMILY, mimo_v2_flash.FAMILY,
+    minimax_m2.FAMILY, *mistral4.FAMILIES, *mixtral.FAMILIES, nemotron_h.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY,
+    *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES, step3p7.FAMILY,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""

@@ -9,7 +9,7 @@ from tandem.architectures.dspark import BLOCK_SIZE, with_block
 from tandem.architectures.family import Family
 from tandem.architectures.gguf.deepseek_v4 import DEEPSEEK_V4
 from tandem.architectures.names import DraftNames, Names
-from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe
+from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe, positive
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Activation, Moe, Router, pre_norm
 from tandem.config.mechanisms.hyper import Hyper
@@ -34,8 +34,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     _refuse_others(keys)
     norm, count = Norm(epsilon(keys), wide=True), layer_count(keys)
     hyper = Hyper(
-        _count(keys, "hc_mult", 4),
-        _count(keys, "hc_sinkhorn_iters", 20),
+        positive(keys, "hc_mult", 4),
+        positive(keys, "hc_sinkhorn_iters", 20),
         keys.optional("hc_eps", 1e-6),
         norm.eps,
     )
@@ -49,14 +49,6 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     guessing = Drafts(pre_norm(attention[SLIDING], experts, norm, hyper), norm)
     made = assembled(keys, generation, tuple(layers), norm)
     return with_block(keys, made, guessing) if keys.get(BLOCK_SIZE) else _with_draft(keys, made, guessing)
-
-
-def _count(keys: JsonKeys, key: str, usual: int) -> int:
-    """At least 1."""
-    value = keys.count(key, usual, most=256)
-    if not value:
-        raise ConfigError(f"{keys.where}: {key} is 0; try {usual}")
-    return value
 
 
 def _refuse_others(keys: JsonKeys) -> None:

@@ -43,6 +43,14 @@ def text_part(keys: JsonKeys, part: str = "text_config") -> JsonKeys:
     return inside if said is None else inside.overlaid({"tie_word_embeddings": said})
 
 
+def positive(keys: JsonKeys, key: str, usual: int) -> int:
+    """A small number of at least 1. usual: what an absent key means."""
+    value = keys.count(key, usual, most=256)
+    if not value:
+        raise ConfigError(f"{keys.where}: {key} is 0; try {usual}")
+    return value
+
+
 def layer_count(keys: JsonKeys) -> int:
     return keys.size("num_hidden_layers", 24, most=10_000)
 

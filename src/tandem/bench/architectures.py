@@ -171,6 +171,17 @@ CONFIGS = {
         "routed_scaling_factor": 2.5, "vocab_size": 157184, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
         "rope_theta": 6e6,
     },
+    "glm-5.3-flash": {
+        "model_type": "glm5_next", "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256,
+        "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "index_kpool": 4, "linear_attn_config": {
+            "num_heads": 64, "head_dim": 128, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0,
+        },
+        "n_routed_experts": 288, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "intermediate_size": 12288, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "swiglu_limit": 10.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
+        "vocab_size": 154880, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
+    },
     "deepseek-v2-lite": _latent(
         2048, 27, 1, 16, None, 64, 6, 1408, model_type="deepseek_v2", n_shared_experts=2, intermediate_size=10944,
         topk_method="greedy", vocab_size=102400, max_position_embeddings=163840, rope_theta=1e4,
@@ -188,7 +199,9 @@ _CHANNEL_FP8 = {
         "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
     }},
 }  # fmt: skip
-for _name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-coder-480b-a35b", "qwen3-next-80b", "qwen3.5-35b-a3b"):
+for _name in (
+    "qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-coder-480b-a35b", "qwen3-next-80b", "qwen3.5-35b-a3b", "glm-5.3-flash",
+):  # fmt: skip
     CONFIGS[f"{_name}-fp8"] = CONFIGS[_name] | {"quantization_config": _FP8}
 for _name in ("glm-4.5-air", "glm-4.6"):
     CONFIGS[f"{_name}-fp8"] = CONFIGS[_name] | {"quantization_config": _CHANNEL_FP8}

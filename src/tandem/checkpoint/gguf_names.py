@@ -22,6 +22,7 @@ OUTER_STREAMS = {f"output_hc_{part}": f"model.hc_head.hc_{part}" for part in ("f
 PLAIN = (
     ".e_score_correction_bias", ".expert_bias", ".sinks", ".A_log", ".D", ".dt_bias", ".position_bias", ".tid2eid",
     "_hc.fn", "_hc.base", "_hc.scale", "router.scale", ".per_expert_scale", "layer_scalar",
+    ".index_kpool_compress_ape",
 )  # fmt: skip
 LAYER = "model.layers."
 

@@ -26,6 +26,7 @@ from tandem.config.gpu_scratch import (
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
+from tandem.config.mechanisms.latent import Latent
 from tandem.config.memory import (
     GPU_PREFILL_TOKENS,
     ROPE_WORDS,
@@ -115,6 +116,10 @@ def without_kernels(model: ModelConfig) -> str:
 
 def _without_kernels(mixer: Mixer) -> str:
     """Why there are no kernels for it: a head's memory fits in no registers, or its keys in no shared memory."""
+    if isinstance(mixer, Latent) and not mixer.rope_dim:
+        return "the GPU kernels of latent attention need channels that turn"
+    if isinstance(mixer, Latent) and mixer.index is not None and mixer.index.pool > 1:
+        return "there are no GPU kernels for indexers whose keys stand for several tokens"
     if isinstance(mixer, Gqa) and mixer.head_dim > MAX_HEAD:
         return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {mixer.head_dim}"
     if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:

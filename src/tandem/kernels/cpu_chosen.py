@@ -10,6 +10,8 @@ from torch import Tensor
 from tandem import _core
 from tandem.config.mechanisms.latent import Index
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.pooled_index import PooledKeys, PoolWeights, close_pools
+from tandem.kernels.recurrent.folds import Step
 from tandem.kernels.token_index import Chosen, IndexWeights
 
 
@@ -31,15 +33,36 @@ class CpuTokenIndex:
         self._ops, self._shape, self._weights = ops, shape, weights
         self._index = _core.TokenIndex(
             ops.pool, ops.tier, shape.heads, shape.dim, shape.rope.dims // 2, shape.budget,
-            shape.rope.pairs == "neighbours",
+            shape.rope.pairs == "neighbours", shape.pool,
         )  # fmt: skip
 
     def __call__(self, q: Tensor, k: Tensor, gates: Tensor, batch: BatchLayout, pages: Tensor) -> Chosen:
+        chosen = _empty(self._shape, gates)
         view = self._ops.view_of(batch, pages)
-        sizes = (len(q), self._shape.budget), (len(q),)
-        chosen = Chosen(*(gates.new_empty(size, dtype=torch.int32) for size in sizes))
         self._index.choose(view, q, k, gates, *self._weights, pages, *chosen, self._shape.eps)
         return chosen
+
+
+class CpuPooledIndex:
+    """`PooledIndex`: torch makes keys of pools, of which a step has few."""
+
+    def __init__(self, ops: Views, shape: Index, weights: PoolWeights) -> None:
+        self._ops, self._shape, self._weights = ops, shape, weights
+        self._index = _core.TokenIndex(
+            ops.pool, ops.tier, shape.heads, shape.dim, 0, shape.budget, neighbours=False, tokens=shape.pool
+        )
+
+    def __call__(self, q: Tensor, made: Tensor, gates: Tensor, step: Step, kept: PooledKeys) -> Chosen:
+        s, w = self._shape, self._weights
+        close_pools(made, step.rows, kept, s, w)
+        chosen, still = _empty(s, gates), gates.new_empty((1, 0))
+        view = self._ops.view_of(step.batch, kept.tokens)
+        self._index.choose(view, q, None, gates, w.norm, w.bias, still, still, kept.keys, *chosen, s.eps)
+        return chosen
+
+
+def _empty(shape: Index, gates: Tensor) -> Chosen:
+    return Chosen(*(gates.new_empty(size, dtype=torch.int32) for size in ((len(gates), shape.most), (len(gates),))))
 
 
 class CpuChosenAttention:
@@ -51,5 +74,5 @@ class CpuChosenAttention:
     def __call__(self, q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen) -> Tensor:
         rows, heads, head_dim = q.shape
         out, view = q.new_empty((rows, heads * head_dim)), self._ops.view_of(batch, pages)
-        self._attention.attend(view, q, pages, chosen.rows, out, scale)
+        self._attention.attend(view, q, pages, chosen.rows, chosen.counts, out, scale)
         return out

@@ -23,7 +23,7 @@ from tandem.kernels import gates, routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.batch_views import BatchViews
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
-from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuTokenIndex
+from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuPooledIndex, CpuTokenIndex
 from tandem.kernels.cpu_streams import CpuStreams
 from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, Gates, columns_of, made
 from tandem.kernels.gates import without_gates
@@ -46,6 +46,7 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
+from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
 from tandem.kernels.recurrent.cpu_folds import CpuFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
@@ -212,6 +213,9 @@ class CpuOps(InMemory):
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return CpuTokenIndex(self, shape, weights)
+
+    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
+        return CpuPooledIndex(self, shape, weights)
 
     def route(
         self,

@@ -83,17 +83,24 @@ class _Moves:
     def __init__(self, ops: HeadOps, s: LatentSizes, step: int) -> None:
         row, head, each = s.width, s.nope + s.rope, range(s.heads)
         self.straight = ops.columns([ColumnRun(h * head, h * s.nope, s.nope) for h in each])
-        turned = (_halves(h * head + s.nope, h * row, s.rope, step) for h in each)
-        self.turned = ops.columns([run for runs in turned for run in runs])
-        self.turned_key = ops.columns(_halves(s.rank, s.heads * row, s.rope, step))
+        turned = [run for h in each for run in _halves(h * head + s.nope, h * row, s.rope, step)]
+        self.turned = ops.columns(turned) if turned else _nothing
+        self.turned_key = ops.columns(_halves(s.rank, s.heads * row, s.rope, step)) if turned else _nothing
         self.latent = ops.columns([ColumnRun(0, 0, s.rank)])
         self.absorbed = ops.columns([ColumnRun(h * s.rank, h * row + s.rope, s.rank) for h in each])
         self.key = ops.columns([ColumnRun(0, s.heads * row + s.rope, s.rank)])
         self.seen = ops.columns([ColumnRun(h * row + s.rope, h * s.rank, s.rank) for h in each])
 
 
+def _nothing(x: Tensor, out: Tensor) -> None:
+    """No columns."""
+
+
 def _halves(source: int, target: int, width: int, step: int) -> list[ColumnRun]:
-    """Rotary pairs of neighbours (step 2) as halves: 0, 2, … 1, 3, … (Transformers' rope_interleave)."""
+    """Rotary pairs of neighbours (step 2) as halves: 0, 2, … 1, 3, … (Transformers' rope_interleave). [] where nothing
+    turns."""
     half = width // 2
+    if not half:
+        return []
     first = (0, 1) if step == 2 else (0, half)
     return [ColumnRun(source + at, target + i * half, half, step) for i, at in enumerate(first)]

@@ -24,6 +24,7 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
 from tandem.kernels.hyper import HyperStreams, HyperWeights
+from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.ranks.group import Group
 from tandem.kernels.recurrent.folds import Folds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
@@ -370,6 +371,10 @@ class Ops(Protocol):
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         """An indexer of this shape, bound to its small weights (`kernels/token_index.py`)."""
+        ...
+
+    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
+        """One whose keys stand for several tokens each (`kernels/pooled_index.py`)."""
         ...
 
     def route(

@@ -44,6 +44,7 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
+from tandem.kernels.pooled_index import PooledIndex, PoolWeights, TorchPooledIndex
 from tandem.kernels.recurrent.folds import TorchFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
 from tandem.kernels.shared_kv.weights import SharedKvWeights
@@ -273,6 +274,9 @@ class TorchOps(InMemory):
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return TorchTokenIndex(shape, weights)
+
+    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
+        return TorchPooledIndex(shape, weights)
 
     def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
         return SharedKvHeads(shape, weights, plain_attend, self.per_head(weights.groups, fmt))

@@ -14,7 +14,7 @@ from tandem.kernels.token_index import Chosen
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
-from tandem.models.token_choice import TokenChoice
+from tandem.models.token_choice import PooledChoice, TokenChoice
 
 
 class LatentAttention:
@@ -36,9 +36,10 @@ class LatentAttention:
         self.query_scales = _query_scales(b, shape.query_scale)
         self.gate = b.linear([name + "g_proj"], [share(s.gate_rows)], hidden) if s.gate_rows else None
         self.out = b.linear([name + "o_proj"], [hidden], share(s.heads * s.value_dim), bias=s.bias)
-        self.choice: TokenChoice | None = None
+        self.choice: TokenChoice | PooledChoice | None = None
         if s.index is not None and s.index.reuse is None:
-            self.choice = TokenChoice(b, s.index, s.q_rank, name + "indexer")
+            kind = TokenChoice if s.index.pool == 1 else PooledChoice
+            self.choice = kind(b, s.index, s.q_rank, name + "indexer")
 
     def reads(self) -> list[SureRead]:
         down = sure_reads() if self.q_down is None else sure_reads(self.q_down)
@@ -47,9 +48,8 @@ class LatentAttention:
         return [*down, *choice, *sure_reads(self.query, self.kv_down, *gate, self.out)]
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        ((latents, *keys),) = states
-        wanted = self._query_input(x)
-        chosen = self._chosen(x, wanted, p, *keys)
+        latents, wanted = states[0][0], self._query_input(x)
+        chosen = self._chosen(x, wanted, p, states)
         q = self.query(wanted)
         if self.query_scales is not None:
             q = q * self.query_scales[p.batch.positions]
@@ -58,12 +58,12 @@ class LatentAttention:
             seen = self.ops.gated(seen, self.gate(x).unflatten(1, (self.shape.heads, -1)))
         return self.out(seen)
 
-    def _chosen(self, x: Tensor, latent: Tensor, p: Pass, *keys: Tensor) -> Chosen | None:
+    def _chosen(self, x: Tensor, latent: Tensor, p: Pass, states: States) -> Chosen | None:
         """Which tokens the rows attend to: this layer's choice, or that of one before it; None: all."""
         index = self.shape.index
         if self.choice is not None:
             p.links.clear()  # of long prompts a choice takes megabytes, and nobody asks for older ones
-            p.links[self.layer] = self.choice(x, latent, p, *keys)
+            p.links[self.layer] = self.choice(x, latent, p, states)
             return p.links[self.layer]
         return None if index is None or index.reuse is None else p.links[index.reuse]
 

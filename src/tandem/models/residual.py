@@ -76,6 +76,23 @@ class MixedStreams:
         return self.streams.advanced(residual, None, RowNorm(norm, eps, self.ops.rms_norm), self.last)[1]
 
 
+@dataclass(frozen=True, slots=True)
+class MeanOfStreams:
+    """Behind the last block of several streams: their mean, without weights."""
+
+    ops: Ops
+
+    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
+        settle(p)
+        return self.peek(p.residual, norm, eps)
+
+    def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        total = residual[:, 0].float()
+        for j in range(1, residual.shape[1]):  # bits must not depend on the number of rows
+            total = total + residual[:, j].float()
+        return self.ops.rms_norm((total / residual.shape[1]).to(residual.dtype), norm, eps)
+
+
 def settle(p: Pass) -> None:
     """What is pending becomes part of the stream."""
     if p.pending is None:
@@ -115,7 +132,7 @@ def end_of(b: Builder, names: Names) -> Residual:
     hyper = b.config.layers[0].hyper
     if hyper is None:
         return OneStream(b.ops, scale_of(b, len(b.config.layers) - 1, names))
-    return summed_up(b, hyper, "model.hc_head.hc_")
+    return MeanOfStreams(b.ops) if hyper.mean else summed_up(b, hyper, "model.hc_head.hc_")
 
 
 def summed_up(b: Builder, hyper: Hyper, name: str) -> Residual:

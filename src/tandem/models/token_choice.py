@@ -3,15 +3,18 @@ between them, and how its keys are cached, is in `kernels/token_index.py` and `k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tandem.config.mechanisms.latent import Index
 from tandem.kernels.ops import SureRead
+from tandem.kernels.pooled_index import PooledKeys, PoolWeights
 from tandem.kernels.token_index import Chosen, IndexWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
-from tandem.models.passing import Pass
+from tandem.models.passing import Arrays, Pass
 
 
 class TokenChoice:
@@ -29,6 +32,30 @@ class TokenChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.key, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, keys: Tensor) -> Chosen | None:
-        """x [T, hidden], normed; latent [T, q_rank], of the queries; keys: the pages of the indexer's."""
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, kept: Sequence[Arrays]) -> Chosen | None:
+        """x [T, hidden], normed; latent [T, q_rank], of the queries; kept: of the layer, with the indexer's keys."""
+        ((_, keys),) = kept
         return self.index(self.query(latent), self.key(x), self.gates(x, torch.float32), p.batch, keys)
+
+
+class PooledChoice:
+    """Keys that stand for several tokens each: a token makes a key and its gates in one matrix (GLM-5.3-Flash)."""
+
+    def __init__(self, b: Builder, shape: Index, q_rank: int, name: str) -> None:
+        """name: of the indexer's module."""
+        name, hidden, pooled = name + ".", b.config.hidden, name + ".index_kpool_compress_"
+        self.query = b.linear([name + "wq_b"], [shape.heads * shape.dim], q_rank)
+        self.keys = b.linear([name + "wk", pooled + "gate"], [shape.dim] * 2, hidden)
+        self.gates = b.float_linear(name + "weights_proj", shape.heads, hidden)
+        norm, bias = (b.float_tensor(f"{name}k_norm.{part}", shape.dim) for part in ("weight", "bias"))
+        places = b.float_tensor(pooled + "ape", shape.pool, shape.dim)
+        self.index = b.ops.pooled_index(shape, PoolWeights(norm, bias, places))
+
+    def reads(self) -> list[SureRead]:
+        return sure_reads(self.query, self.keys, self.gates)
+
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, kept: Sequence[Arrays]) -> Chosen:
+        """As `TokenChoice`'s."""
+        (tokens,), (ring,), (keys,) = kept
+        made = self.keys(x)
+        return self.index(self.query(latent), made, self.gates(x, torch.float32), p, PooledKeys(tokens, ring, keys))

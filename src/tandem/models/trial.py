@@ -64,4 +64,4 @@ class _NoOps:
     joins_late = False
     group = None
     folds = None
-    latent = experts = mlp = delta_rule = shared_kv = streams = token_index = linear
+    latent = experts = mlp = delta_rule = shared_kv = streams = token_index = pooled_index = linear

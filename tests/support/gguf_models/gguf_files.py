@@ -37,16 +37,17 @@ ARCHITECTURES = {
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE, "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE, "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
-    "bailing_hybrid": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "bailing_hybrid": gguf.MODEL_ARCH.KIMI_LINEAR, "glm5_next_text": gguf.MODEL_ARCH.KIMI_LINEAR,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NEWER = {
     "hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32", "bailing_hybrid": "bailingmoe3",
+    "glm5_next_text": "glm5-next",
 }  # fmt: skip
 """Architectures that the installed package does not have, whose tensors are called as another's."""
 IN_TURNS = ("llama", "mixtral", "bailing_moe", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Types whose rows of q and k llama.cpp's converter reorders."""
-CONFIGS = gguf_kinds.CONFIGS | {"bailing_hybrid": gguf_hybrid.add_ling}
+CONFIGS = gguf_kinds.CONFIGS | {"bailing_hybrid": gguf_hybrid.add_ling, "glm5_next_text": gguf_hybrid.add_glm5}
 NORMAL, CONTROL = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
 
 Kind = gguf.GGMLQuantizationType
@@ -174,8 +175,8 @@ def gguf_tensors(
         if (space := gguf_kinds.of_space(name, array, config)) is not None:
             yield space
             continue
-        if (ling := gguf_hybrid.of_ling(name, array, config)) is not None:
-            yield ling
+        if (hybrid := gguf_hybrid.of_ling(name, array, config) or gguf_hybrid.of_glm5(name, array, config)):
+            yield hybrid
             continue
         if (delta := gguf_kinds.of_kimi_linear(name, array)) is not None:
             yield delta

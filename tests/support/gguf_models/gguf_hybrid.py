@@ -1,4 +1,5 @@
-"""Ling 3 as llama.cpp's converter writes it: decays as they are, gates under names of small matrices."""
+"""Ling 3 and GLM-5.3-Flash as llama.cpp's converter writes them. Ling's decays are as they are, its gates under names
+of small matrices."""
 
 from __future__ import annotations
 
@@ -67,3 +68,64 @@ def of_ling(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         attends = config["layer_types"][int(found[1])] == "full_attention"
         return f"{block}{'attn_gate' if attends else 'ssm_g_a'}.weight", array
     return (block + LING[last], array) if last in LING else None
+
+
+INDEXER = {
+    "head_count": "index_n_heads", "key_length": "index_head_dim", "top_k": "index_topk", "kpool": "index_kpool",
+}  # fmt: skip
+
+
+def add_glm5(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    gguf_kinds.add_sizes(writer, config)
+    writer.add_head_count_kv([int(kind != "linear_attention") for kind in config["layer_types"]])
+    writer.add_layer_norm_eps(1e-6)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    if config["linear_lower_bound"] is not None:
+        writer.add_float32("glm5-next.kda.gate_lower_bound", config["linear_lower_bound"])
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_rope_dimension_count(0)
+    writer.add_key_length(config["kv_lora_rank"])
+    writer.add_value_length(config["kv_lora_rank"])
+    writer.add_key_length_mla(config["qk_nope_head_dim"])
+    writer.add_value_length_mla(config["v_head_dim"])
+    for key, ours in INDEXER.items():
+        writer.add_uint32(f"glm5-next.attention.indexer.{key}", config[ours])
+    writer.add_bool("glm5-next.attention.indexer.kpool_select_tail", True)
+    writer.add_array("glm5-next.attention.indexer.types", [kind == "full" for kind in config["indexer_types"]])
+    writer.add_uint32("glm5-next.hyper_connection.count", config["hc_mult"])
+    writer.add_uint32("glm5-next.hyper_connection.sinkhorn_iterations", config["hc_sinkhorn_iters"])
+    writer.add_float32("glm5-next.hyper_connection.epsilon", config["hc_eps"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    for kind in ("exp", "shexp"):
+        limits = [config["swiglu_limit"]] * config["num_hidden_layers"]
+        writer.add_array(f"glm5-next.swiglu_clamp_{kind}", limits)
+
+
+GLM5 = {
+    "index_kpool_compress_gate": "indexer_compressor_gate.weight", "wq_b.weight": "indexer.attn_q_b.weight",
+    "index_kpool_compress_ape": "indexer_compressor_ape.weight", "wk.weight": "indexer.attn_k.weight",
+    "weights_proj.weight": "indexer.proj.weight", "k_norm.weight": "indexer.k_norm.weight",
+    "k_norm.bias": "indexer.k_norm.bias",
+}  # fmt: skip
+
+
+def of_glm5(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray] | None:
+    """Indexers and streams; None for all else, which is called as in Kimi-Linear."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+    if config["model_type"] != "glm5_next_text" or found is None:
+        return None
+    if found[2].startswith("hc_"):
+        return f"blk.{found[1]}.{found[2]}.weight", array
+    inner = found[2].removeprefix("self_attn.indexer.")
+    return (f"blk.{found[1]}.{GLM5[inner]}", array) if inner != found[2] else None

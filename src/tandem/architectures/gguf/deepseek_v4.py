@@ -50,7 +50,7 @@ def config(keys: GgufKeys) -> dict[str, Any]:
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.5),
         "num_hash_layers": keys.need("hash_layer_count"),
-        "swiglu_limit": _limit(keys),
+        "swiglu_limit": limit_of(keys),
         "hc_mult": keys.need("hyper_connection.count"),
         "hc_sinkhorn_iters": keys.need("hyper_connection.sinkhorn_iterations"),
         "hc_eps": keys.number("hyper_connection.epsilon", 1e-6),
@@ -78,7 +78,7 @@ def _attention(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _limit(keys: GgufKeys) -> float:
+def limit_of(keys: GgufKeys) -> float:
     limits = keys.numbers("swiglu_clamp_exp")
     if not limits:
         raise keys.refuse("swiglu_clamp_exp", "is missing: convert the model again with today's llama.cpp")

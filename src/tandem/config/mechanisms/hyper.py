@@ -13,13 +13,14 @@ class Hyper:
 
     All streams make, in float32, weights of three kinds: how they are summed up for a block, how much of its result
     each gets, and how they mix. The mixing matrix is normed by rows and columns in turn, `iterations` times, so that it
-    neither grows nor shrinks what it mixes.
+    neither grows nor shrinks what it mixes. mean: behind the last block they are summed up alike.
     """
 
     streams: int
     iterations: int
     eps: float  # of those norms
     norm_eps: float  # of the norm of all streams together
+    mean: bool = False
 
     @property
     def weights(self) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tandem.config.mechanisms.norm import Norm
 from tandem.config.rope import Rope
-from tandem.config.state import Array, Pages, State
+from tandem.config.state import Array, Pages, Ring, State
 from tandem.errors import ConfigError
 
 
@@ -16,7 +16,9 @@ class Index:
     """Which tokens a token looks at: of itself and all before it the `budget` best. A token's score for another is the
     weighted sum of what small heads of their own say, as far as it is positive (DeepSeek-V3.2's lightning indexer).
 
-    reuse: the layer whose choice counts here, too; None: this one chooses, and keeps a key of every token.
+    reuse: the layer whose choice counts here, too; None: this one chooses, and keeps a key of every token. pool: so
+    many tokens have one key (GLM-5.3-Flash), a sum of theirs by a softmax of gates, channel by channel. It counts once
+    the last of them is there, and stands for all; tokens behind the last whole pool are always looked at.
     """
 
     heads: int
@@ -25,9 +27,29 @@ class Index:
     rope: Rope
     reuse: int | None = None
     eps: float = 1e-6  # of the keys' norm, which takes away their mean, too
+    pool: int = 1
+
+    def __post_init__(self) -> None:
+        if self.pool < 1 or self.budget % self.pool:
+            raise ConfigError(
+                f"config.json: index_kpool {self.pool} does not divide index_topk {self.budget}; try 4 and 2048"
+            )
+
+    @property
+    def most(self) -> int:
+        """Tokens that a row looks at, at most."""
+        return self.budget + self.pool - 1
 
     def params(self, hidden: int, q_rank: int) -> int:
-        return 0 if self.reuse is not None else self.heads * (q_rank * self.dim + hidden) + hidden * self.dim
+        if self.reuse is not None:
+            return 0
+        keys = self.dim if self.pool == 1 else 2 * self.dim  # and gates
+        return self.heads * (q_rank * self.dim + hidden) + hidden * keys
+
+    def states(self) -> tuple[State, ...]:
+        """Of keys of pools: what the tokens of one that is open have made, then the keys."""
+        key = Array("index", (1, self.dim))
+        return Ring(Array("pool", (2 * self.dim,)), self.pool), Pages((key,), self.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +77,7 @@ class Latent:
     q_rank: int  # queries are made from a latent of this width; 0: straight from the hidden state
     kv_rank: int
     nope_dim: int  # of a query and key head: channels that are not turned …
-    rope_dim: int  # … and that are; the key's are shared by all heads
+    rope_dim: int  # … and that are, 0: none; the key's are shared by all heads
     value_dim: int  # of a head
     rope: Rope
     bias: bool = False
@@ -101,16 +123,18 @@ class Latent:
 
     def seen(self, context: int) -> int:
         """How many of so many tokens a token looks at."""
-        return context if self.index is None else min(context, self.index.budget)
+        return context if self.index is None else min(context, self.index.most)
 
     @property
     def scored_channels(self) -> int:
         """Products that a token costs for each before it, where it chooses."""
         index = self.index
-        return 0 if index is None or index.reuse is not None else index.heads * index.dim
+        return 0 if index is None or index.reuse is not None else index.heads * index.dim // index.pool
 
     def states(self) -> tuple[State, ...]:
         latent = Array("latent", (1, self.cached_dim))
         if self.index is None or self.index.reuse is not None:
             return (Pages((latent,)),)
+        if self.index.pool > 1:
+            return Pages((latent,)), *self.index.states()
         return (Pages((latent, Array("index", (1, self.index.dim)))),)

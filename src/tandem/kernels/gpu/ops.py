@@ -52,6 +52,7 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
+from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.ranks.group import Group
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
@@ -200,6 +201,9 @@ class GpuOps:
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return GpuTokenIndex(shape, weights)
+
+    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
+        raise KernelError("there are no GPU kernels for keys that stand for several tokens")
 
     def gated(self, x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)
