@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import math
 from typing import Any
 
 import ollama
@@ -14,7 +14,6 @@ from echo_tokenizer import EchoTokenizer
 from server_harness import LocalServer
 from server_requests import run, user
 from tandem.errors import EngineError
-from tandem.server.ollama import routes
 from tandem.server.ollama.writer import OllamaWriter
 from tool_outputs import ARGUMENTS, OPENAI_TOOLS, OUTPUTS
 
@@ -169,28 +168,18 @@ def test_options_that_change_nothing_are_named():
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("given", "zero"),
-    [(0, True), ("0", True), ("0s", True), ("0m0.0s", True), ("-0", True), ("5m", False), ("0m5s", False)],
-)
-def test_a_duration_of_nothing(given: object, zero: bool):
-    assert routes._is_zero(given) == zero
-
-
-def test_a_long_duration_of_nothing_is_read_in_no_time():
-    began = time.thread_time()
-    assert not routes._is_zero("0" * 50 + "!") and not routes._is_zero("0" * 100_000 + "!")
-    assert time.thread_time() - began < 1.0  # it was 2^50 steps
-
-
-def test_a_model_that_stays_is_not_told_as_unloaded():
-    """`ollama stop` asks for that, with either route."""
+def test_a_model_that_stays_for_good_is_unloaded_by_an_empty_prompt_alone():
+    """`ollama stop` asks for that, with either route. Without --sleep-idle-seconds clients do not say how long it
+    stays."""
 
     async def scenario(server: LocalServer):
+        sleep = server.state.client.sleep
         for path, nothing in (("/api/generate", {"prompt": ""}), ("/api/chat", {"messages": []})):
             for zero in (0, 0.0, "0", "0s", "0m0s", "-0s"):
-                refused = await server.post(path, **nothing, keep_alive=zero)
-                assert refused.status_code == 400 and "keep_alive" in refused.json()["error"], zero
+                unloaded = await server.post(path, **nothing, keep_alive=zero)
+                assert unloaded.json()["done_reason"] == "unload" and sleep.seconds_left == 0, zero
+                assert "x-tandem-ignored" not in unloaded.headers
+                sleep.keep(math.inf)
             for more in (None, -1, 300, "5m", "10s", "-1m"):
                 loaded = await server.post(path, **nothing, keep_alive=more)
                 assert loaded.json()["done_reason"] == "load", more
@@ -199,8 +188,10 @@ def test_a_model_that_stays_is_not_told_as_unloaded():
                 )
             wrong = await server.post(path, **nothing, options={"frequency_penalty": 101})
             assert wrong.status_code == 400 and "options.frequency_penalty" in wrong.json()["error"]
+            wrong = await server.post(path, **nothing, keep_alive="soon")
+            assert wrong.status_code == 400 and "keep_alive" in wrong.json()["error"]
         answered = await server.post("/api/generate", prompt="x", keep_alive=0, stream=False)
-        assert answered.json()["done_reason"] == "stop"
+        assert answered.json()["done_reason"] == "stop" and sleep.seconds_left == math.inf
         assert answered.headers["x-tandem-ignored"] == "keep_alive"
 
     run(scenario)

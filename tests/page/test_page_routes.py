@@ -125,7 +125,7 @@ def test_hosts_that_are_not_allowed_get_no_page() -> None:
 def test_live_numbers_of_a_dense_model() -> None:
     async def scenario(server: LocalServer) -> None:
         seen = (await server.client.get("/tandem/live")).json()
-        assert seen["engine"] == {"up": True, "why_down": "", "restarts": 0}
+        assert seen["engine"] == {"up": True, "why_down": "", "restarts": 0, "asleep": False, "wakes": 0}
         assert seen["experts"] is None and seen["stats"]["pages_total"] == echo_engine.PAGES
 
     run(scenario)
@@ -192,6 +192,7 @@ def test_a_busy_or_dead_engine_keeps_no_viewer_waiting(monkeypatch: pytest.Monke
         server.state.client.detach("it has died and is being restarted")
         seen = (await get("/tandem/live")).json()
         assert seen["experts"] is None and seen["stats"]["steps"] == 0
-        assert seen["engine"] == {"up": False, "why_down": "it has died and is being restarted", "restarts": 0}
+        down = {"up": False, "why_down": "it has died and is being restarted", "restarts": 0}
+        assert seen["engine"] == down | {"asleep": False, "wakes": 0}
 
     run(scenario, loaded=echo_engine.load_routed(EngineConfig(model="echo"), 2, 16))

@@ -10,7 +10,7 @@ import pytest
 from echo_tokenizer import EOS
 from server_harness import LocalServer
 from server_requests import error_of, events, pages_are_back, run
-from tandem.server.engine_client import RequestStream
+from tandem.server.request_stream import RequestStream
 
 
 def test_generate():

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from quiet_clock import PATIENCE
+from supervision import answer, engine_path, request, until
 from tandem.config import EngineConfig
-from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import ConfigError, EngineError, RequestError
 from tandem.server import supervisor
 from tandem.server.engine_client import EngineClient
@@ -26,13 +26,8 @@ Supervised = tuple[EngineClient, EngineSupervisor, asyncio.Task[None]]
 
 @pytest.fixture(autouse=True)
 def engine_finds_tests(monkeypatch: pytest.MonkeyPatch):
-    source, support = Path(supervisor.__file__).parents[2], Path(__file__).parents[1] / "support"
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (support, support / "fakes", source))))
+    monkeypatch.setenv("PYTHONPATH", engine_path())
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 0.01)
-
-
-def request(name: str, prompt: list[int], **sampling) -> GenerateRequest:
-    return GenerateRequest(id=name, prompt_ids=prompt, sampling=SamplingParams(**sampling))
 
 
 @contextlib.asynccontextmanager
@@ -49,20 +44,6 @@ async def supervised(
         await boss.stop()
         with contextlib.suppress(EngineError, ConfigError):
             await asyncio.wait_for(running, PATIENCE)
-
-
-async def until(condition, seconds: float = PATIENCE) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def answer(client: EngineClient, one: GenerateRequest) -> str:
-    stream = client.submit([one])
-    try:
-        return "".join([output.text for output in await asyncio.wait_for(stream.next(), PATIENCE)])
-    finally:
-        client.release(stream)
 
 
 def test_answers_and_clean_stop():

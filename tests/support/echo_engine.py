@@ -28,7 +28,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.engine.protocol import ExpertStats
 from tandem.engine.start.parts import EngineParts
-from tandem.errors import EngineError
+from tandem.errors import ConfigError, EngineError
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.server.engine_process import LoadedEngine
 
@@ -151,6 +151,13 @@ def load_when_told(config: EngineConfig) -> LoadedEngine:
     """When the file `served_model_name` is there."""
     while not Path(str(config.served_model_name)).exists():
         time.sleep(0.02)
+    return load(config)
+
+
+def load_unless_gone(config: EngineConfig) -> LoadedEngine:
+    """When the file `served_model_name` is not there."""
+    if Path(str(config.served_model_name)).exists():
+        raise ConfigError("the model went away")
     return load(config)
 
 

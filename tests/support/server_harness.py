@@ -58,6 +58,7 @@ def local_state(
     wire = LocalSocket(state)
     facts = EngineReady(plan=loaded.plan, model_path="echo", model_type="echo", vocab_size=loaded.vocab_size)
     state.engine_ready(facts)
+    state.client.sleep.released.set()  # there is no process of it
     state.client.attach(lambda message: wire.inbox.append(engine_client.encode(message)))
     return state, EngineLoop(loaded.engine, wire), wire
 

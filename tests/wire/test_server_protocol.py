@@ -16,7 +16,7 @@ from server_harness import LocalServer, listening_server, local_state
 from server_requests import error_of, pages_are_back
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import TandemError
-from tandem.server import engine_client
+from tandem.server import request_stream
 from tandem.server.guard import bodies, protocol
 from tandem.server.limits import MAX_BODY_BYTES
 
@@ -264,8 +264,8 @@ def test_a_client_that_reads_nothing_is_disconnected(monkeypatch) -> None:
 
 
 def test_a_stream_that_is_read_too_slowly_ends_with_its_reason(monkeypatch) -> None:
-    monkeypatch.setattr(engine_client, "MAX_UNREAD_OUTPUTS", 50)
-    monkeypatch.setattr(engine_client, "MAX_UNREAD_PER_ANSWER", 1)
+    monkeypatch.setattr(request_stream, "MAX_UNREAD_OUTPUTS", 50)
+    monkeypatch.setattr(request_stream, "MAX_UNREAD_PER_ANSWER", 1)
 
     async def go() -> None:
         state, loop, _ = local_state()

@@ -27,6 +27,7 @@ STATS = "Expert statistics"
 _MEAN_NOTHING = {
     ("chunked_prefill_size", 0): "give a number of tokens, or -1 for whole prompts",
     ("expert_distribution_recorder_buffer_size", 0): "give a number of steps, or -1 for all",
+    ("sleep_idle_seconds", 0): "give seconds, or -1 for an engine that stays",
 }  # fmt: skip
 _ONE_PROCESS = "Use 1: one engine process serves the model."
 
@@ -90,6 +91,10 @@ class EngineConfig:
     max_queued_requests: int | None = flag(
         None, "Answers that may wait for a place; more get status 429.", group=SERVER, minimum=0
     )
+    sleep_idle_seconds: float | None = flag(
+        None, "Idle seconds until its memory is given back.", group=SERVER, minimum=-1.0,
+        essential=True,
+    )  # fmt: skip
     shutdown_timeout: float = flag(
         60.0, "Seconds that running requests have to finish after SIGTERM.", group=SERVER, minimum=0.0
     )

@@ -32,24 +32,26 @@ from tandem.server.openai_schema import (
     CompletionRequest,
     ModelCard,
     ModelList,
+    ModelStatus,
 )
 from tandem.server.page import routes as page
 from tandem.server.responses import routes as responses_routes
 from tandem.server.responses import schema as responses_schema
-from tandem.server.sglang_schema import AbortBody, SglangAnswer, SglangRequest
+from tandem.server.sglang_schema import AbortBody, MemoryBody, SglangAnswer, SglangRequest
 from tandem.server.state import ServerState
 
 _SENT_TYPES = [
     ChatRequest, CompletionRequest, SglangRequest, AbortBody, anthropic_schema.MessagesRequest,
     anthropic_schema.CountRequest, info_schema.TokenizeBody, info_schema.DetokenizeBody,
     responses_schema.ResponsesRequest, ollama_schema.ChatBody, ollama_schema.GenerateBody, ollama_schema.ShowBody,
+    MemoryBody,
 ]  # fmt: skip
 _SCHEMA_TYPES = [
     *_SENT_TYPES, ChatCompletion, Completion, SglangAnswer, ModelList, ErrorBody, anthropic_schema.Message,
     anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.Tokens, info_schema.Text,
     info_schema.Load, info_schema.Loads, info_schema.Props, info_schema.LmStudioModel, info_schema.LmStudioModels,
     responses_schema.Response, responses_schema.InputTokens, responses_schema.Deleted, ollama_schema.Chunk,
-    ollama_schema.Tags, ollama_schema.Show, ollama_schema.OllamaError,
+    ollama_schema.Tags, ollama_schema.Running, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
 _BODIES = (
     "ChatRequest", "CompletionRequest", "SglangSampling", "MessagesRequest", "ResponsesRequest", "Options",
@@ -123,7 +125,8 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
 
 def _card(state: ServerState) -> ModelCard:
     length = state.engine.plan.context_length
-    return ModelCard(state.model_name, state.started_at, length, length, root=state.config.model)
+    status = ModelStatus("sleeping" if state.client.sleep.asleep else "loaded")
+    return ModelCard(state.model_name, state.started_at, length, length, root=state.config.model, status=status)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

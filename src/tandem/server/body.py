@@ -221,13 +221,13 @@ def json_response(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def body_schema(kind: type[msgspec.Struct], **also: Any) -> dict[str, Any]:
-    """The OpenAPI fragment that documents a JSON body of this type, definitions inlined by reference. also: what else
-    its JSON schema says."""
+def body_schema(kind: type[msgspec.Struct], *, needed: bool = True, **also: Any) -> dict[str, Any]:
+    """The OpenAPI fragment that documents a JSON body of this type, definitions inlined by reference. needed: whether
+    the body may not be left out. also: what else its JSON schema says."""
     (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     if also:
         schema = {"allOf": [schema, also]}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": needed, "content": {"application/json": {"schema": schema}}}}
 
 
 def given(name: str, **schema: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,6 @@ from tandem.engine.protocol import (
     EngineStats,
     ExpertsRecorded,
     ExpertTraffic,
-    FirstToken,
     GenerateRequest,
     LookAtExperts,
     RecordExperts,
@@ -23,123 +22,12 @@ from tandem.engine.protocol import (
 )
 from tandem.errors import BusyError, EngineError, RequestError, TandemError
 from tandem.server.errors import ApiError
-from tandem.server.limits import MAX_UNREAD_OUTPUTS, MAX_UNREAD_PER_ANSWER
 from tandem.server.messages import CacheFlushed, FlushCache, FromEngine, RequestRefused, StepOutputs, ToEngine
+from tandem.server.request_stream import RequestStream, StreamObserver
+from tandem.server.sleep import Sleep
 
-
-class StreamObserver(Protocol):
-    """Told what users notice; `server/metrics.py` counts it."""
-
-    def first_token(self, seconds: float, took: FirstToken | None) -> None: ...
-    def next_token(self, seconds: float, tokens: int) -> None: ...
-    def finished(self, reason: str, seconds: float) -> None: ...
-
-
-class _Answer:
-    """Times of one of the n answers of one prompt."""
-
-    __slots__ = ("last_token_at",)
-
-    def __init__(self) -> None:
-        self.last_token_at: float | None = None
-
-
-class RequestStream:
-    """The outputs of one HTTP request: one or more prompts, each with n answers, in the order they arrive.
-
-    `next` returns what has come since the last call (at least one output), or [] when all answers are finished.
-    """
-
-    def __init__(self, requests: Sequence[GenerateRequest], observer: StreamObserver, name: str = "") -> None:
-        """name: what the client calls all of `requests` together, if it does."""
-        self.name = name
-        self.position = {request.id: index for index, request in enumerate(requests)}
-        self.submitted_at = time.monotonic()
-        self._open = {(r.id, i): _Answer() for r in requests for i in range(r.sampling.n)}
-        self.overflown = False  # so much lies unread that the answers must end
-        self._most_unread = max(MAX_UNREAD_OUTPUTS, MAX_UNREAD_PER_ANSWER * len(self._open))
-        self._observer = observer
-        self._arrived: list[TokenOutput] = []
-        self._error: TandemError | None = None
-        self._wake: asyncio.Future[None] | None = None
-
-    @property
-    def open_answers(self) -> int:
-        return len(self._open)
-
-    def is_open(self, request_id: str) -> bool:
-        return any(key[0] == request_id for key in self._open)
-
-    def open_indices(self, request_id: str) -> list[int]:
-        return [index for owner, index in self._open if owner == request_id]
-
-    async def next(self) -> list[TokenOutput]:
-        while not self._arrived:
-            if self._error is not None:
-                raise self._error
-            if not self._open:
-                return []
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def push(self, output: TokenOutput) -> None:
-        answer = self._open.get((output.id, output.index))
-        if answer is None:
-            return
-        self._observe(answer, output)
-        if output.finish_reason is not None:
-            del self._open[(output.id, output.index)]
-        if output.finish_reason == "error":
-            self._observer.finished("error", time.monotonic() - self.submitted_at)
-            self.fail_reader(_failure(output))
-            return
-        self._arrived.append(output)
-        self._notify()
-        if len(self._arrived) > self._most_unread and self._error is None:
-            message = f"{len(self._arrived)} tokens were made before any of them was read; read faster"
-            self.fail_reader(ApiError(408, message, kind="timeout_error", code="client_too_slow"))
-            self.overflown = True
-
-    def end(self) -> None:
-        """Nobody will read: nothing is open any more."""
-        self._open.clear()
-
-    def fail(self, error: TandemError, request_id: str | None = None) -> None:
-        """The reader gets `error` after what has arrived. Answers of `request_id` (None: all) run no more."""
-        for key in [k for k in self._open if request_id in (None, k[0])]:
-            del self._open[key]
-        if self._error is None:
-            self._observer.finished("error", time.monotonic() - self.submitted_at)
-        self.fail_reader(error)
-
-    def fail_reader(self, error: TandemError) -> None:
-        """The reader gets `error`; the answers run on until `EngineClient.release`."""
-        if self._error is None:
-            self._error = error
-            self._notify()
-
-    def _observe(self, answer: _Answer, output: TokenOutput) -> None:
-        now = time.monotonic()
-        if output.token_ids:
-            if answer.last_token_at is None:
-                self._observer.first_token(now - self.submitted_at, output.first_token)
-            else:
-                self._observer.next_token(now - answer.last_token_at, len(output.token_ids))
-            answer.last_token_at = now
-        if output.finish_reason is not None and output.finish_reason != "error":
-            self._observer.finished(output.finish_reason, now - self.submitted_at)
-
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-
-def _failure(output: TokenOutput) -> TandemError:
-    """Whose fault it was."""
-    said = output.error or "the engine failed on this request"
-    return EngineError(said) if output.refused is None else RequestError(said, output.refused)
+ASLEEP = "the engine is asleep, and its memory is free; a request wakes it"
+WAKING = "the model is being loaded again"
 
 
 class _Route(NamedTuple):
@@ -150,7 +38,8 @@ class _Route(NamedTuple):
 
 
 class EngineClient:
-    """Routes outputs to streams by request id. `attach` and `detach` follow the engine's lives.
+    """Routes outputs to streams by request id. `attach` and `detach` follow the engine's lives. While it is asleep
+    requests wait here.
 
     The engine knows a request by a serial number of ours. A client may use its id again at once, and what the engine
     still says about the earlier request must not reach the new one.
@@ -158,8 +47,9 @@ class EngineClient:
     Not thread-safe: everything happens on the event loop.
     """
 
-    def __init__(self, observer: StreamObserver) -> None:
+    def __init__(self, observer: StreamObserver, sleep_idle_seconds: float | None = None) -> None:
         self.stats = EngineStats()
+        self.sleep = Sleep(sleep_idle_seconds, lambda: self._recording or self.open_answers > 0)
         self._observer = observer
         self._send: Callable[[ToEngine], None] | None = None
         self._why_down = "the engine is starting"
@@ -169,13 +59,24 @@ class EngineClient:
         self._flushes: list[asyncio.Future[None]] = []
         self._recordings: list[asyncio.Future[ExpertsRecorded]] = []
         self._looks: list[asyncio.Future[ExpertTraffic]] = []
+        self._recording = False
+        self._wakes: list[asyncio.Future[None]] = []
+        self._asleep = False
+        self._waiting: dict[str, GenerateRequest] = {}  # by serial, for the engine to wake
 
     @property
     def ready(self) -> bool:
+        """Whether an engine is there. `takes_requests` is true while it is asleep, too."""
         return self._send is not None
 
     @property
+    def takes_requests(self) -> bool:
+        return self.ready or self._asleep
+
+    @property
     def why_down(self) -> str:
+        if self._asleep:
+            return WAKING if self.sleep.waking else ASLEEP
         return self._why_down
 
     @property
@@ -187,34 +88,67 @@ class EngineClient:
         return {route.stream for route in self._routes.values()}
 
     def attach(self, send: Callable[[ToEngine], None]) -> None:
-        """The engine is ready; from now on messages go through `send`."""
-        self._send = send
+        """The engine is ready; from now on messages go through `send`. What has waited for it goes first."""
+        self._send, self._asleep = send, False
+        for request in self._waiting.values():
+            send(request)
+        self._waiting = {}
+        for woken in self._wakes:
+            if not woken.done():
+                woken.set_result(None)
+        self._wakes = []
 
     def detach(self, why: str) -> None:
         """The engine is gone: every request in flight ends now with an `EngineError`."""
-        self._send = None
-        self._why_down = why
-        self.stats = EngineStats()
+        self._why_down, self._asleep = why, False
         streams = self._all_streams()
-        self._routes, self._serials = {}, {}
-        waiting: list[asyncio.Future[Any]] = [*self._flushes, *self._recordings, *self._looks]
-        self._flushes, self._recordings, self._looks = [], [], []
+        self._routes, self._serials, self._waiting = {}, {}, {}
         for stream in streams:
             stream.fail(EngineError(why))
-        for answer in waiting:
+        wakes, self._wakes = self._wakes, []
+        self._lose_engine(why, wakes)
+
+    def fall_asleep(self) -> None:
+        """The engine ends, since nobody uses it: requests wait for the next one, and `sleep` hears of them."""
+        self._asleep = True
+        for flush in self._flushes:
+            if not flush.done():
+                flush.set_result(None)
+        self._lose_engine(ASLEEP)
+
+    def _lose_engine(self, why: str, waiting: Sequence[asyncio.Future[Any]] = ()) -> None:
+        """Questions to it end with an EngineError, as do those in `waiting`."""
+        self._send, self._recording = None, False
+        self.stats = EngineStats()
+        asked: list[asyncio.Future[Any]] = [*waiting, *self._flushes, *self._recordings, *self._looks]
+        self._flushes, self._recordings, self._looks = [], [], []
+        for answer in asked:
             if not answer.done():
                 answer.set_exception(EngineError(why))
 
-    def submit(self, requests: Sequence[GenerateRequest], name: str = "") -> RequestStream:
-        """`abort` then takes `name` for all of them. Raises EngineError when no engine is ready, RequestError when an
-        id is already in use."""
+    async def wake(self) -> None:
+        """Until the engine takes requests. Raises EngineError where it cannot be loaded."""
+        if self.ready:
+            return
+        if not self._asleep:
+            raise EngineError(self._why_down)
+        self.sleep.wake()
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wakes.append(woken)
+        await woken
+
+    def submit(
+        self, requests: Sequence[GenerateRequest], name: str = "", probe: bool = False
+    ) -> RequestStream:
+        """`abort` then takes `name` for all of them. Raises EngineError when no engine is ready or asleep,
+        RequestError when an id is already in use."""
         for request in requests:
             if request.id in self._serials:
                 raise RequestError(f"the request id {request.id!r} is in use; send another", "rid")
-        stream = RequestStream(requests, self._observer, name)
+        stream = RequestStream(requests, self._observer, name, probe)
         for request in requests:
             serial = str(next(self._numbers))
-            self._tell(msgspec.structs.replace(request, id=serial))
+            self._generate(msgspec.structs.replace(request, id=serial))
             self._serials[request.id] = serial
             self._routes[serial] = _Route(stream, request.id)
         return stream
@@ -226,11 +160,15 @@ class EngineClient:
             if serial not in self._routes or self._routes[serial].stream is not stream:
                 continue
             del self._serials[request_id], self._routes[serial]
-            if self._send is not None and stream.is_open(request_id):
-                self._send(AbortRequest(id=serial))
+            if stream.is_open(request_id):
+                self._abort(serial)
         if stream.open_answers:
             self._observer.finished("abort", time.monotonic() - stream.submitted_at)
             stream.end()
+        if stream.probe:
+            self.sleep.look()
+        else:
+            self.sleep.used()
 
     def abort(self, request_id: str) -> bool:
         """Stop one request by id, those submitted by one name, or all with "". Their readers see finish_reason "abort".
@@ -239,20 +177,36 @@ class EngineClient:
             i for i in self._serials if request_id in ("", i, self._routes[self._serials[i]].stream.name)
         ]
         for i in found:
-            self._tell(AbortRequest(id=self._serials[i]))
+            self._abort(self._serials[i])
             stream = self._routes[self._serials[i]].stream
             for index in stream.open_indices(i):
                 stream.push(TokenOutput(id=i, index=index, text="", token_ids=[], finish_reason="abort"))
         return bool(found)
 
+    def _generate(self, request: GenerateRequest) -> None:
+        """request: with a serial as its id."""
+        if self._asleep:
+            self._waiting[request.id] = request
+            self.sleep.wake()
+        else:
+            self._tell(request)
+
+    def _abort(self, serial: str) -> None:
+        if self._waiting.pop(serial, None) is None and self._send is not None:
+            self._send(AbortRequest(id=serial))
+
     async def flush_cache(self) -> None:
+        if self._asleep:  # its cache ended with it
+            return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tell(FlushCache())
         self._flushes.append(done)
         await done
 
     async def record_experts(self, action: Literal["start", "stop", "dump"]) -> ExpertsRecorded:
-        """Raises RequestError (nothing is recorded), ApiError 500 (a file cannot be written), EngineError."""
+        """Wakes the engine. Raises RequestError (nothing is recorded), ApiError 500 (a file cannot be written),
+        EngineError."""
+        await self.wake()
         done: asyncio.Future[ExpertsRecorded] = asyncio.get_running_loop().create_future()
         self._tell(RecordExperts(action=action))
         self._recordings.append(done)
@@ -287,6 +241,8 @@ class EngineClient:
                 if not flush.done():  # its client may have left
                     flush.set_result(None)
             case ExpertsRecorded():
+                self._recording = message.recording if message.error is None else self._recording
+                self.sleep.look()
                 recording = self._recordings.pop(0)
                 if not recording.done():
                     recording.set_result(message)
@@ -315,7 +271,7 @@ class EngineClient:
 
     def _tell(self, message: ToEngine) -> None:
         if self._send is None:
-            raise EngineError(self._why_down)
+            raise EngineError(self.why_down)
         self._send(message)
 
 

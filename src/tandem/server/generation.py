@@ -124,12 +124,13 @@ class Generation:
     """
 
     def __init__(
-        self, state: ServerState, http: Request, requests: Sequence[GenerateRequest], name: str = ""
-    ) -> None:
-        """name: by which `/abort_request` stops all of them."""
+        self, state: ServerState, http: Request, requests: Sequence[GenerateRequest], name: str = "",
+        probe: bool = False,
+    ) -> None:  # fmt: skip
+        """name: by which `/abort_request` stops all of them. probe: no use of the engine, only a question to it."""
         self.requests = requests
         self._client = state.client
-        self._stream = state.submit(requests, name)
+        self._stream = state.submit(requests, name, probe)
         self._span = state.traces.begin(http.url.path, http.headers, requests)
         self._alarm = self._set_alarm(http)
 

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 from tandem.engine.protocol import EngineStats, ExpertStats, FirstToken, SpeculationStats
+from tandem.server.sleep import Sleep
 
 _TTFT_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -127,6 +128,21 @@ def _of_experts(stats: ExpertStats) -> Iterator[Metric]:
         yield CounterMetricFamily(f"tandem_{name}", text, getattr(stats, field))
 
 
+class SleepCollector:
+    """Turns what `Sleep` knows into metrics."""
+
+    def __init__(self, sleep: Sleep) -> None:
+        self._sleep = sleep
+
+    def collect(self) -> Iterator[Metric]:
+        sleep = self._sleep
+        text = "1 while the engine is asleep and its memory is free; a request wakes it"
+        yield GaugeMetricFamily("tandem_engine_sleeping", text, float(sleep.asleep))
+        yield CounterMetricFamily("tandem_engine_wakes", "Times that a request woke the engine", sleep.wakes)
+        text = "Time that requests waited for that"
+        yield CounterMetricFamily("tandem_engine_wake_seconds", text, sleep.wake_seconds)
+
+
 class ServerMetrics:
     """What the API process sees. Implements `StreamObserver`."""
 
@@ -158,6 +174,9 @@ class ServerMetrics:
         self, stats: Callable[[], EngineStats], up: Callable[[], bool], restarts: Callable[[], int]
     ) -> None:
         self.registry.register(EngineCollector(stats, up, restarts))
+
+    def watch_sleep(self, sleep: Sleep) -> None:
+        self.registry.register(SleepCollector(sleep))
 
     def first_token(self, seconds: float, took: FirstToken | None) -> None:
         self._ttft.observe(seconds)

@@ -147,6 +147,12 @@ class Architecture(msgspec.Struct, frozen=True):
     output_modalities: tuple[str, ...] = ("text",)
 
 
+class ModelStatus(msgspec.Struct, frozen=True):
+    """llama.cpp's: "loaded" or "sleeping"."""
+
+    value: str = "loaded"
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """`max_model_len` is vLLM's name of the context's length, `context_length` OpenRouter's."""
 
@@ -158,6 +164,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str = "tandem"
     root: str = ""
     architecture: Architecture = Architecture()
+    status: ModelStatus = ModelStatus()
 
 
 class ModelList(msgspec.Struct, frozen=True):

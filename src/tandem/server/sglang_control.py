@@ -13,31 +13,32 @@ import tandem
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
 from tandem.server.body import body_schema, decode, given, json_response, read_body
-from tandem.server.errors import unavailable
+from tandem.server.errors import ApiError, unavailable
 from tandem.server.generation import Generation
 from tandem.server.guard.traces import shown_endpoint
 from tandem.server.limits import HEALTH_SECONDS
 from tandem.server.openai_sampling import new_id
-from tandem.server.sglang_schema import AbortBody
+from tandem.server.sglang_schema import AbortBody, MemoryBody
 from tandem.server.state import ServerState
 
 _SECRET_FIELDS = {"api_key", "given"}
 _ABORT_BODY = body_schema(AbortBody, anyOf=[given("rid", minLength=1), given("abort_all", const=True)])
+_MEMORY_BODY = body_schema(MemoryBody, needed=False)
 _RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
 
 
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health", summary="200 when the engine takes requests, else 503")
+    @router.get("/health", summary="200 when requests are taken, else 503")
     async def health() -> Response:
         state.check_up()
-        return json_response({"status": "ok"})
+        return json_response({"status": state.engine_status})
 
-    @router.get("/health_generate", summary="Generates one token")
+    @router.get("/health_generate", summary="Generates one token, unless the engine is asleep")
     async def health_generate(http: Request) -> Response:
         await _generate_one(state, http)
-        return json_response({"status": "ok"})
+        return json_response({"status": state.engine_status})
 
     @router.get("/get_model_info")
     @router.get("/model_info", operation_id="model_info")
@@ -72,7 +73,29 @@ def routes(state: ServerState) -> APIRouter:
         body = decode(await read_body(http), AbortBody)
         return json_response({"aborted": _abort(state, body)})
 
+    _add_memory_routes(router, state)
     return router
+
+
+def _add_memory_routes(router: APIRouter, state: ServerState) -> None:
+    @router.post(
+        "/release_memory_occupation", openapi_extra=_MEMORY_BODY, summary="End the engine once nothing runs"
+    )
+    async def release_memory_occupation(http: Request) -> Response:
+        await _check_tags(http)
+        state.check_up()
+        state.client.sleep.soon()
+        await state.client.sleep.released.wait()
+        return json_response({"status": "sleeping"})
+
+    @router.post(
+        "/resume_memory_occupation", openapi_extra=_MEMORY_BODY, summary="Load the engine, and wait for it"
+    )
+    async def resume_memory_occupation(http: Request) -> Response:
+        await _check_tags(http)
+        state.check_up()
+        await state.client.wake()
+        return json_response({"status": "ok"})
 
 
 def _abort(state: ServerState, body: AbortBody) -> bool:
@@ -82,15 +105,26 @@ def _abort(state: ServerState, body: AbortBody) -> bool:
     return state.client.abort("" if body.abort_all else body.rid or "")
 
 
+async def _check_tags(http: Request) -> None:
+    """Raises ApiError 400."""
+    body = await read_body(http)
+    tags = decode(body, MemoryBody).tags if body.strip() else None
+    if tags is not None and "weights" not in tags:
+        text = "memory of all kinds is released and resumed together, with the engine; leave tags out"
+        raise ApiError(400, text, param="tags", code="not_available")
+
+
 async def _generate_one(state: ServerState, http: Request) -> None:
-    """A busy engine need not come to this token in time: that it made others is as good. Raises ApiError 503,
-    EngineError."""
+    """A busy engine need not come to this token in time: that it made others is as good. One that is asleep stays so.
+    Raises ApiError 503, EngineError."""
     state.check_up()
+    if not state.client.ready:
+        return
     made = state.client.stats.generated_tokens
     prompt = await state.encode("Hello", add_special_tokens=True)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     generation = Generation(
-        state, http, [GenerateRequest(id=new_id("health"), prompt_ids=prompt, sampling=sampling)]
+        state, http, [GenerateRequest(id=new_id("health"), prompt_ids=prompt, sampling=sampling)], probe=True
     )
     try:
         async with asyncio.timeout(HEALTH_SECONDS):
@@ -132,4 +166,6 @@ def _server_info(state: ServerState) -> dict[str, Any]:
         "open_answers": state.client.open_answers,
         "engine_restarts": state.restarts(),
         "engine_up": state.client.ready,
+        "engine_sleeping": state.client.sleep.asleep,
+        "engine_wakes": state.client.sleep.wakes,
     }

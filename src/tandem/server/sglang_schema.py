@@ -64,6 +64,12 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
+class MemoryBody(msgspec.Struct, kw_only=True):
+    """POST /release_memory_occupation, /resume_memory_occupation. `tags`: kinds of memory, all of them here."""
+
+    tags: list[str] | None = None
+
+
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     """{"type": "stop", "matched": …} | {"type": "length", "length": …} | {"type": "abort", "message": …}"""
 

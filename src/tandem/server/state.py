@@ -18,7 +18,7 @@ from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
 from tandem.hub.names import shown_name
 from tandem.server.chat.model import ChatModel
-from tandem.server.engine_client import EngineClient, RequestStream
+from tandem.server.engine_client import EngineClient
 from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.guard.traces import traces_of
 from tandem.server.info.model_files import ModelFiles, model_files
@@ -26,6 +26,7 @@ from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.reader import PromptReader, PromptTokenizer
+from tandem.server.request_stream import RequestStream
 
 
 class TextTokenizer(PromptTokenizer, Protocol):
@@ -52,7 +53,7 @@ class ServerState:
         self.config = config
         self.metrics = ServerMetrics()
         self.traces = traces_of(config, lambda: self.model_name)
-        self.client = EngineClient(self.metrics)
+        self.client = EngineClient(self.metrics, config.sleep_idle_seconds)
         self.started_at = int(time.time())
         self.draining = False
         self.http_active = 0
@@ -65,6 +66,7 @@ class ServerState:
         self._engine: EngineReady | None = None
         self.files = ModelFiles()
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
+        self.metrics.watch_sleep(self.client.sleep)
 
     def _restarts(self) -> int:
         return self.restarts()
@@ -116,15 +118,26 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_up(self) -> None:
-        """Raises ApiError 503 unless the engine takes requests."""
+        """Raises ApiError 503 unless requests are taken: an engine that is asleep wakes for them."""
         if self.draining:
             raise unavailable("the server is shutting down")
-        if not self.client.ready:
+        if not self.client.takes_requests:
             raise unavailable(self.client.why_down)
 
-    def admit(self, answers: int = 1) -> None:
-        """Called before any work is done for a request, and with their number before answers are submitted. Raises
-        ApiError 503 or 429."""
+    @property
+    def engine_status(self) -> str:
+        """"ok", "sleeping" or "waking"; of an engine that takes requests."""
+        if self.client.ready:
+            return "ok"
+        return "waking" if self.client.sleep.waking else "sleeping"
+
+    def admit(self) -> None:
+        """Called before any work is done for a request. Raises ApiError 503 or 429."""
+        self._check_places(1)
+        self.client.sleep.used()
+
+    def _check_places(self, answers: int) -> None:
+        """Raises ApiError 503 or 429."""
         self.check_up()
         if self.client.open_answers + answers > self._most_answers:
             raise overloaded(f"{self._most_answers} answers may run or wait; try again later")
@@ -172,14 +185,17 @@ class ServerState:
             self.check_ids(request.prompt_ids)
             engine_limits.answer_limit(request, *room)
 
-    def submit(self, requests: Sequence[GenerateRequest], name: str = "") -> RequestStream:
-        """name: of all of them. Raises RequestError, EngineError, ApiError 503 and 429."""
+    def submit(
+        self, requests: Sequence[GenerateRequest], name: str = "", probe: bool = False
+    ) -> RequestStream:
+        """name: of all of them. probe: as `RequestStream` has it. Raises RequestError, EngineError, ApiError 503
+        and 429."""
         self.check(requests)
         answers = sum(request.sampling.n for request in requests)
         if answers > self._most_answers:  # there will never be room
             raise RequestError(f"at most {self._most_answers} answers in one request, not {answers}", "n")
-        self.admit(answers)
-        return self.client.submit(requests, name)
+        self._check_places(answers)
+        return self.client.submit(requests, name, probe)
 
 
 def _room(plan: Plan) -> tuple[int, int]:

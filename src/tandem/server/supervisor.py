@@ -48,6 +48,7 @@ class _Life(enum.Enum):
     STOPPED = "stopped"
     NEVER_READY = "never ready"
     DIED = "died"
+    SLEPT = "slept"
 
 
 class EngineSupervisor:
@@ -80,13 +81,17 @@ class EngineSupervisor:
     async def run(self) -> None:
         """Lives, deaths and restarts. Raises EngineError when the engine cannot be started (again), ConfigError when
         what was asked cannot be met."""
-        short_lives = failed_starts = lives = 0
+        short_lives = failed_starts = lives = failed_wakes = 0
         try:
             while not self._stopping.is_set():
                 began = time.monotonic()
                 how = await self._one_life()
                 if how is _Life.STOPPED:
                     return
+                if self._client.sleep.asleep:
+                    failed_wakes = failed_wakes + 1 if how is _Life.NEVER_READY else 0
+                    await self._rest(failed_wakes)
+                    continue
                 failed_starts = failed_starts + 1 if how is _Life.NEVER_READY else 0
                 lives += how is _Life.DIED
                 attempts = START_ATTEMPTS if lives else FIRST_ATTEMPTS if self._was_killed else 1
@@ -107,6 +112,25 @@ class EngineSupervisor:
         self._stopping.set()
         if self._send is not None:
             self._send(StopEngine())
+
+    async def _rest(self, failed_wakes: int) -> None:
+        """Until a request wants the engine. One that could not be loaded again: the requests that waited are told why,
+        and the next one tries again."""
+        sleep = self._client.sleep
+        if failed_wakes:
+            why = f"the model could not be loaded again: {self._start_error}"
+            log.error("%s", why)
+            sleep.failed()
+            self._client.detach(why)
+            await self._pause(failed_wakes)
+            self._client.fall_asleep()
+        sleep.released.set()
+        waits = [asyncio.create_task(event.wait()) for event in (sleep.wanted, self._stopping)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if not self._stopping.is_set():
+            log.info("a request wakes the engine")
 
     async def _pause(self, short_lives: int) -> None:
         """No wait after the first death, then 1, 2, 4 … seconds."""
@@ -152,17 +176,19 @@ class EngineSupervisor:
         self._send = lambda message: _send_now(socket, message)
         self._start_error, self._killed_because, self._refused = "", "", False
         self._loaded = self._was_killed = False
+        self._client.sleep.starts()
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
         self._send(StartEngine(config=config, loader=self._loader, ranks=ranks.endpoint))
         listening = asyncio.create_task(self._listen(socket, endpoint))
         watching = asyncio.create_task(self._watch(process))
         stopping = asyncio.create_task(self._stop_in_time(process))
+        sleeping = asyncio.create_task(self._sleep_in_time(process))
         try:
             await ranks.start()
             code = await self._outlive(process, listening, ranks)
             return self._ended(code)
         finally:
-            for task in (listening, watching, stopping):
+            for task in (listening, watching, stopping, sleeping):
                 task.cancel()
             if process.returncode is None:
                 _kill(process)
@@ -194,8 +220,12 @@ class EngineSupervisor:
         if self._stopping.is_set():
             self._client.detach("the server is stopping")
             return _Life.STOPPED
+        asleep = self._client.sleep.asleep
+        if self._loaded and asleep:
+            return _Life.SLEPT
         reason = self._killed_because or exit_reason(code)
-        self._client.detach(f"the engine process ended ({reason}) and is being restarted; try again")
+        if not asleep:  # else what waits is told why it cannot be loaded
+            self._client.detach(f"the engine process ended ({reason}) and is being restarted; try again")
         if self._loaded:
             log.error("the engine process ended (%s); restarting it", reason)
             return _Life.DIED
@@ -213,9 +243,12 @@ class EngineSupervisor:
                 case EngineReady():
                     await asyncio.to_thread(self._on_ready, message)
                     self._loaded = True
+                    took = self._client.sleep.loaded()
                     if self._send is not None:
                         self._client.attach(self._send)
-                    if self.restarts:
+                    if took is not None:
+                        log.info("the engine is awake after %.1f s", took)
+                    elif self.restarts:
                         log.info("the engine is ready again")
                 case StartFailed(message=text, refused=refused):
                     self._start_error, self._refused = text, refused
@@ -238,6 +271,18 @@ class EngineSupervisor:
                 log.error("the engine is killed: %s", self._killed_because)
                 _kill(process)
                 return
+
+    async def _sleep_in_time(self, process: asyncio.subprocess.Process) -> None:
+        """With its process all memory of the engine is given back."""
+        sleep = self._client.sleep
+        await sleep.until_due()
+        sleep.begins()
+        self._client.fall_asleep()
+        log.info("nobody uses the engine: it sleeps until the next request")
+        if self._send is not None:
+            self._send(StopEngine())
+        await asyncio.sleep(STOP_SECONDS)
+        _kill(process)
 
     async def _stop_in_time(self, process: asyncio.subprocess.Process) -> None:
         await self._stopping.wait()

@@ -43,6 +43,7 @@ def _props(state: ServerState) -> Props:
         chat_template="" if template is None else template.source,
         modalities=Modalities(),
         build_info=f"tandem {tandem.__version__}",
+        is_sleeping=state.client.sleep.asleep,
     )
 
 
@@ -55,4 +56,5 @@ def _model(state: ServerState) -> LmStudioModel:
         quantization=weight_format(engine.plan),
         max_context_length=engine.plan.context_length,
         loaded_context_length=engine.plan.context_length,
+        state="not-loaded" if state.client.sleep.asleep else "loaded",
     )

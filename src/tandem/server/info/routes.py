@@ -31,7 +31,7 @@ def routes(state: ServerState) -> APIRouter:
     @router.get("/ping", summary="As /health")
     async def ping() -> Response:
         state.check_up()
-        return json_response({"status": "ok"})
+        return json_response({"status": state.engine_status})
 
     @router.get("/get_load", openapi_extra=answers(list[Load]))
     async def get_load() -> Response:

@@ -87,6 +87,7 @@ class Props(msgspec.Struct, frozen=True):
     chat_template: str
     modalities: Modalities
     build_info: str
+    is_sleeping: bool = False
 
 
 class LmStudioModel(msgspec.Struct, frozen=True):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import math
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from tandem.config.forecast.ledger import VRAM
 from tandem.engine.limits import validate
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.server.body import answers, body_schema, json_response, read_fields
@@ -17,6 +18,7 @@ from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import Generation
 from tandem.server.info.model_files import weight_format
+from tandem.server.ollama.keep_alive import expiry, keep_seconds
 from tandem.server.ollama.request import chat_of, generation_of, sampling_body
 from tandem.server.ollama.schema import (
     ChatBody,
@@ -25,6 +27,8 @@ from tandem.server.ollama.schema import (
     Details,
     GenerateBody,
     Options,
+    Running,
+    RunningModel,
     Said,
     Show,
     ShowBody,
@@ -52,21 +56,24 @@ def routes(state: ServerState) -> APIRouter:
     @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
     async def chat(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), ChatBody, Options)
-        return name_ignored(await _chat(state, http, body, ignored), _with_keep_alive(body, ignored))
+        return name_ignored(await _chat(state, http, body, ignored), _with_keep_alive(state, body, ignored))
 
     @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
     async def generate(http: Request) -> Response:
         body, ignored = read_fields_as(await read_fields(http), GenerateBody, Options)
-        return name_ignored(await _generate(state, http, body), _with_keep_alive(body, ignored))
+        return name_ignored(await _generate(state, http, body), _with_keep_alive(state, body, ignored))
 
     @router.get("/api/version")
     async def version() -> Response:
         return json_response({"version": INTERFACE})
 
     @router.get("/api/tags", openapi_extra=answers(Tags))
-    @router.get("/api/ps", operation_id="ps", openapi_extra=answers(Tags))
     async def tags() -> Response:
         return json_response(Tags([_tag(state)]))
+
+    @router.get("/api/ps", openapi_extra=answers(Running))
+    async def ps() -> Response:
+        return json_response(Running([] if state.client.sleep.asleep else [_running(state)]))
 
     @router.post("/api/show", openapi_extra=body_schema(ShowBody) | answers(Show))
     async def show(http: Request) -> Response:
@@ -84,10 +91,11 @@ def routes(state: ServerState) -> APIRouter:
 
 
 async def _chat(state: ServerState, http: Request, body: ChatBody, ignored: list[str]) -> Response:
-    """Without messages a client asks for the model to be loaded."""
+    """Without messages a client asks for the model to be loaded, or unloaded."""
     state.admit()
-    if not body.messages:
-        return _loaded(state, body, message=Said("assistant", ""))
+    _keep(state, body)
+    if body.is_empty:
+        return await _loaded(state, body, message=Said("assistant", ""))
     with named(_names(body, "messages")):
         prepared = await state.chat.prepare(chat_of(body, ignored), _sampling(state, body))
         ignored += prepared.unheld
@@ -96,8 +104,9 @@ async def _chat(state: ServerState, http: Request, body: ChatBody, ignored: list
 
 async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Response:
     state.admit()
-    if not body.prompt:
-        return _loaded(state, body, response="")
+    _keep(state, body)
+    if body.is_empty:
+        return await _loaded(state, body, response="")
     with named(_names(body, "prompt")):
         if body.raw:
             ids = await state.encode(body.prompt, add_special_tokens=True)
@@ -126,34 +135,45 @@ def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
     return sampling_of(sampling_body(body), state.sampling_defaults, max_tokens=limit)
 
 
-def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response:
-    """The model was loaded before the server took requests. Raises RequestError; ApiError 400 where it is to be
-    unloaded."""
-    if _is_zero(body.keep_alive):
-        text = "keep_alive 0 unloads the model elsewhere; here it stays until the server ends: stop the server"
-        raise ApiError(400, text, param="keep_alive", code="not_available")
+def _keep(state: ServerState, body: CommonBody) -> None:
+    """Where the model stays for good, only an empty prompt unloads it. Raises RequestError."""
+    seconds, sleep = keep_seconds(body.keep_alive), state.client.sleep
+    if seconds is not None and sleep.by_itself and not (seconds == 0 and body.is_empty):
+        sleep.keep(seconds)
+
+
+async def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response:
+    """Raises RequestError; EngineError where it cannot be loaded."""
     with named(_names(body, "prompt")):
         validate(_sampling(state, body), state.engine.vocab_size)
-    chunk = Chunk(model=state.model_name, created_at=now(), done=True, done_reason="load", **said)
-    return json_response(chunk)
+    unloads = keep_seconds(body.keep_alive) == 0
+    if unloads:
+        state.client.sleep.soon()
+    else:
+        await state.client.wake()
+    reason = "unload" if unloads else "load"
+    return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **said))
 
 
-def _with_keep_alive(body: CommonBody, ignored: list[str]) -> list[str]:
-    """Below 0 it asks for what is done here: the model stays."""
-    stays = body.keep_alive is None or str(body.keep_alive).startswith("-")
-    return ignored if stays else [*ignored, "keep_alive"]
-
-
-def _is_zero(keep_alive: Any) -> bool:
-    """A number of seconds, or a duration in Go's form: "0", "0s", "0m0s"."""
-    text = str(keep_alive)  # matched in linear time: every part but a lone number ends with a letter
-    return len(text) <= 64 and bool(re.fullmatch(r"[+-]?(0+(\.0*)?|(0+(\.0*)?[a-zµ]+)+)", text))
+def _with_keep_alive(state: ServerState, body: CommonBody, ignored: list[str]) -> list[str]:
+    """It is ignored where the model stays for good, unless it asks for that, or to be unloaded now."""
+    seconds = keep_seconds(body.keep_alive)
+    kept = seconds in (None, math.inf) or state.client.sleep.by_itself or (seconds == 0 and body.is_empty)
+    return ignored if kept else [*ignored, "keep_alive"]
 
 
 def _tag(state: ServerState) -> Tag:
     length = state.engine.plan.context_length
     began = datetime.fromtimestamp(state.started_at, UTC).isoformat()
     return Tag(state.model_name, state.model_name, began, state.files.nbytes, "", _details(state), length)
+
+
+def _running(state: ServerState) -> RunningModel:
+    name, plan = state.model_name, state.engine.plan
+    vram = sum(ledger.total_bytes for ledger in plan.ledgers if ledger.place == VRAM)
+    expires = expiry(state.client.sleep.seconds_left)
+    length = plan.context_length
+    return RunningModel(name, name, state.files.nbytes, "", _details(state), expires, vram, length)
 
 
 def _details(state: ServerState) -> Details:

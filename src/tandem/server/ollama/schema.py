@@ -54,8 +54,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """`keep_alive`: the model stays. What asks for less is named in the answer, or refused where it is all that is
-    asked for."""
+    """`keep_alive`: how long the model stays; 0 without a prompt unloads it."""
 
     model: str | None = None
     stream: bool | None = None
@@ -64,12 +63,21 @@ class CommonBody(msgspec.Struct, kw_only=True):
     think: Think | None = None
     keep_alive: Any = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be answered: the model shall be loaded, or unloaded."""
+        return True
+
 
 class ChatBody(CommonBody, kw_only=True):
     """POST /api/chat"""
 
     messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)] = []
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
 
 
 class GenerateBody(CommonBody, kw_only=True):
@@ -79,6 +87,10 @@ class GenerateBody(CommonBody, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     images: list[str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -142,6 +154,23 @@ class Tag(msgspec.Struct, frozen=True):
 
 class Tags(msgspec.Struct, frozen=True):
     models: list[Tag]
+
+
+class RunningModel(msgspec.Struct, frozen=True):
+    """A loaded model. `size_vram`: bytes of GPU memory."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: Details
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class Running(msgspec.Struct, frozen=True):
+    models: list[RunningModel]
 
 
 class Show(msgspec.Struct, frozen=True):

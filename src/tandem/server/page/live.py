@@ -28,7 +28,7 @@ class LiveView:
         self._experts: dict[str, Any] | None = None
 
     async def body(self) -> bytes:
-        """JSON. An engine that is down, or busy with a long step, leaves the last known counts."""
+        """JSON. An engine that is down, asleep or busy with a long step leaves the last known counts."""
         await self._look()
         state = self._state
         return msgspec.json.encode(
@@ -45,7 +45,11 @@ class LiveView:
     def _engine(self) -> dict[str, Any]:
         up = self._state.client.ready and not self._state.draining
         why = "the server is shutting down" if self._state.draining else self._state.client.why_down
-        return {"up": up, "why_down": "" if up else why, "restarts": self._state.restarts()}
+        sleep = self._state.client.sleep
+        return {
+            "up": up, "why_down": "" if up else why, "restarts": self._state.restarts(),
+            "asleep": self._state.client.takes_requests and not up, "wakes": sleep.wakes,
+        }  # fmt: skip
 
     async def _look(self) -> None:
         """One question at a time: an answer that is late is for all who have asked since."""

@@ -21,7 +21,8 @@ async function pulse() {
   try {
     const point = await json("tandem/live");
     show(point);
-    if (point.engine.up && described !== point.engine.restarts) await describe(point.engine.restarts);
+    const start = point.engine.restarts + (point.engine.wakes ?? 0);
+    if (point.engine.up && described !== start) await describe(start);
     return PULSE_MS;
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
@@ -33,14 +34,14 @@ async function pulse() {
 
 function show(point) {
   $("model").textContent = $("model").title = point.model;
-  const { up, why_down: why } = point.engine;
+  const { up, asleep, why_down: why } = point.engine;
   const rate = live.history.rates.at(-1)?.[1] ?? 0;
-  state(up ? "up" : "down", up ? (rate > 0.05 ? `${number(rate)} tokens/s` : "ready") : "not ready");
+  state(up ? "up" : "down", up ? (rate > 0.05 ? `${number(rate)} tokens/s` : "ready") : asleep ? "asleep" : "not ready");
   live.take(point);
   if (!up) banner(`${sentence(why)} This page goes on by itself.`);
   else if (Date.now() > saidUntil) banner("");
-  $("send").disabled = !up;
-  $("empty-text").textContent = up ? `${point.model} answers.` : "The engine is not ready yet.";
+  $("send").disabled = !up && !asleep;
+  $("empty-text").textContent = up || asleep ? `${point.model} answers.` : "The engine is not ready yet.";
 }
 
 function away(why) {
@@ -49,10 +50,10 @@ function away(why) {
   banner(`${why} Trying again.`);
 }
 
-async function describe(restarts) {
+async function describe(start) {
   const info = await json("get_server_info");
   live.plan(info);
-  described = restarts;
+  described = start;
 }
 
 function state(name, text) {

@@ -1,0 +1,119 @@
+"""`Sleep`: when an engine that nobody uses is to end, and when it is wanted again. The supervisor does both."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+
+class Sleep:
+    """Lives on the event loop.
+
+    `asleep` is true from the end of use until the engine is loaded again. `wanted` is set once a request needs the
+    engine, `released` while no process of it runs and its memory is free.
+    """
+
+    def __init__(self, seconds: float | None, is_busy: Callable[[], bool]) -> None:
+        """seconds: without a request until the engine ends; None or below 0: it stays. is_busy: whether something
+        runs that the end would lose; `used` or `look` must follow once that is over."""
+        self.asleep = False
+        self.wakes, self.wake_seconds = 0, 0.0
+        self.wanted, self.released = asyncio.Event(), asyncio.Event()
+        self._usual = math.inf if seconds is None or seconds < 0 else seconds
+        self._keep = self._usual
+        self._is_busy = is_busy
+        self._due = asyncio.Event()
+        self._awake = False
+        self._used_at = self._wanted_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether the engine ever sleeps without being told to. Only then clients may say after how long."""
+        return self._usual < math.inf
+
+    @property
+    def waking(self) -> bool:
+        return self.asleep and self.wanted.is_set()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the engine sleeps, if nothing comes; inf: it stays."""
+        return max(0.0, self._used_at + self._keep - time.monotonic())
+
+    def used(self) -> None:
+        """A request came, or was answered: the time counts from here."""
+        self._used_at = time.monotonic()
+        if self._timer is None:
+            self.look()
+
+    def keep(self, seconds: float) -> None:
+        """How long to stay after a request from now on, until the next sleep; inf: for good."""
+        self._keep = seconds
+        self.look()
+
+    def soon(self) -> None:
+        """Sleep as soon as nothing runs; once what waits for a wake is answered, where there is one."""
+        if not self.asleep or self.waking:
+            self.keep(0.0)
+
+    def wake(self) -> None:
+        if self.asleep and not self.wanted.is_set():
+            self._wanted_at = time.monotonic()
+            self.wanted.set()
+
+    def look(self) -> None:
+        """Wait for the time that is left."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._awake and self._keep < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(self.seconds_left, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._is_busy():
+            return
+        if self.seconds_left > 0:
+            self.look()
+        else:
+            self._due.set()
+
+    # --- of the supervisor
+
+    async def until_due(self) -> None:
+        """Returns at a moment in which nothing runs."""
+        await self._due.wait()
+        while self._is_busy():
+            self._due.clear()
+            await self._due.wait()
+
+    def starts(self) -> None:
+        """An engine process is about to start."""
+        self._awake = False
+        self._due.clear()
+        self.released.clear()
+
+    def loaded(self) -> float | None:
+        """The engine takes requests. Returns the seconds of the wake, None where it did not sleep."""
+        took = time.monotonic() - self._wanted_at if self.asleep else None
+        if took is not None:
+            self.wakes += 1
+            self.wake_seconds += took
+        self.asleep, self._awake = False, True
+        self.wanted.clear()
+        self.used()
+        return took
+
+    def begins(self) -> None:
+        """The engine is told to end. What clients said of how long it stays is over."""
+        self.asleep, self._awake = True, False
+        self._keep = self._usual
+        self.wanted.clear()
+        self.look()
+
+    def failed(self) -> None:
+        """It could not be loaded: the next request tries again."""
+        self.wanted.clear()
