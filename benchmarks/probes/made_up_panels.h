@@ -35,6 +35,8 @@ const Named kFormats[] = {
     {"mxfp4", {Format::fp4, 32, ScaleType::e8m0}},
     {"nvfp4", {Format::fp4, 16, ScaleType::e4m3}},
     {"mxfp8", {Format::fp8, 32, ScaleType::e8m0}},
+    {"q2_k", {Format::uint2, 16, ScaleType::nibbles16, ShiftType::as_scales}},
+    {"q3_k", {Format::int3, 16, ScaleType::bytes16}},
     {"q6_k", {Format::int6, 16, ScaleType::bytes16}},
     {"q4_k", {Format::uint4, 32, ScaleType::bytes8, ShiftType::as_scales}},
 };

@@ -10,7 +10,8 @@ extern const KernelTable kScalarVectors, kScalarIntegers;
 extern const KernelTable kAvx2Vectors, kAvx2Integers;
 extern const KernelTable kAvx512Vectors, kAvx512Integers;
 extern const KernelTable kAvx512Bf16Vectors, kAvx512Bf16Integers;
-extern const KernelTable kAmxVectors, kAmxIntegers, kAmxNibbleTiles, kAmxOtherTiles;
-extern const KernelTable kAmxStandinVectors, kAmxStandinIntegers, kAmxStandinNibbleTiles, kAmxStandinOtherTiles;
+extern const KernelTable kAmxVectors, kAmxIntegers, kAmxNibbleTiles, kAmxOtherTiles, kAmxSmallTiles;
+extern const KernelTable kAmxStandinVectors, kAmxStandinIntegers, kAmxStandinNibbleTiles, kAmxStandinOtherTiles,
+    kAmxStandinSmallTiles;
 
 }  // namespace tandem

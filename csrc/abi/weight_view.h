@@ -14,6 +14,9 @@
 //   int6  [K/16] of 192 bytes 128 as int4, of the lower 4 bits, then [16][2] of 16 bits: the upper 2 bits of 8 pairs;
 //                             in the lower byte those of pairs 0, 1, 4, 5, in the upper one 2, 3, 6, 7; two's
 //                             complement
+//   uint2 [K/16][16][2] of 16 2 bits of 8 pairs, which lie as int6's upper ones; 0 to 3
+//   int3  [K/16] of 96 bytes  64 of 16-bit lanes: 3 bits each of pairs 0 to 4, then the lowest of pair 7; then [16][2]
+//                             of 8 bits: pairs 5 and 6, and the upper 2 bits of pair 7; two's complement
 //   bf16_rows [16][K]         as checkpoints have them, each row whole; K is a multiple of 32
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
@@ -30,9 +33,20 @@ enum class DType : int32_t { f32 = 0, bf16 = 1 };
 
 // How a scale (or shift) is stored. bytes8 and bytes16 are GGUF's: a signed byte times a half that 256 k of a row
 // share; per 8 or 16 groups [16] halves, then [8 or 16][16] bytes. e8m0 is OCP's byte of an exponent: 2^(code - 127),
-// 255 is NaN. e4m3 is a byte times a float of its row: [16] floats before all groups.
-enum class ScaleType : int32_t { f32 = 0, bf16 = 1, f16 = 2, bytes8 = 3, bytes16 = 4, e8m0 = 5, e4m3 = 6 };
-constexpr int kScaleTypeCount = 7;
+// 255 is NaN. e4m3 is a byte times a float of its row: [16] floats before all groups. nibbles16 has a scale in a byte's
+// low half and a shift in its high half, both without a sign; per 16 groups [16] halves of the scales, [16] of the
+// shifts, then [16][16] bytes.
+enum class ScaleType : int32_t {
+  f32 = 0,
+  bf16 = 1,
+  f16 = 2,
+  bytes8 = 3,
+  bytes16 = 4,
+  e8m0 = 5,
+  e4m3 = 6,
+  nibbles16 = 7
+};
+constexpr int kScaleTypeCount = 8;
 
 // What is added after scaling: numbers that are stored as the scales are, or -zero * scale, where zeros (the codes that
 // stand for 0) are signed bytes [K/group][16].
@@ -47,9 +61,11 @@ enum class Format : int32_t {
   fp4 = 5,
   uint4 = 6,
   int6 = 7,
-  bf16_rows = 8
+  bf16_rows = 8,
+  uint2 = 9,
+  int3 = 10
 };
-constexpr int kFormatCount = 9;
+constexpr int kFormatCount = 11;
 
 constexpr int kPanelRows = 16;
 constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of panels

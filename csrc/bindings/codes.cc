@@ -16,7 +16,8 @@ void make_codes(CodeArrays* self, nb::object codes, nb::object scales, nb::objec
                 nb::object offset_halves, nb::object zeros, nb::object factors) {
   if (block_rows < 1) throw KernelError("block_rows is " + std::to_string(block_rows) + "; it must be at least 1");
   if (!offsets.is_none() && !zeros.is_none()) throw KernelError("weights have offsets or zero points, not both");
-  ShiftType shift_type = offsets.is_none() ? ShiftType::none : ShiftType::as_scales;
+  const bool no_offsets = offsets.is_none() && offset_halves.is_none();
+  ShiftType shift_type = no_offsets ? ShiftType::none : ShiftType::as_scales;
   if (!zeros.is_none()) shift_type = ShiftType::zeros;
   const WeightFormat weights{format_named(format), group, scale_type_named(scale_type), shift_type};
   new (self) CodeArrays{std::move(codes),
@@ -36,14 +37,19 @@ Element element_of(ScaleType type) {
   return type == ScaleType::f16 ? Element::f16 : Element::byte;
 }
 
+const uint16_t* halves_of(nb::handle halves, const std::string& name, int64_t blocks, int64_t groups, ScaleType type,
+                          TensorView* view) {
+  const int shared = groups_per_half(type);
+  *view = view_of(halves, (name + "' halves").c_str(), {Element::f16}, {blocks, (groups + shared - 1) / shared});
+  return static_cast<const uint16_t*>(view->data);
+}
+
 // Scales or offsets, [blocks, groups], and the halves that groups share.
 StoredScales scales_of(nb::handle values, nb::handle halves, const std::string& name, int64_t blocks, int64_t groups,
                        ScaleType type, TensorView* view, TensorView* half_view) {
   *view = view_of(values, name.c_str(), {element_of(type)}, {blocks, groups});
-  const int shared = groups_per_half(type);
-  if (shared)
-    *half_view = view_of(halves, (name + "' halves").c_str(), {Element::f16}, {blocks, (groups + shared - 1) / shared});
-  return {view->data, static_cast<const uint16_t*>(half_view->data), nullptr};
+  if (!groups_per_half(type)) return {view->data, nullptr, nullptr};
+  return {view->data, halves_of(halves, name, blocks, groups, type, half_view), nullptr};
 }
 
 }  // namespace
@@ -66,7 +72,9 @@ MatrixSource source_of_codes(const CodeArrays& w, const std::string& prefix, int
     views->offsets = view_of(w.zeros, (prefix + "zeros").c_str(), {Element::byte}, {blocks, groups});
     stored.shifts.values = views->offsets.data;
   }
-  if (w.format.shift_type == ShiftType::as_scales)
+  if (type == ScaleType::nibbles16)
+    stored.shifts.halves = halves_of(w.offset_halves, offsets, blocks, groups, type, &views->offset_halves);
+  else if (w.format.shift_type == ShiftType::as_scales)
     stored.shifts =
         scales_of(w.offsets, w.offset_halves, offsets, blocks, groups, type, &views->offsets, &views->offset_halves);
   return {nullptr, DType::f32, rows, depth, stored};

@@ -27,7 +27,7 @@ namespace tandem {
 namespace {
 
 // To be raised whenever packed bytes change their meaning, so that files of packed weights are made anew.
-constexpr int kLayoutVersion = 5;
+constexpr int kLayoutVersion = 6;
 
 using Bytes = nb::ndarray<nb::memview, const uint8_t, nb::ndim<1>>;
 using FormatNames = std::tuple<std::string, int, std::string>;

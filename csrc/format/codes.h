@@ -14,20 +14,48 @@ inline int64_t bits_of(Format f) {
   if (f == Format::f32) return 32;
   if (f == Format::bf16 || f == Format::bf16_rows) return 16;
   if (f == Format::int6) return 6;
+  if (f == Format::int3) return 3;
+  if (f == Format::uint2) return 2;
   return is_nibble(f) ? 4 : 8;
 }
 
-// Where code (row, k) of 4 or 6 bits lies in a panel: its lower 4 bits, and the upper 2.
-struct CodePlace {
-  int64_t low, high;  // bytes from the panel's beginning, of 16-bit lanes
-  int low_bit, high_bit;
+// Some bits of a code, in a panel.
+struct BitsPlace {
+  int64_t byte;   // from the panel's beginning
+  int bit, bits;  // from that byte on, of 16: where they lie, and how many
 };
+// Where code (row, k) of fewer than 8 bits lies: its lower bits, and what is above them, or 0 bits.
+struct CodePlace {
+  BitsPlace low, high;
+};
+inline CodePlace place_of_int3(int64_t block, int64_t lane, int pair) {
+  const int64_t word = block * 96 + lane, byte = block * 96 + kCacheLine + lane / 2;
+  if (pair < 5) return {{word, 3 * pair, 3}, {0, 0, 0}};
+  if (pair < 7) return {{byte, 3 * (pair - 5), 3}, {0, 0, 0}};
+  return {{word, 15, 1}, {byte, 6, 2}};
+}
 inline CodePlace place_of(Format f, int64_t row, int64_t k) {
-  const int64_t lane = 2 * (row * 2 + k % 2), pair = k % 8 / 2, half = k % 16 / 8;
-  const bool six = f == Format::int6;
-  const int64_t low = six ? k / 16 * 3 * kCacheLine + half * kCacheLine : k / 8 * kCacheLine;
-  return {low + lane, k / 16 * 3 * kCacheLine + 2 * kCacheLine + lane, int(4 * pair),
-          int(8 * (pair / 2) + 2 * (pair % 2 + 2 * half))};
+  const int64_t lane = 2 * (row * 2 + k % 2), pair = k % 16 / 2, block = k / 16;
+  if (is_nibble(f)) return {{k / 8 * kCacheLine + lane, int(4 * (pair % 4)), 4}, {0, 0, 0}};
+  const int two = six_bit(int(pair));
+  if (f == Format::uint2) return {{block * kCacheLine + lane, two, 2}, {0, 0, 0}};
+  if (f == Format::int3) return place_of_int3(block, lane, int(pair));
+  return {{(block * 3 + pair / 4) * kCacheLine + lane, int(4 * (pair % 4)), 4},
+          {(block * 3 + 2) * kCacheLine + lane, two, 2}};
+}
+
+inline bool is_whole_byte(Format f) { return bits_of(f) == 8; }
+
+inline void put_bits(uint8_t* panel, const BitsPlace& at, int code) {
+  uint16_t lane;
+  __builtin_memcpy(&lane, panel + at.byte, sizeof lane);
+  lane = uint16_t(lane | (code & ((1 << at.bits) - 1)) << at.bit);
+  __builtin_memcpy(panel + at.byte, &lane, sizeof lane);
+}
+inline int get_bits(const uint8_t* panel, const BitsPlace& at) {
+  uint16_t lane;
+  __builtin_memcpy(&lane, panel + at.byte, sizeof lane);
+  return lane >> at.bit & ((1 << at.bits) - 1);
 }
 
 // Index of weight (row, k) in a panel's payload, in units of one weight.
@@ -35,31 +63,28 @@ inline int64_t pair_order(int64_t row, int64_t k) { return (k / 2 * kPanelRows +
 
 // The panel's code (row, k) must have been 0.
 inline void put_code(Format format, uint8_t* panel, int64_t row, int64_t k, int code) {
-  if (!is_nibble(format) && format != Format::int6) {
+  if (is_whole_byte(format)) {
     panel[pair_order(row, k)] = uint8_t(code);
     return;
   }
   const CodePlace at = place_of(format, row, k);
-  uint16_t* low = reinterpret_cast<uint16_t*>(panel + at.low);
-  *low = uint16_t(*low | (code & 15) << at.low_bit);
-  if (format != Format::int6) return;
-  uint16_t* high = reinterpret_cast<uint16_t*>(panel + at.high);
-  *high = uint16_t(*high | (code >> 4 & 3) << at.high_bit);
+  put_bits(panel, at.low, code);
+  if (at.high.bits) put_bits(panel, at.high, code >> at.low.bits);
 }
 
 inline uint8_t get_code(Format format, const uint8_t* panel, int64_t row, int64_t k) {
-  if (!is_nibble(format) && format != Format::int6) return panel[pair_order(row, k)];
+  if (is_whole_byte(format)) return panel[pair_order(row, k)];
   const CodePlace at = place_of(format, row, k);
-  const int low = *reinterpret_cast<const uint16_t*>(panel + at.low) >> at.low_bit & 15;
-  if (format != Format::int6) return uint8_t(low);
-  return uint8_t(low | (*reinterpret_cast<const uint16_t*>(panel + at.high) >> at.high_bit & 3) << 4);
+  const int low = get_bits(panel, at.low);
+  return uint8_t(at.high.bits ? low | get_bits(panel, at.high) << at.low.bits : low);
 }
 
 inline float value_of(Format format, uint8_t code) {
   if (format == Format::int8) return float(int8_t(code));
   if (format == Format::int6) return float(int(code ^ 32) - 32);
   if (format == Format::int4) return float(int(code ^ 8) - 8);
-  if (format == Format::uint4) return float(code);
+  if (format == Format::int3) return float(int(code ^ 4) - 4);
+  if (format == Format::uint4 || format == Format::uint2) return float(code);
   return format == Format::fp8 ? float_of_e4m3(code) : float_of_e2m1(code);
 }
 

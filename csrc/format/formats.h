@@ -3,11 +3,12 @@
 #pragma once
 
 // Every format but f32, and what decodes it: whoever has something for each lists them by this. Nibbles are listed
-// apart, so that units can share the formats out between them.
+// apart, and so are codes of fewer bits, so that units can share the formats out between them.
 #define TANDEM_NIBBLE_FORMATS(X) X(int4, Int4Format) X(fp4, Fp4Format) X(uint4, Uint4Format)
 #define TANDEM_OTHER_FORMATS(X) \
   X(bf16, Bf16Format) X(int8, Int8Format) X(fp8, Fp8Format) X(int6, Int6Format) X(bf16_rows, Bf16RowsFormat)
-#define TANDEM_FORMATS(X) TANDEM_NIBBLE_FORMATS(X) TANDEM_OTHER_FORMATS(X)
+#define TANDEM_SMALL_FORMATS(X) X(uint2, Uint2Format) X(int3, Int3Format)
+#define TANDEM_FORMATS(X) TANDEM_NIBBLE_FORMATS(X) TANDEM_OTHER_FORMATS(X) TANDEM_SMALL_FORMATS(X)
 
 #include "abi/weight_view.h"
 #include "isa/inline.h"
@@ -87,6 +88,25 @@ struct Int6Format : Int4Format<Isa> {
 };
 
 template <class Isa>
+struct Uint2Format : Int4Format<Isa> {
+  static constexpr int kPairBytes = 8;
+  static constexpr int kPairsPerBlock = 8;
+  TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_uint2(block, index); }
+  static constexpr auto halves_range() { return Isa::kUint2Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_uint2(block, index); }
+};
+
+template <class Isa>
+struct Int3Format : Int4Format<Isa> {
+  static constexpr int kPairBytes = 12;
+  static constexpr int kPairsPerBlock = 8;
+  static constexpr float kUnit = Isa::kInt3Unit;
+  TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_int3(block, index); }
+  static constexpr auto halves_range() { return Isa::kInt3Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_int3(block, index); }
+};
+
+template <class Isa>
 constexpr int pairs_of_fp8() {
   if constexpr (requires { Isa::kFp8AtOnce; })
     return Isa::kFp8AtOnce;
@@ -146,6 +166,18 @@ TANDEM_INLINE typename Isa::Vec load_shared_scales(const uint8_t* panel_scales, 
   return Isa::mul(codes, Isa::load_f16(reinterpret_cast<const uint16_t*>(block)));
 }
 
+// Of nibbles16: 16 groups, and the halves in front of them; from those of scales to those of shifts.
+constexpr int64_t kNibbleGroups = 16, kNibbleHalfBytes = 2 * kPanelRows;
+constexpr int64_t kNibbleTableBytes = 2 * kNibbleHalfBytes + kNibbleGroups * kPanelRows;
+
+// bit: 0 for scales, 4 for shifts. to_bytes: from their halves to the first group's bytes.
+template <class Isa>
+TANDEM_INLINE typename Isa::Vec load_nibble_scales(const uint8_t* halves, int64_t group, int bit, int64_t to_bytes) {
+  const uint8_t* table = halves + group / kNibbleGroups * kNibbleTableBytes;
+  const typename Isa::Vec codes = Isa::load_nibbles(table + to_bytes + kPanelRows * (group % kNibbleGroups), bit);
+  return Isa::mul(codes, Isa::load_f16(reinterpret_cast<const uint16_t*>(table)));
+}
+
 constexpr int64_t kFactorBytes = kPanelRows * int64_t(sizeof(float));  // of e4m3's factors, before the groups
 // What 1 is loaded as: the largest such scale times any code of fp4 or int4 is a half.
 constexpr float kE4m3Unit = 0x1p-12f;
@@ -162,6 +194,7 @@ TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, ScaleTy
     return Isa::mul(Isa::load_e4m3(panel_scales + kFactorBytes + kPanelRows * group), Isa::set1(kE4m3Unit));
   if (type == ScaleType::bytes8) return load_shared_scales<Isa, 8>(panel_scales, group);
   if (type == ScaleType::bytes16) return load_shared_scales<Isa, 16>(panel_scales, group);
+  if (type == ScaleType::nibbles16) return load_nibble_scales<Isa>(panel_scales, group, 0, 2 * kNibbleHalfBytes);
   return Isa::load(reinterpret_cast<const float*>(panel_scales) + 16 * group);
 }
 
@@ -172,12 +205,16 @@ TANDEM_INLINE typename Isa::Vec load_factors(const uint8_t* panel_scales) {
 
 // How far a group's scales are from the next one's, to prefetch them; twice as far where they are single bytes, since
 // shifts lie behind them and are wanted as well (Q4_K on AVX2, Zen 5: 0.94 instead of 1.10 ms).
-constexpr int64_t group_bytes(ScaleType type) { return kPanelRows * (type == ScaleType::f32 ? 4 : 2); }
+constexpr int64_t group_bytes(ScaleType type) {
+  if (type == ScaleType::nibbles16) return kNibbleTableBytes / kNibbleGroups;
+  return kPanelRows * (type == ScaleType::f32 ? 4 : 2);
+}
 
 // The 16 shifts of one group of one panel, whose scales are `scale`.
 template <class Isa>
 TANDEM_INLINE typename Isa::Vec load_shifts(const uint8_t* panel_shifts, ScaleType scale_type, ShiftType type,
                                             int64_t group, typename Isa::Vec scale) {
+  if (scale_type == ScaleType::nibbles16) return load_nibble_scales<Isa>(panel_shifts, group, 4, kNibbleHalfBytes);
   if (type != ShiftType::zeros) return load_scales<Isa>(panel_shifts, scale_type, group);
   return Isa::sub(Isa::zero(), Isa::mul(Isa::load_int8(panel_shifts + kPanelRows * group), scale));
 }

@@ -4,7 +4,9 @@
 
 // Formats whose codes are integers, times a unit, and what decodes them.
 #define TANDEM_INT8_FORMATS(X) \
-  X(int8, Int8Bytes) X(int4, Int4Nibbles) X(fp4, Fp4Nibbles) X(uint4, Uint4Nibbles) X(int6, Int6Bits)
+  X(int8, Int8Bytes)           \
+  X(int4, Int4Nibbles)         \
+  X(fp4, Fp4Nibbles) X(uint4, Uint4Nibbles) X(int6, Int6Bits) X(uint2, Uint2Bits) X(int3, Int3Bits)
 
 #include "format/int8_row.h"
 
@@ -67,6 +69,29 @@ struct Int6Bits : Int4Nibbles<Ints> {
     const uint8_t* both = panel + block / 2 * 192;
     return Ints::flipped(
         block % 2 ? Ints::template sixes<4>(both + 64, both + 128) : Ints::template sixes<0>(both, both + 128), 32);
+  }
+};
+
+// Blocks of 16 k.
+template <class Ints>
+struct Uint2Bits : Int4Nibbles<Ints> {
+  static constexpr int kBlockBytes = 32;
+  static constexpr int kOffset = 0;
+  TANDEM_INLINE static auto decode(const uint8_t* panel, int64_t block) {
+    const uint8_t* both = panel + block / 2 * 64;
+    return block % 2 ? Ints::template twos<4>(both) : Ints::template twos<0>(both);
+  }
+};
+
+// Likewise: of words, then of bytes.
+template <class Ints>
+struct Int3Bits : Int4Nibbles<Ints> {
+  static constexpr int kBlockBytes = 48;
+  static constexpr int kOffset = 4;
+  TANDEM_INLINE static auto decode(const uint8_t* panel, int64_t block) {
+    const uint8_t* both = panel + block / 2 * 96;
+    return Ints::flipped(
+        block % 2 ? Ints::template threes<1>(both, both + 64) : Ints::template threes<0>(both, both + 64), 4);
   }
 };
 

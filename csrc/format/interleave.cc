@@ -109,6 +109,24 @@ SixBits split_sixes(uint64_t codes) {
   return {even | odd << 16, uint32_t(joined & 0xffff)};
 }
 
+// Of two such: the upper bits of pairs 0, 1, 4, 5 in lower bytes of lanes, of the others in the upper ones.
+uint32_t joined_high(const SixBits& one, const SixBits& two) {
+  const uint32_t lower = (one.high & 0x0f0f) | (two.high & 0x0f0f) << 4;
+  const uint32_t upper = (one.high & 0xf0f0) >> 4 | (two.high & 0xf0f0);
+  return (lower & 0xff) | (upper & 0xff) << 8 | (lower & 0xff00) << 8 | (upper & 0xff00) << 16;
+}
+
+// The lower 2 bits of 16 codes, in the place of an int6's upper ones.
+uint32_t joined_twos(const uint64_t* codes) {
+  return joined_high(split_sixes(codes[0] << 4), split_sixes(codes[1] << 4));
+}
+
+// Of 8 codes of 3 bits: the even ones in the lower 12 bits, the odd ones in those of the upper half.
+uint32_t split_threes(uint64_t codes) {
+  const auto joined = [](uint64_t lanes) { return uint32_t(lanes | lanes >> 13 | lanes >> 26 | lanes >> 39) & 0xfff; };
+  return joined(codes & 0x0007000700070007u) | joined(codes >> 8 & 0x0007000700070007u) << 16;
+}
+
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
 Sixteen low8(Sixteen a, Sixteen b) { return picked<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b); }
@@ -152,13 +170,35 @@ void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_
       uint64_t codes[2];
       std::memcpy(codes, rows + r * stride + 16 * b, sizeof codes);
       const SixBits one = split_sixes(codes[0]), two = split_sixes(codes[1]);
-      const uint32_t lower = (one.high & 0x0f0f) | (two.high & 0x0f0f) << 4;  // pairs 0, 1, 4, 5 of even, odd
-      const uint32_t upper = (one.high & 0xf0f0) >> 4 | (two.high & 0xf0f0);
-      const uint32_t high = (lower & 0xff) | (upper & 0xff) << 8 | (lower & 0xff00) << 8 | (upper & 0xff00) << 16;
+      const uint32_t high = joined_high(one, two);
       uint8_t* to = out + b * kBlock + 4 * r;
       std::memcpy(to, &one.low, sizeof one.low);
       std::memcpy(to + kLine, &two.low, sizeof two.low);
       std::memcpy(to + 2 * kLine, &high, sizeof high);
+    }
+}
+
+void interleave_twos(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out) {
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t r = 0; r < count; ++r) {
+      uint64_t codes[2];
+      std::memcpy(codes, rows + r * stride + 16 * b, sizeof codes);
+      const uint32_t twos = joined_twos(codes);
+      std::memcpy(out + 64 * b + 4 * r, &twos, sizeof twos);
+    }
+}
+
+void interleave_threes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out) {
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t r = 0; r < count; ++r) {
+      uint64_t codes[2];
+      std::memcpy(codes, rows + r * stride + 16 * b, sizeof codes);
+      const uint32_t four = split_threes(codes[0]), rest = split_threes(codes[1]);
+      const uint32_t words = four | (rest & 0x00070007) << 12 | (rest & 0x02000200) << 6;
+      const uint32_t bytes = (rest >> 3 & 0x003f003f) | (rest >> 4 & 0x00c000c0);
+      const uint16_t joined = uint16_t(bytes | bytes >> 8);
+      std::memcpy(out + 96 * b + 4 * r, &words, sizeof words);
+      std::memcpy(out + 96 * b + 64 + 2 * r, &joined, sizeof joined);
     }
 }
 

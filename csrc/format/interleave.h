@@ -21,5 +21,8 @@ void join_nibbles(const int8_t* lanes, int64_t count, uint8_t* out);
 
 // Rows of 6-bit codes, one a byte, to blocks of 192 bytes for 16 k, [0, blocks): see Format::int6.
 void interleave_sixes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out);
+// Of 2 and 3 bits, likewise: blocks of 64 and 96 bytes.
+void interleave_twos(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out);
+void interleave_threes(const uint8_t* rows, int64_t stride, int64_t count, int64_t blocks, uint8_t* out);
 
 }  // namespace tandem

@@ -10,9 +10,10 @@
 
 namespace tandem {
 
-const char* const kFormatNames[kFormatCount] = {"f32", "bf16",  "int8", "int4",     "fp8",
-                                                "fp4", "uint4", "int6", "bf16_rows"};
-const char* const kScaleTypeNames[kScaleTypeCount] = {"f32", "bf16", "f16", "bytes8", "bytes16", "e8m0", "e4m3"};
+const char* const kFormatNames[kFormatCount] = {"f32",   "bf16", "int8",      "int4",  "fp8", "fp4",
+                                                "uint4", "int6", "bf16_rows", "uint2", "int3"};
+const char* const kScaleTypeNames[kScaleTypeCount] = {"f32",     "bf16", "f16",  "bytes8",
+                                                      "bytes16", "e8m0", "e4m3", "nibbles16"};
 
 namespace {
 
@@ -28,6 +29,8 @@ void check_scales(const WeightFormat& f, const std::string& name) {
   if (shared && shared * f.group != 256)
     throw std::invalid_argument("a half and bytes are scales of groups of " + std::to_string(256 / shared) + ", not " +
                                 std::to_string(f.group));
+  if (f.scale_type == ScaleType::nibbles16 && f.shift_type != ShiftType::as_scales)
+    throw std::invalid_argument("nibbles are scales and offsets: " + name + " has no offsets");
   if (f.format == Format::fp8 && !can_be_nan(f.scale_type))
     throw std::invalid_argument("fp8 needs float32, bfloat16 or e8m0 scales");
   if (f.scale_type == ScaleType::e4m3 && f.shift_type == ShiftType::as_scales)
@@ -62,7 +65,7 @@ void check_rows(const WeightFormat& f, int64_t columns, int64_t depth) {
 
 int groups_per_half(ScaleType type) {
   if (type == ScaleType::bytes8) return 8;
-  return type == ScaleType::bytes16 ? 16 : 0;
+  return type == ScaleType::bytes16 || type == ScaleType::nibbles16 ? 16 : 0;
 }
 
 int64_t groups_along(int64_t depth, int group) { return group ? (depth + group - 1) / group : 1; }
@@ -88,7 +91,7 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   w.shift_type = scaled ? f.shift_type : ShiftType::none;
   const int64_t scales = scaled ? table_bytes(w) : 0;
   w.scale_offset = scaled ? payload : 0;
-  w.shift_offset = w.shift_type != ShiftType::none ? payload + scales : 0;
+  w.shift_offset = w.shift_type != ShiftType::none ? payload + shift_at(w, scales) : 0;
   w.panel_bytes = round_up(payload + scales + shift_table_bytes(w), kCacheLine);
   w.pair_bytes = 2 * w.panel_bytes;
   w.second = w.panel_bytes;

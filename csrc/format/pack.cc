@@ -44,12 +44,25 @@ void mark_nan(const WeightView& w, const uint8_t* codes, int64_t depth, int64_t 
     if (has_nan(codes + first, std::min(group, depth - first))) put_scale(w, panel, first / group, r, NAN);
 }
 
+// How whole units of so many codes are placed.
+struct Interleaving {
+  void (*interleave)(const uint8_t* rows, int64_t stride, int64_t count, int64_t units, uint8_t* out);
+  int64_t unit;
+};
+
+Interleaving interleaving_of(Format format) {
+  if (format == Format::int6) return {interleave_sixes, 16};
+  if (format == Format::int3) return {interleave_threes, 16};
+  if (format == Format::uint2) return {interleave_twos, 16};
+  return is_nibble(format) ? Interleaving{interleave_nibbles, 8} : Interleaving{interleave16, 2};
+}
+
 // The codes of up to 16 rows: whole units at once, what is left of a row one by one.
 void store_codes(const WeightView& w, const MatrixSource& source, int64_t first_row, int64_t count, uint8_t* panel) {
-  const bool nibble = is_nibble(w.format), six = w.format == Format::int6;
-  const int64_t stride = nibble ? (source.depth + 1) / 2 : source.depth, unit = six ? 16 : nibble ? 8 : 2;
+  const bool nibble = is_nibble(w.format);
+  const auto [interleave, unit] = interleaving_of(w.format);
+  const int64_t stride = nibble ? (source.depth + 1) / 2 : source.depth;
   const uint8_t* codes = source.stored.codes + first_row * stride;
-  const auto interleave = six ? interleave_sixes : nibble ? interleave_nibbles : interleave16;
   interleave(codes, stride, count, source.depth / unit, panel);
   for (int64_t r = 0; r < count; ++r, codes += stride) {
     for (int64_t k = source.depth / unit * unit; k < source.depth; ++k)

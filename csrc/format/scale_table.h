@@ -8,7 +8,9 @@ namespace tandem {
 inline int64_t groups_of(const WeightView& w) { return w.group ? w.padded_depth / w.group : 1; }
 
 int64_t table_bytes(const WeightView& w);        // of a panel's scales
-int64_t shift_table_bytes(const WeightView& w);  // of a panel's shifts
+int64_t shift_table_bytes(const WeightView& w);  // of a panel's shifts, beyond those
+// Where shifts begin, from a table of `scales` bytes on.
+int64_t shift_at(const WeightView& w, int64_t scales);
 
 void put_scale(const WeightView& w, uint8_t* panel, int64_t group, int64_t r, float scale);
 float get_scale(const WeightView& w, const uint8_t* panel, int64_t group, int64_t r);

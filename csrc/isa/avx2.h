@@ -58,6 +58,11 @@ struct Avx2Isa {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
   }
+  TANDEM_INLINE static Vec load_nibbles(const uint8_t* p, int bit) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {field(_mm256_cvtepu8_epi32(bytes), bit, 15),
+            field(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)), bit, 15)};
+  }
   TANDEM_INLINE static Vec load_e8m0(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {exponent_byte(bytes), exponent_byte(_mm_unpackhi_epi64(bytes, bytes))};
@@ -139,7 +144,8 @@ struct Avx2Isa {
   }
   TANDEM_INLINE static Pair decode_uint4(const uint8_t* p, int index) {
     const __m256i a = load_bytes(p), b = load_bytes(p + 32);
-    return {Vec{nibble(a, 4 * index), nibble(b, 4 * index)}, Vec{nibble(a, 16 + 4 * index), nibble(b, 16 + 4 * index)}};
+    const int even = 4 * index, odd = 16 + even;
+    return {Vec{field(a, even, 15), field(b, even, 15)}, Vec{field(a, odd, 15), field(b, odd, 15)}};
   }
   // 2^26 times too large: only the upper 6 bits of 32-bit lanes are used, so that nothing need be shifted down.
   static constexpr float kInt6Unit = 1.0f / (1 << 26);
@@ -147,6 +153,21 @@ struct Avx2Isa {
     const __m256i a = six_bytes(p, index), b = six_bytes(p + 32, index);  // rows 0 to 7, 8 to 15
     return {Vec{top_byte(a, index % 4 / 2), top_byte(b, index % 4 / 2)},
             Vec{top_byte(a, 2 + index % 4 / 2), top_byte(b, 2 + index % 4 / 2)}};
+  }
+  TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
+    const __m256i a = load_bytes(p), b = load_bytes(p + 32);
+    const int even = six_bit(index), odd = 16 + even;
+    return {Vec{field(a, even, 3), field(b, even, 3)}, Vec{field(a, odd, 3), field(b, odd, 3)}};
+  }
+  static constexpr float kInt3Unit = 1.0f;
+  TANDEM_INLINE static Pair decode_int3(const uint8_t* p, int index) {
+    const __m256i a = load_bytes(p), b = load_bytes(p + 32), c = widen_lanes(p + 64), d = widen_lanes(p + 80);
+    if (index == 7)
+      return {Vec{last_of_eight(a, c, 0), last_of_eight(b, d, 0)}, Vec{last_of_eight(a, c, 1), last_of_eight(b, d, 1)}};
+    const __m256i lo = index < 5 ? a : c, hi = index < 5 ? b : d;
+    const int even = index < 5 ? 29 - 3 * index : 44 - 3 * index, odd = even - (index < 5 ? 16 : 8);
+    return {Vec{signed_field(lo, even, 29), signed_field(hi, even, 29)},
+            Vec{signed_field(lo, odd, 29), signed_field(hi, odd, 29)}};
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -241,8 +262,19 @@ struct Avx2Isa {
     const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(code, 28), _mm256_set1_epi32(int(0x80000000u)));
     return _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
   }
-  TANDEM_INLINE static __m256 nibble(__m256i a, int shift) {
-    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, shift), _mm256_set1_epi32(15)));
+  TANDEM_INLINE static __m256 field(__m256i a, int shift, int mask) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, shift), _mm256_set1_epi32(mask)));
+  }
+  // 8 rows' bytes of even and of odd k.
+  TANDEM_INLINE static __m256i widen_lanes(const uint8_t* p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  // Of 3 bits: the lowest one ends a word, the others a byte.
+  TANDEM_INLINE static __m256 last_of_eight(__m256i words, __m256i bytes, int odd) {
+    const __m256i upper =
+        _mm256_and_si256(_mm256_slli_epi32(bytes, odd ? 16 : 24), _mm256_set1_epi32(int(0xc0000000u)));
+    const __m256i low = _mm256_srli_epi32(_mm256_slli_epi32(words, odd ? 0 : 16), 31);
+    return _mm256_cvtepi32_ps(_mm256_or_si256(_mm256_srai_epi32(upper, 29), low));
   }
   TANDEM_INLINE static __m256 widen(const uint16_t* p) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

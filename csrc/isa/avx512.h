@@ -58,6 +58,10 @@ struct Avx512Isa {
   TANDEM_INLINE static Vec load_int8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }
+  TANDEM_INLINE static Vec load_nibbles(const uint8_t* p, int bit) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(bytes, unsigned(bit)), _mm512_set1_epi32(15)));
+  }
   TANDEM_INLINE static Vec load_e8m0(const uint8_t* p) {
     const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     const __m512i half = _mm512_set1_epi32(0x00400000), bits = _mm512_max_epi32(_mm512_slli_epi32(code, 23), half);
@@ -150,6 +154,24 @@ struct Avx512Isa {
     return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 16), 26)),
             _mm512_cvtepi32_ps(_mm512_srai_epi32(code, 26))};
   }
+  // A lookup uses 4 bits: tables of 4 and 8 values stand there several times.
+  TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
+    const __m512i a = _mm512_loadu_si512(p);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, six_bit(index)), uint2_values()),
+            _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + six_bit(index)), uint2_values())};
+  }
+  static constexpr float kInt3Unit = 1.0f;
+  TANDEM_INLINE static Pair decode_int3(const uint8_t* p, int index) {
+    const __m512i w = _mm512_loadu_si512(p);
+    const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64)));
+    const auto codes = [=](int half) {
+      if (index < 5) return _mm512_srli_epi32(w, unsigned(3 * index + 16 * half));
+      if (index < 7) return _mm512_srli_epi32(b, unsigned(3 * (index - 5) + 8 * half));
+      return _mm512_ternarylogic_epi32(_mm512_set1_epi32(6), _mm512_srli_epi32(b, unsigned(5 + 8 * half)),
+                                       _mm512_srli_epi32(w, unsigned(15 + 16 * half)), 0xca);  // a ? b : c
+    };
+    return {_mm512_permutexvar_ps(codes(0), int3_values()), _mm512_permutexvar_ps(codes(1), int3_values())};
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));  // 16-bit lane: (even, odd)
     return {e4m3_on_top(_mm256_slli_epi16(a, 8)), e4m3_on_top(a)};
@@ -205,6 +227,10 @@ struct Avx512Isa {
   }
   TANDEM_INLINE static Vec uint4_values() {
     return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+  TANDEM_INLINE static Vec uint2_values() { return _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3); }
+  TANDEM_INLINE static Vec int3_values() {
+    return _mm512_setr_ps(0, 1, 2, 3, -4, -3, -2, -1, 0, 1, 2, 3, -4, -3, -2, -1);
   }
   TANDEM_INLINE static Vec e2m1_values() {
     return _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);

@@ -88,6 +88,30 @@ struct Avx512Bf16Isa : Avx512Isa {
     const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), lower, upper, 0xca);  // a ? b : c
     return {_mm512_permutex2var_epi16(_mm512_load_si512(kSixBits.bf16), code, _mm512_load_si512(kSixBits.bf16 + 32))};
   }
+  TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
+    return {_mm512_permutexvar_epi16(two_bits(p, index),
+                                     eight_values(0, 0x3f80, 0x4000, 0x4040, 0, 0x3f80, 0x4000, 0x4040))};
+  }
+  TANDEM_INLINE static Pair decode_int3(const uint8_t* p, int index) {
+    return {_mm512_permutexvar_epi16(three_bits(p, index),
+                                     eight_values(0, 0x3f80, 0x4000, 0x4040, -0x3f80, -0x3fc0, -0x4000, -0x4080))};
+  }
+  // For lookups of words, which read 5 bits: codes of pair `index`, and above them others.
+  TANDEM_INLINE static __m512i two_bits(const uint8_t* p, int index) {
+    return _mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(six_bit(index)));
+  }
+  TANDEM_INLINE static __m512i three_bits(const uint8_t* p, int index) {
+    const __m512i w = _mm512_loadu_si512(p);
+    if (index < 5) return _mm512_srli_epi16(w, unsigned(3 * index));
+    const __m512i b = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64)));
+    if (index < 7) return _mm512_srli_epi16(b, unsigned(3 * (index - 5)));
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(6), _mm512_srli_epi16(b, 5), _mm512_srli_epi16(w, 15), 0xca);
+  }
+  // 8 words, four times.
+  TANDEM_INLINE static __m512i eight_values(int a, int b, int c, int d, int e, int f, int g, int h) {
+    return _mm512_broadcast_i32x4(
+        _mm_setr_epi16(int16_t(a), int16_t(b), int16_t(c), int16_t(d), int16_t(e), int16_t(f), int16_t(g), int16_t(h)));
+  }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     const __m512i twice = _mm512_permutexvar_epi8(doubled(), _mm512_castsi256_si512(codes));  // a lookup reads 7 bits

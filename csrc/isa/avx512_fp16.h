@@ -32,8 +32,8 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
     __m512i codes, exponents;
   };
   static constexpr HalfRange kInt4Range = {8, 1, 1, 0}, kUint4Range = {8, 1, 1, 8}, kInt6Range = {32, 1, 1, 0},
-                             kInt8Range = {128, 1, 1, 0}, kFp4Range = {6, 0.5f, 1, 0},
-                             kFp8Range = {448, 0x1p-9f, 256, 0};
+                             kUint2Range = {3, 1, 1, 0}, kInt3Range = {4, 1, 1, 0}, kInt8Range = {128, 1, 1, 0},
+                             kFp4Range = {6, 0.5f, 1, 0}, kFp8Range = {448, 0x1p-9f, 256, 0};
 
   // False if a column's scale leaves products that are no normal halves, or is no number.
   TANDEM_INLINE static bool scaled_halves(Vec scale, HalfRange codes, ScaledHalves& table) {
@@ -96,6 +96,14 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   TANDEM_INLINE static Halves halves_int6(const uint8_t* p, int index) {
     return integers(_mm512_srai_epi16(six_on_top(p, index), 10));
   }
+  TANDEM_INLINE static Halves halves_uint2(const uint8_t* p, int index) {
+    return few_values(two_bits(p, index), eight_values(0, 0x3c00, 0x4000, 0x4200, 0, 0x3c00, 0x4000, 0x4200),
+                      eight_values(0, 96 << 7, 96 << 7, 96 << 7, 0, 96 << 7, 96 << 7, 96 << 7));
+  }
+  TANDEM_INLINE static Halves halves_int3(const uint8_t* p, int index) {
+    return few_values(three_bits(p, index), eight_values(0, 0x3c00, 0x4000, 0x4200, -0x3c00, -0x3e00, -0x4000, -0x4400),
+                      eight_values(0, 96 << 7, 96 << 7, 96 << 7, 96 << 7, 96 << 7, 96 << 7, 96 << 7));
+  }
   TANDEM_INLINE static Halves halves_int8(const uint8_t* p, int) {
     return integers(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
   }
@@ -120,6 +128,9 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   }
   TANDEM_INLINE static __m512i exponents(__mmask32 any) {
     return _mm512_maskz_mov_epi16(any, _mm512_set1_epi16(96 << 7));
+  }
+  TANDEM_INLINE static Halves few_values(__m512i codes, __m512i values, __m512i exponents) {
+    return {_mm512_permutexvar_epi16(codes, values), _mm512_permutexvar_epi16(codes, exponents)};
   }
   TANDEM_INLINE static Halves integers(__m512i codes) {
     return {__m512i(_mm512_cvtepi16_ph(codes)), exponents(_mm512_test_epi16_mask(codes, codes))};

@@ -63,6 +63,16 @@ struct Avx2Ints {
     return {{with_bits<at>(w.a.lo, lo), with_bits<at>(w.a.hi, hi)},
             {with_bits<at + 2>(w.b.lo, lo), with_bits<at + 2>(w.b.hi, hi)}};
   }
+  template <int at>
+  TANDEM_INLINE static Lines twos(const uint8_t* p) {
+    const __m256i lo = load(p), hi = load(p + 32);
+    return {{low2<at>(lo), low2<at>(hi)}, {low2<at + 2>(lo), low2<at + 2>(hi)}};
+  }
+  template <int half>
+  TANDEM_INLINE static Lines threes(const uint8_t* words, const uint8_t* bytes) {
+    const Line lo = three_bits<half>(load(words), bytes), hi = three_bits<half>(load(words + 32), bytes + 16);
+    return {{lo.lo, hi.lo}, {lo.hi, hi.hi}};
+  }
   TANDEM_INLINE static Lines flipped(Lines w, int sign) {
     const __m256i bit = _mm256_set1_epi8(int8_t(sign));
     return {{_mm256_xor_si256(w.a.lo, bit), _mm256_xor_si256(w.a.hi, bit)},
@@ -91,6 +101,25 @@ struct Avx2Ints {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
   TANDEM_INLINE static __m256i low4(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+  template <int at>
+  TANDEM_INLINE static __m256i low2(__m256i a) {
+    return _mm256_and_si256(_mm256_srli_epi16(a, at), _mm256_set1_epi8(3));
+  }
+  TANDEM_INLINE static __m256i either(__m256i a, __m256i b, int of_b) {
+    return _mm256_or_si256(a, _mm256_and_si256(b, _mm256_set1_epi16(int16_t(of_b))));
+  }
+  // Of 8 rows, both lines' halves: pairs 0 and 2 or 4 and 6, and those that follow.
+  template <int half>
+  TANDEM_INLINE static Line three_bits(__m256i w, const uint8_t* bytes) {
+    const __m256i seven = _mm256_set1_epi16(7);
+    if constexpr (half == 0)
+      return {either(_mm256_and_si256(w, seven), _mm256_slli_epi16(w, 2), 0x700),
+              either(_mm256_and_si256(_mm256_srli_epi16(w, 3), seven), _mm256_srli_epi16(w, 1), 0x700)};
+    const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    const __m256i last = either(_mm256_and_si256(b, seven), _mm256_slli_epi16(b, 3), 0x600);
+    return {either(_mm256_and_si256(_mm256_srli_epi16(w, 12), seven), _mm256_slli_epi16(b, 5), 0x700),
+            either(last, _mm256_srli_epi16(w, 7), 0x100)};
+  }
   // Two pairs of k, [2][16][2], as 4 bytes of every column.
   TANDEM_INLINE static Line joined(const uint8_t* p) {
     const __m256i first = load(p), second = load(p + 32);

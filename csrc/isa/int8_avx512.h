@@ -45,6 +45,24 @@ struct Avx512Ints {
     const __m512i bits = _mm512_loadu_si512(high);
     return {with_bits<at>(w.a, bits), with_bits<at + 2>(w.b, bits)};
   }
+  template <int at>
+  TANDEM_INLINE static Lines twos(const uint8_t* p) {
+    const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(3);
+    return {_mm512_and_si512(_mm512_srli_epi16(both, at), mask),
+            _mm512_and_si512(_mm512_srli_epi16(both, at + 2), mask)};
+  }
+  // See int8_avx2.h.
+  template <int half>
+  TANDEM_INLINE static Lines threes(const uint8_t* words, const uint8_t* bytes) {
+    const __m512i w = _mm512_loadu_si512(words), seven = _mm512_set1_epi16(7);
+    if constexpr (half == 0)
+      return {either(_mm512_and_si512(w, seven), _mm512_slli_epi16(w, 2), 0x700),
+              either(_mm512_and_si512(_mm512_srli_epi16(w, 3), seven), _mm512_srli_epi16(w, 1), 0x700)};
+    const __m512i b = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));
+    const __m512i last = either(_mm512_and_si512(b, seven), _mm512_slli_epi16(b, 3), 0x600);
+    return {either(_mm512_and_si512(_mm512_srli_epi16(w, 12), seven), _mm512_slli_epi16(b, 5), 0x700),
+            either(last, _mm512_srli_epi16(w, 7), 0x100)};
+  }
   TANDEM_INLINE static Lines flipped(Lines w, int sign) {
     const __m512i bit = _mm512_set1_epi8(int8_t(sign));
     return {_mm512_xor_si512(w.a, bit), _mm512_xor_si512(w.b, bit)};
@@ -76,6 +94,9 @@ struct Avx512Ints {
   TANDEM_INLINE static __m512i with_bits(__m512i low, __m512i high) {
     const __m512i moved = Isa::shifted_left(high, 4 - at);
     return _mm512_or_si512(low, _mm512_and_si512(moved, _mm512_set1_epi8(0x30)));
+  }
+  TANDEM_INLINE static __m512i either(__m512i a, __m512i b, int of_b) {
+    return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(int16_t(of_b)), 0xf8);  // a | (b & c)
   }
   TANDEM_INLINE static __m512i four_at_once(__m512i words) { return _mm512_madd_epi16(words, _mm512_set1_epi16(1)); }
   TANDEM_INLINE static __m512i signed_products(__m512i w, __m512i x) {

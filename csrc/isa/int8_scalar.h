@@ -66,6 +66,27 @@ struct ScalarInts {
     }
     return w;
   }
+  // Bits at, at + 1 of 64 bytes, and the next two.
+  template <int at>
+  TANDEM_INLINE static Lines twos(const uint8_t* p) {
+    Lines w;
+    for (int i = 0; i < 64; ++i) w.a.v[i] = p[i] >> at & 3, w.b.v[i] = p[i] >> (at + 2) & 3;
+    return w;
+  }
+  // Codes of 3 bits of 8 k: pairs 0 and 1 of a block of 16, or 2 and 3.
+  template <int half>
+  TANDEM_INLINE static Lines threes(const uint8_t* words, const uint8_t* bytes) {
+    Lines lines;
+    for (int lane = 0; lane < 32; ++lane) {
+      const int w = words[2 * lane] | words[2 * lane + 1] << 8, b = bytes[lane];
+      const int last = (w >> 15) | (b >> 5 & 6), codes = half ? (w >> 12 & 7) | (b & 63) << 3 | last << 9 : w;
+      for (int i = 0; i < 2; ++i) {
+        lines.a.v[2 * lane + i] = codes >> 6 * i & 7;
+        lines.b.v[2 * lane + i] = codes >> (6 * i + 3) & 7;
+      }
+    }
+    return lines;
+  }
   // Two's complement to code + offset: its sign bit is the other way round.
   TANDEM_INLINE static Lines flipped(Lines w, int sign) {
     for (int i = 0; i < 64; ++i) w.a.v[i] = uint8_t(w.a.v[i] ^ sign), w.b.v[i] = uint8_t(w.b.v[i] ^ sign);

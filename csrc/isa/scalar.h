@@ -71,6 +71,10 @@ struct ScalarIsa {
   TANDEM_INLINE static Vec load_int8(const uint8_t* p) {
     return floats(__builtin_convertvector(loaded<Bytes>(p), Signed));
   }
+  // The 4 bits of each byte from `bit` on, 0 or 4.
+  TANDEM_INLINE static Vec load_nibbles(const uint8_t* p, int bit) {
+    return each([=](int i) { return float(p[i] >> bit & 15); });
+  }
   TANDEM_INLINE static Vec load_e8m0(const uint8_t* p) {
     return each([=](int i) { return float_of_e8m0(p[i]); });
   }
@@ -162,6 +166,20 @@ struct ScalarIsa {
     const Words high = loaded<Words>(p + 128) >> six_bit(index);
     const Words codes = (low & 0x000f000fu) | (high & 0x00030003u) << 4;
     return {floats((Signed(codes & 63) ^ 32) - 32), floats((Signed(codes >> 16) ^ 32) - 32)};
+  }
+  // Of a 64-byte block of 2-bit codes.
+  TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
+    const Words w = loaded<Words>(p) >> six_bit(index);
+    return {floats(Signed(w & 3)), floats(Signed(w >> 16 & 3))};
+  }
+  // Of a 96-byte block of signed 3-bit codes, kInt3Unit of which are 1.
+  static constexpr float kInt3Unit = 1.0f;
+  TANDEM_INLINE static Pair decode_int3(const uint8_t* p, int index) {
+    const Words w = loaded<Words>(p), b = words(loaded<Halves>(p + 64));
+    const Words bytes = (b & 255) | (b & 0xff00) << 8;  // under the lanes of w
+    const Words seven = (w >> 15 & 0x00010001u) | (bytes >> 5 & 0x00060006u);
+    const Words codes = index < 5 ? w >> 3 * index : index < 7 ? bytes >> 3 * (index - 5) : seven;
+    return {floats((Signed(codes & 7) ^ 4) - 4), floats((Signed(codes >> 16 & 7) ^ 4) - 4)};
   }
   TANDEM_INLINE static Pair decode_fp8(const uint8_t* p) {
     return {each([=](int i) { return float_of_e4m3(p[2 * i]); }),

@@ -44,6 +44,12 @@ struct ScalarBf16Isa : ScalarIsa {
   TANDEM_CALLED static Pair decode_int6(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_int6(p, index))};
   }
+  TANDEM_CALLED static Pair decode_uint2(const uint8_t* p, int index) {
+    return {join(ScalarIsa::decode_uint2(p, index))};
+  }
+  TANDEM_CALLED static Pair decode_int3(const uint8_t* p, int index) {
+    return {join(ScalarIsa::decode_int3(p, index))};
+  }
   TANDEM_CALLED static Pair decode_fp8(const uint8_t* p) { return {join(ScalarIsa::decode_fp8(p))}; }
   TANDEM_CALLED static Pair decode_fp4(const uint8_t* p, int index) { return {join(ScalarIsa::decode_fp4(p, index))}; }
 

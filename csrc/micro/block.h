@@ -147,35 +147,29 @@ TANDEM_INLINE typename Isa::Vec scales_for(const uint8_t* panel_scales, ScaleTyp
   return Isa::mul(scale, Isa::set1(Source::kUnit));
 }
 
-// y = scale * sums + (y or 0), + shift * the sum of the group's activations: weight = code * scale + shift. scales: of
-// each pair of panels.
-template <class Isa, class Source, int R, int P>
+// y = scale * sums + (y or 0), and where it is shifted + shift * the sum of the group's activations: weight = code *
+// scale + shift. scales: of each pair of panels.
+template <class Isa, class Source, bool kShifted, int R, int P>
 TANDEM_INLINE void add_scaled(const Sums<Isa, R, P>& sums, const Scales* scales, int64_t group, float* y,
                               int64_t stride) {
-  typename Isa::Vec scale[P];
-  for (int p = 0; p < P; ++p) scale[p] = scales_for<Isa, Source>(scales[p / 2].panel[p % 2], scales->type, group);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) {
-      float* out = y + r * stride + 16 * p;
-      Isa::store(out, Isa::fma(sums.v[r][p], scale[p], group > 0 ? Isa::load(out) : Isa::zero()));
-    }
-}
-
-template <class Isa, int R, int P>
-TANDEM_INLINE void add_shifts(const Scales* scales, int64_t group, float* y, int64_t stride) {
-  typename Isa::Vec shift[P];
+  using Vec = typename Isa::Vec;
+  Vec scale[P], shift[P];
   for (int p = 0; p < P; ++p) {
     const Scales& of = scales[p / 2];
-    shift[p] = of.shift_type == ShiftType::zeros ? load_shifts<Isa>(of.shifts[p % 2], of.type, ShiftType::zeros, group,
-                                                                    load_scales<Isa>(of.panel[p % 2], of.type, group))
-                                                 : load_scales<Isa>(of.shifts[p % 2], of.type, group);
+    scale[p] = scales_for<Isa, Source>(of.panel[p % 2], of.type, group);
+    if constexpr (kShifted)
+      shift[p] = load_shifts<Isa>(of.shifts[p % 2], of.type, of.shift_type, group,
+                                  Source::kUnit == 1.0f ? scale[p] : load_scales<Isa>(of.panel[p % 2], of.type, group));
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const typename Isa::Vec sum = Isa::set1(scales->x_sums[r * scales->sums_stride + group]);
+    Vec sum;
+    if constexpr (kShifted) sum = Isa::set1(scales->x_sums[r * scales->sums_stride + group]);
     for (int p = 0; p < P; ++p) {
       float* out = y + r * stride + 16 * p;
-      Isa::store(out, Isa::fma(sum, shift[p], Isa::load(out)));
+      Vec v = Isa::fma(sums.v[r][p], scale[p], group > 0 ? Isa::load(out) : Isa::zero());
+      if constexpr (kShifted) v = Isa::fma(sum, shift[p], v);
+      Isa::store(out, v);
     }
   }
 }
@@ -222,8 +216,10 @@ void block(const Source& source, int64_t source_first, const uint8_t* const* x, 
     accumulate<Isa, Source, R>(source, rows, begin, begin + pairs_per_group, sums);
     if constexpr (Source::kStreamed)
       for (int p = 0; p < kPanels; ++p) Isa::prefetch(scales->of_group(p, group) + scales->ahead);
-    add_scaled<Isa, Source, R, kPanels>(sums, scales, group, y, stride);
-    if (scales->shifts[0]) add_shifts<Isa, R, kPanels>(scales, group, y, stride);
+    if (scales->shifts[0])
+      add_scaled<Isa, Source, true, R, kPanels>(sums, scales, group, y, stride);
+    else
+      add_scaled<Isa, Source, false, R, kPanels>(sums, scales, group, y, stride);
   }
 }
 

@@ -21,7 +21,7 @@ constexpr Blocking kVectorBlocking = {256, 8, 8, 16, 16, 256, false};  // result
 // An expert has many rows from 32 on, by Qwen3-30B's shape; DeepSeek-V3's takes the same time with 4 to 32.
 constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, 32, 4, 32, 2048, true};
 struct TileFromRows {
-  int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6, bf16_rows;
+  int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6, bf16_rows, uint2, int3;
 };
 
 // Blocks of more rows than dot_rows is given are not compiled.

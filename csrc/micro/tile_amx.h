@@ -179,6 +179,14 @@ constexpr KernelTable nibble_tiles(Tier tier) {
 }
 
 template <class Isa, class Tiles>
+constexpr KernelTable small_tiles(Tier tier) {
+  KernelTable table{};
+  table.tier = tier;
+  TANDEM_SMALL_FORMATS(TANDEM_TILES)
+  return table;
+}
+
+template <class Isa, class Tiles>
 constexpr KernelTable other_tiles(Tier tier) {
   KernelTable table{};
   table.tier = tier;

@@ -13,7 +13,7 @@ namespace {
 struct NamedTier {
   const char* name;
   const DenseKernels* dense;    // tiles are for matrices only
-  const KernelTable* units[4];  // the first has what every tier needs, others add to it; null: no more
+  const KernelTable* units[5];  // the first has what every tier needs, others add to it; null: no more
 
   bool is_built() const { return units[0] != nullptr; }
 };
@@ -36,14 +36,15 @@ const NamedTier kTiers[] = {
     {"avx512_bf16", &kAvx512Bf16Dense, {}},
 #endif
 #if defined(TANDEM_BUILDS_amx)
-    {"amx", &kAvx512Bf16Dense, {&kAmxVectors, &kAmxIntegers, &kAmxNibbleTiles, &kAmxOtherTiles}},
+    {"amx", &kAvx512Bf16Dense, {&kAmxVectors, &kAmxIntegers, &kAmxNibbleTiles, &kAmxOtherTiles, &kAmxSmallTiles}},
 #else
     {"amx", &kAvx512Bf16Dense, {}},
 #endif
 #if defined(TANDEM_BUILDS_amx_standin)
     {"amx_standin",
      &kScalarDense,
-     {&kAmxStandinVectors, &kAmxStandinIntegers, &kAmxStandinNibbleTiles, &kAmxStandinOtherTiles}},
+     {&kAmxStandinVectors, &kAmxStandinIntegers, &kAmxStandinNibbleTiles, &kAmxStandinOtherTiles,
+      &kAmxStandinSmallTiles}},
 #else
     {"amx_standin", &kScalarDense, {}},
 #endif

@@ -587,7 +587,7 @@ class MappedFile:
         self, offset: int, length: int
     ) -> Annotated[memoryview, dict(dtype="uint8", shape=(None,), writable=False)]: ...
 
-LAYOUT_VERSION: int = 5
+LAYOUT_VERSION: int = 6
 
 def block_checksums(pool: WorkerPool, data: list, block_bytes: int, in_place: bool) -> list[int]:
     """

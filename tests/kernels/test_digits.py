@@ -31,6 +31,8 @@ FORMATS = [
     ("mxfp4", 32),
     ("nvfp4", 16),
     ("int6", 16),
+    ("int3", 16),
+    ("int2_zeros", 16),
 ]
 ALWAYS, NEVER = 1 << 30, 0
 SHAPES = [(1, 1), (33, 65), (75, 333), (40, 1100)]  # [N, K]: not multiples of panel, group or block

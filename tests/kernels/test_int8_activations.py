@@ -28,6 +28,8 @@ FORMATS = [
     ("mxfp4", 32),
     ("nvfp4", 16),
     ("int6", 16),
+    ("int3", 16),
+    ("int2_zeros", 16),
 ]
 each_way = pytest.mark.parametrize(
     ("fmt", "group", "tier", "algorithm"), cases.pairwise(FORMATS, cases.TIERS, cases.ALGORITHMS)
@@ -40,16 +42,16 @@ each_way = pytest.mark.parametrize(
 def integer_codes(fmt: str, group: int, rows: int, depth: int) -> WeightCodes:
     """Random codes of the format, the extreme ones in rows of their own; every scale is 1."""
     random = torch.Generator().manual_seed(depth)
-    levels = {"int8": 256, "int6": 64}.get(fmt, 16)
+    levels = {"int8": 256, "int6": 64, "int3": 8, "int2_zeros": 4}.get(fmt, 16)
     codes = torch.randint(0, levels, (rows, depth), generator=random, dtype=torch.uint8)
     codes[0], codes[1] = levels // 2, levels // 2 - 1  # the least and the greatest in two's complement
     codes[2], codes[3] = 0, levels - 1
     groups = -(-depth // group) if group else 1
     scales = torch.ones(rows, groups, dtype=torch.bfloat16 if group else torch.float32)
     zeros = torch.randint(0, 16, (rows, groups), generator=random, dtype=torch.int8)
-    joined = codes if levels > 16 else join_nibbles(codes)
-    name = {"int4_zeros": "uint4", "mxfp4": "fp4", "nvfp4": "fp4"}.get(fmt, fmt)
-    return WeightCodes(joined, scales, name, group, depth, zeros=zeros if fmt == "int4_zeros" else None)
+    joined = join_nibbles(codes) if levels == 16 else codes
+    name = cases.CODE_TYPES.get(fmt, fmt)
+    return WeightCodes(joined, scales, name, group, depth, zeros=zeros if fmt.endswith("_zeros") else None)
 
 
 def integer_rows(count: int, depth: int, group: int) -> Tensor:

@@ -25,16 +25,21 @@ each_way = pytest.mark.parametrize(
 )
 
 
+LEVELS = {"fp8": 256, "int8": 256, "int6": 64, "int3": 8, "uint2": 4}  # of codes that have a byte each
+
+
 def all_codes(fmt: str, group: int, scale: float = 1.0) -> WeightCodes:
     """Every code (but NaN) in 17 rows, each shifted by one, with one scale for all."""
-    count = {"fp8": 256, "int8": 256, "int6": 64}.get(fmt, 16)
+    count = LEVELS.get(fmt, 16)
     codes = (torch.arange(256)[None] + torch.arange(17)[:, None]) % count
     if fmt == "fp8":
         codes[codes % 128 == 127] = 0
     codes = codes.to(torch.uint8)
     scales = torch.full((17, 256 // group if group else 1), scale)
-    joined = codes if count > 16 else stored_codes.join_nibbles(codes)
-    zeros = 5 * torch.ones(scales.shape, dtype=torch.int8) if fmt == "uint4" and group == 64 else None
+    joined = codes if fmt in LEVELS else stored_codes.join_nibbles(codes)
+    zeros = (
+        5 * torch.ones(scales.shape, dtype=torch.int8) if fmt in ("uint4", "uint2") and group == 64 else None
+    )
     return WeightCodes(joined, scales, fmt, group, 256, zeros=zeros)
 
 
@@ -44,6 +49,7 @@ SCALES = [1.0, 2.0**-9, -(2.0**-22), 2.0**-31]
 CODES = [
     ("fp8", 0), ("fp8", 32), ("fp8", 128), ("fp4", 16), ("fp4", 32), ("int8", 0), ("int8", 16), ("int8", 32),
     ("int8", 128), ("int6", 16), ("int6", 128), ("int4", 32), ("int4", 128), ("uint4", 32), ("uint4", 64),
+    ("int3", 16), ("int3", 64), ("uint2", 16), ("uint2", 64),
 ]  # fmt: skip
 
 
@@ -197,7 +203,7 @@ def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str, size: float)
         assert (error <= cases.product_bound(magnitude, 768, "uint4", codes.group, tier)).all()
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q5_1"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q5_1"])
 def test_cutting_and_stacking_keep_the_weights(name: str) -> None:
     """Experts and fused matrices are rows, columns and stacks of what the file holds."""
     weights, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]

@@ -31,7 +31,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "strided": (lambda: MATRIX(torch.ones(100, 3).T), "not contiguous"),
     "wrong out": (lambda: MATRIX._core.multiply(X, torch.ones(3, 41)), "out has shape"),
     "bias": (lambda: PackedMatrix(WORKSPACE, torch.ones(40, 100), torch.ones(39)), "bias has shape"),
-    "format": (lambda: PackedMatrix(WORKSPACE, torch.ones(4, 4), None, "int3"), "f32, bf16, int8, int4"),
+    "format": (lambda: PackedMatrix(WORKSPACE, torch.ones(4, 4), None, "int5"), "f32, bf16, int8, int4"),
     "group": (lambda: PackedMatrix(WORKSPACE, torch.ones(4, 4), None, "int8", 48), "group size 48"),
     "int4 rows": (lambda: PackedMatrix(WORKSPACE, torch.ones(4, 4), None, "int4", 0), "int4 needs a group"),
     "tier": (lambda: Workspace(cases.pool_of(1), "avx1024"), "avx1024.*take one of"),

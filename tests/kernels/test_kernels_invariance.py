@@ -16,7 +16,10 @@ from tandem.kernels.cpu import PackedExperts, PackedMatrix
 N, K = 75, 1100
 EXPERTS, HIDDEN, WIDTH = 7, 150, 72
 
-CODED = (("fp8", 128), ("fp8", 0), ("mxfp4", 32), ("nvfp4", 16), ("int4_zeros", 64), ("int6", 16))
+CODED = (
+    ("fp8", 128), ("fp8", 0), ("mxfp4", 32), ("nvfp4", 16), ("int4_zeros", 64), ("int6", 16), ("int3", 16),
+    ("int2_zeros", 16),
+)  # fmt: skip
 
 quietly = settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

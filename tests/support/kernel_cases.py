@@ -42,12 +42,17 @@ FORMATS = [
     ("int4_zeros", 128),
     ("int6", 16),
     ("int6", 128),
+    ("int3", 16),
+    ("int3", 32),
+    ("int2_zeros", 16),
+    ("int2_zeros", 64),
 ]
 CODE_TYPES = {
     "mxfp8": "fp8",
     "mxfp4": "fp4",
     "nvfp4": "fp4",
     "int4_zeros": "uint4",
+    "int2_zeros": "uint2",
 }  # what the core calls the format, where it differs
 ALGORITHMS = {"dot_rows": 1 << 30, "tile_mm": 0}  # as Workspace's tile_from_rows
 

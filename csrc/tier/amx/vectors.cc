@@ -4,6 +4,7 @@
 
 namespace tandem {
 
-constexpr KernelTable kAmxVectors = vectors<Avx512Bf16Isa, TileFromRows{8, 2, 4, 4, 2, 3, 4, 4, 2}, true>(Tier::amx);
+constexpr KernelTable kAmxVectors =
+    vectors<Avx512Bf16Isa, TileFromRows{8, 2, 4, 4, 2, 3, 4, 4, 2, 4, 4}, true>(Tier::amx);
 
 }  // namespace tandem

@@ -42,7 +42,10 @@ GGUF = {
     "q4_0": Blocks(32, 18, (0,), gguf_blocks.gguf_q4_0),
     "q4_1": Blocks(32, 20, (0, 2), gguf_blocks.gguf_q4_1),
     "q8_0": Blocks(32, 34, (0,), gguf_blocks.gguf_q8_0),
+    "q2_k": Blocks(256, 84, (80, 82), gguf_blocks.gguf_q2_k),
+    "q3_k": Blocks(256, 110, (108,), gguf_blocks.gguf_q3_k),
     "q4_k": Blocks(256, 144, (0, 2), gguf_blocks.gguf_q4_k),
+    "q5_k": Blocks(256, 176, (0, 2), gguf_blocks.gguf_q5_k),
     "q6_k": Blocks(256, 210, (208,), gguf_blocks.gguf_q6_k),
 }
 NUMBERS = ("bf16", "f32", "int8", "int4")  # rounded by the packer; int8 and int4 in groups of 32

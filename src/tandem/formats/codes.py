@@ -20,10 +20,11 @@ class WeightCodes:
     """A weight matrix [N, K]: weight = code * scale (+ offset), or (code - zero) * scale.
 
     codes: uint8 [N, K], or for 4 bits [N, ceil(K / 2)], even k in the low half. What a code is, `fmt` says: "int8",
-    "int6" and "int4" (two's complement), "uint4" (0 to 15), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
+    "int6", "int4" and "int3" (two's complement), "uint4" and "uint2" (from 0), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
     scales: float32, bfloat16, float16 or float8_e8m0fnu [ceil(N / block_rows), ceil(K / group)], or [.., 1] where group
     is 0. Or float8_e4m3fn, times `factors`, float32 [ceil(N / block_rows)] (nvfp4). Or int8, times `halves`, float16
-    [.., ceil(K / 256)] (GGUF's K-quants; groups of 16 or 32).
+    [.., ceil(K / 256)] (GGUF's K-quants; groups of 16 or 32). Or uint8 (Q2_K): the low half times `halves` is the
+    scale, the high half times `offset_halves` the offset.
     offsets: None, or as scales, whose type they have; with `offset_halves`.
     zeros: None, or int8, of the scales' shape: the code that stands for 0.
     """
@@ -143,9 +144,15 @@ def scale_tensors(codes: WeightCodes) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
 
+def in_nibbles(codes: WeightCodes) -> bool:
+    """Whether a byte is a scale and an offset."""
+    return codes.scales.dtype is torch.uint8
+
+
 def group_scales(codes: WeightCodes) -> Tensor:
     """float32 [blocks of rows, groups]."""
-    scales = _times_halves(codes.scales, codes.halves, codes.group)
+    values = codes.scales & 15 if in_nibbles(codes) else codes.scales
+    scales = _times_halves(values, codes.halves, codes.group)
     return scales if codes.factors is None else scales * codes.factors[:, None]
 
 
@@ -153,6 +160,8 @@ def group_offsets(codes: WeightCodes) -> Tensor | None:
     """As `group_scales`; of zero points -zero * scale, which is exact for scales of 16 bits."""
     if codes.zeros is not None:
         return -codes.zeros.float() * group_scales(codes)
+    if in_nibbles(codes):
+        return _times_halves(codes.scales >> 4, codes.offset_halves, codes.group)
     return None if codes.offsets is None else _times_halves(codes.offsets, codes.offset_halves, codes.group)
 
 

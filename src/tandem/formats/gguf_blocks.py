@@ -1,6 +1,6 @@
 """GGUF's block types → `WeightCodes`. Nothing is rounded: halves stay halves, bytes that share a half stay bytes.
 
-Layouts are ggml-common.h's. Codes of 5 bits are kept in 6, those of 2 and 3 in 4.
+Layouts are ggml-common.h's. Codes of 5 bits are kept in 6.
 """
 
 from __future__ import annotations
@@ -86,23 +86,21 @@ def gguf_q2_k(data: Tensor) -> WeightCodes:
     weight = d * scale * code - dmin * minimum, in groups of 16.
     """
     blocks = gguf_rows(data, 84)
-    packed, nibbles = blocks[..., :16], _pairs(blocks[..., 16:80]).flatten(1)
-    codes, scales, offsets = join_nibbles(nibbles), _signed(packed & 15), _signed(packed >> 4)
-    halves = half_at(blocks, 80), -half_at(blocks, 82)
-    return WeightCodes(codes, scales, "uint4", 16, nibbles.shape[1], 1, offsets, *halves)
+    scales, codes = blocks[..., :16].flatten(1).contiguous(), _pairs(blocks[..., 16:80]).flatten(1)
+    halves, offset_halves = half_at(blocks, 80), -half_at(blocks, 82)
+    return WeightCodes(codes, scales, "uint2", 16, codes.shape[1], halves=halves, offset_halves=offset_halves)
 
 
 def gguf_q3_k(data: Tensor) -> WeightCodes:
     """Q3_K [N, K / 256 * 110]: 256 upper bits, 256 lower pairs, 16 scales of 6 bits (- 32) in 12 bytes, a half.
 
-    Codes of 3 bits, - 4, in groups of 16; they are kept as int4.
+    Codes of 3 bits, - 4, in groups of 16.
     """
     blocks = gguf_rows(data, 110)
     high = torch.stack([blocks[..., :32] >> bit & 1 for bit in _BITS], -2).flatten(2)
-    nibbles = ((_pairs(blocks[..., 32:96]) | high << 2) - 4 & 15).flatten(1)
+    codes = (_pairs(blocks[..., 32:96]) | high << 2).flatten(1) ^ 4
     scales = _q3_scales(blocks[..., 96:108]).flatten(1)
-    codes, halves = join_nibbles(nibbles), half_at(blocks, 108)
-    return WeightCodes(codes, scales, "int4", 16, nibbles.shape[1], halves=halves)
+    return WeightCodes(codes, scales, "int3", 16, codes.shape[1], halves=half_at(blocks, 108))
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 GPU_CODES = ("bf16", "int8", "int4", "fp8", "fp4")
-EXPERT_CODES = (*GPU_CODES, "uint4", "int6")
+EXPERT_CODES = (*GPU_CODES, "uint4", "int6", "uint2", "int3")
 GPU_SCALES = ("f32", "bf16", "f16", "e8m0", "e4m3")
-EXPERT_SCALES = (*GPU_SCALES, "bytes8", "bytes16")
+EXPERT_SCALES = (*GPU_SCALES, "bytes8", "bytes16", "nibbles16")
 SHIFTS = {"zeros": "zero points", "offsets": "offsets"}  # what may stand behind a scale type and "+"
 
 MMA_CODES = ("int8", "int4", "fp8", "fp4")  # that few rows take to tensor cores
@@ -18,8 +18,8 @@ PACKED_KINDS = {
     "int8": ("int8", ""), "int4": ("int4", ""), "fp8": ("fp8", ""),
     "mxfp8": ("fp8", "e8m0"), "mxfp4": ("fp4", "e8m0"), "nvfp4": ("fp4", "e4m3"),
     "q4_0": ("int4", "f16"), "q4_1": ("uint4", "f16+offsets"), "q5_0": ("int6", "f16"),
-    "q5_1": ("int6", "f16+offsets"), "q8_0": ("int8", "f16"), "q2_k": ("uint4", "bytes16+offsets"),
-    "q3_k": ("int4", "bytes16"), "q4_k": ("uint4", "bytes8+offsets"), "q5_k": ("int6", "bytes8+offsets"),
+    "q5_1": ("int6", "f16+offsets"), "q8_0": ("int8", "f16"), "q2_k": ("uint2", "nibbles16+offsets"),
+    "q3_k": ("int3", "bytes16"), "q4_k": ("uint4", "bytes8+offsets"), "q5_k": ("int6", "bytes8+offsets"),
     "q6_k": ("int6", "bytes16"),
 }  # fmt: skip
 """Kind of `QuantFormat` → codes and scales as packed; "": scales of a type of their own, all of which are read."""

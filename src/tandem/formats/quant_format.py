@@ -15,7 +15,7 @@ which are described by their name alone."""
 
 GGUF_BYTES = {
     "mxfp4": 0.53125, "q4_0": 0.5625, "q4_1": 0.625, "q5_0": 0.8125, "q5_1": 0.875, "q8_0": 1.0625,
-    "q2_k": 0.640625, "q3_k": 0.5703125, "q4_k": 0.578125, "q5_k": 0.828125, "q6_k": 0.8203125,
+    "q2_k": 0.328125, "q3_k": 0.4453125, "q4_k": 0.578125, "q5_k": 0.828125, "q6_k": 0.8203125,
 }  # fmt: skip
 """Bytes per weight of GGUF's blocks, once packed."""
 GGUF_FILE_BYTES = {

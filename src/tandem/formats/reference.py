@@ -3,8 +3,8 @@
 int8: symmetric, scale = max|w| / 127. int4: codes -8 to 7, scale = (weight of the largest magnitude) / -8, which uses
 all 16 codes. Scales of groups are bfloat16 (codes are made with the rounded scale), scales of rows float32.
 
-fp8, mxfp8, mxfp4, nvfp4, int4 with zero points and int6 come from checkpoints as codes and scales; `stored` makes some
-for tests, `decoded` says what they mean.
+fp8, mxfp8, mxfp4, nvfp4, codes with zero points, int6 and int3 come from checkpoints as codes and scales; `stored`
+makes some for tests, `decoded` says what they mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.formats.codes import WeightCodes
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4_zeros", "int6")
+STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4_zeros", "int2_zeros", "int6", "int3")
 
 
 class Quantised(NamedTuple):
@@ -68,7 +68,7 @@ def _values(codes: WeightCodes) -> Tensor:
         return single.contiguous().view(torch.float8_e4m3fn).float()
     if codes.fmt == "fp4":
         return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])[single.long()]
-    if codes.fmt == "uint4":
+    if codes.fmt in ("uint4", "uint2"):
         return single.float()
     bits = int(codes.fmt.removeprefix("int"))
     return ((single.int() + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)).float()
@@ -137,24 +137,30 @@ def _stored_mx(weight: Tensor, fmt: str) -> WeightCodes:
     return stored_codes.mxfp4(_e2m1(scaled), biased)
 
 
-def _stored_int4_zeros(weight: Tensor, group: int) -> WeightCodes:
-    """Codes 0 to 15 from each group's smallest to its largest weight; the zero point is the code of 0."""
+def _stored_zeros(weight: Tensor, group: int, bits: int) -> WeightCodes:
+    """Codes from 0 on, from each group's smallest to its largest weight; the zero point is the code of 0."""
     padded = F.pad(weight, (0, -weight.shape[1] % group)).view(weight.shape[0], -1, group)
     low, high = padded.amin(-1).clamp(max=0), padded.amax(-1).clamp(min=0)
-    scales = ((high - low) / 15).clamp(min=2.0**-14).half()
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = ((padded / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    top = (1 << bits) - 1
+    scales = ((high - low) / top).clamp(min=2.0**-14).half()
+    zeros = (-low / scales.float()).round().clamp(0, top)
+    codes = ((padded / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, top)
     nibbles = codes.flatten(1)[:, : weight.shape[1]].to(torch.uint8)
+    if bits == 2:
+        return WeightCodes(
+            nibbles.contiguous(), scales, "uint2", group, weight.shape[1], zeros=zeros.to(torch.int8)
+        )
     return stored_codes.int4_zeros(stored_codes.join_nibbles(nibbles), scales, zeros, group)
 
 
-def _stored_int6(weight: Tensor, group: int) -> WeightCodes:
+def _stored_signed(weight: Tensor, group: int, bits: int) -> WeightCodes:
     """Scales as halves, two's complement in a byte."""
+    top = (1 << bits - 1) - 1
     groups = F.pad(weight, (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
-    scales = (groups.abs().amax(-1) / 31).clamp(min=2.0**-14).half()
-    codes = (groups / scales.float()[..., None]).round().clamp(-32, 31).to(torch.int8)
+    scales = (groups.abs().amax(-1) / top).clamp(min=2.0**-14).half()
+    codes = (groups / scales.float()[..., None]).round().clamp(-top - 1, top).to(torch.int8)
     kept = codes.flatten(1)[:, : weight.shape[1]].contiguous().view(torch.uint8)
-    return WeightCodes(kept, scales, "int6", group, weight.shape[1])
+    return WeightCodes(kept, scales, f"int{bits}", group, weight.shape[1])
 
 
 def stored(weight: Tensor, fmt: str, group: int = 128) -> WeightCodes:
@@ -162,10 +168,10 @@ def stored(weight: Tensor, fmt: str, group: int = 128) -> WeightCodes:
     weight = weight.float()
     if fmt == "fp8":
         return _stored_fp8(weight, group)
-    if fmt == "int6":
-        return _stored_int6(weight, group)
-    if fmt == "int4_zeros":
-        made = _stored_int4_zeros(weight, group)
+    if fmt in ("int6", "int3"):
+        return _stored_signed(weight, group, int(fmt[-1]))
+    if fmt.endswith("_zeros"):
+        made = _stored_zeros(weight, group, int(fmt[3]))
     else:
         made = _stored_nvfp4(weight) if fmt == "nvfp4" else _stored_mx(weight, fmt)
     return replace(made, depth=weight.shape[1])  # odd in tests only

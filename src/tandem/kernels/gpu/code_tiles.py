@@ -12,7 +12,15 @@ from torch import Tensor
 from tandem.kernels.gpu.expert_rows import dot_panel, row_step
 from tandem.kernels.gpu.expert_tiles import multiply_tile, tile_step
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.gpu.panels import Panels, block_words, group_values, plane, row_factor, views
+from tandem.kernels.gpu.panels import (
+    Panels,
+    block_words,
+    group_offsets,
+    group_values,
+    plane,
+    row_factor,
+    views,
+)
 
 PANEL = 16  # columns
 TILE_ROWS, TILE_COLUMNS = 16, 32
@@ -83,7 +91,7 @@ def panel_numbers(words, scales, part, blocks, FMT: tl.constexpr, CODES: tl.cons
     if SCALED:
         scale = group_values(scales, group, r[:, None], inside, SCALED)
     if SHIFT_AT:
-        shift = group_values(scales + SHIFT_AT, group, r[:, None], inside, SCALED)
+        shift = group_offsets(scales + SHIFT_AT, group, r[:, None], inside, SCALED)
     if SCALED == 3:
         scale *= row_factor(scales, r)[:, None]
     if CODES == 8:  # k of a word side by side: 0, 2, 4, 6 and 1, 3, 5, 7, interleaved

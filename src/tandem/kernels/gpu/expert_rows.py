@@ -20,6 +20,7 @@ from tandem.kernels.gpu.panels import (
     Panels,
     block_words,
     expert_views,
+    group_offsets,
     group_values,
     halves,
     plane,
@@ -56,7 +57,7 @@ def dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.cons
         if SCALED and GROUP:
             part *= group_values(scales, (at // GROUP)[:, None], r[None, :], inside, SCALED)
         if SHIFT_AT:
-            shift = group_values(scales + SHIFT_AT, (at // GROUP)[:, None], r[None, :], inside, SCALED)
+            shift = group_offsets(scales + SHIFT_AT, (at // GROUP)[:, None], r[None, :], inside, SCALED)
             part += total[:, None] * shift
         acc += part
     y = tl.sum(acc, 0)

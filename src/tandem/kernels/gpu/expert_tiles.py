@@ -17,6 +17,7 @@ from tandem.kernels.gpu.panels import (
     Panels,
     block_words,
     expert_views,
+    group_offsets,
     group_values,
     halves,
     plane,
@@ -67,7 +68,7 @@ def _scaled(word, upper, scales, lane, zeros, at, blocks, j: tl.constexpr, FMT: 
     if SCALED and GROUP:
         value *= group_values(scales[None, :], (at // GROUP)[:, None], lane[None, :], inside, SCALED)
     if SHIFT_AT:
-        value += group_values(scales[None, :] + SHIFT_AT, (at // GROUP)[:, None], lane[None, :], inside, SCALED)
+        value += group_offsets(scales[None, :] + SHIFT_AT, (at // GROUP)[:, None], lane[None, :], inside, SCALED)
     return value.to(tl.bfloat16)
 
 

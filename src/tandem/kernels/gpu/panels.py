@@ -3,7 +3,8 @@
 A panel holds 16 output rows. It is read in words: bf16, int4 and fp4 as 32 bits, [block][16 rows], int8 and fp8 as 16
 bits. A word holds `codes` consecutive k of one row; those of even k are in its low half, those of odd k in its high
 half. A plane is the same code of every word: k = codes * block + plane. int6 has two blocks as int4, then a word of
-upper bits for both.
+upper bits for both; uint2 has such words alone, and int3 has words of 5 and bytes of 2 codes for both,
+whose other bits are the 8th.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ SCALE_TYPES = {
     "e4m3": torch.uint8,
     "bytes8": torch.int8,
     "bytes16": torch.int8,
+    "nibbles16": torch.int8,
 }
 # what SCALED says: 0 for no scales
-NUMBERS, E8M0, E4M3, BYTES8, BYTES16 = 1, 2, 3, 4, 5
-SCALED = {"e8m0": E8M0, "e4m3": E4M3, "bytes8": BYTES8, "bytes16": BYTES16}
+NUMBERS, E8M0, E4M3, BYTES8, BYTES16, NIBBLES16 = 1, 2, 3, 4, 5, 6
+SCALED = {"e8m0": E8M0, "e4m3": E4M3, "bytes8": BYTES8, "bytes16": BYTES16, "nibbles16": NIBBLES16}
 FACTOR_BYTES = 64  # of e4m3's 16 factors, before the groups
 
 
@@ -72,7 +74,7 @@ class Panels:
     @property
     def codes(self) -> int:
         """Of one word."""
-        return 8 if self.fmt in ("int4", "fp4", "uint4", "int6") else 2
+        return 8 if self.fmt in ("int4", "fp4", "uint4", "int6", "uint2", "int3") else 2
 
     @property
     def word_bytes(self) -> int:
@@ -159,7 +161,10 @@ def scale_value(raw, SCALED: tl.constexpr):
 def group_values(scales, group, lane, inside, SCALED: tl.constexpr):
     """Scales, or offsets that lie as they do, of the rows `lane` of a panel, as float32; e4m3 without its row's factor.
     `scales` points at the panel's table."""
-    if SCALED >= 4:  # 256 k share 16 halves, which are in front of their bytes
+    if SCALED >= 6:  # two halves of 256 k in front of bytes, whose low halves are scales
+        byte, half = _nibble_table(scales + group // 16 * 320, 64 + 16 * (group % 16) + lane, lane, inside)
+        value = (byte & 15).to(tl.float32) * half
+    elif SCALED >= 4:  # 256 k share 16 halves, which are in front of their bytes
         shared: tl.constexpr = 8 if SCALED == 4 else 16
         table = scales + group // shared * (16 * (2 + shared))
         low = tl.load(table + 2 * lane, inside, other=0).to(tl.int32) & 255
@@ -168,6 +173,24 @@ def group_values(scales, group, lane, inside, SCALED: tl.constexpr):
         value = byte.to(tl.float32) * _half_of(high << 8 | low)
     else:
         value = scale_value(tl.load(scales + (group * 16 + lane), inside, other=0), SCALED)
+    return value
+
+
+@triton.jit
+def _nibble_table(table, at, lane, inside):
+    low = tl.load(table + 2 * lane, inside, other=0).to(tl.int32) & 255
+    high = tl.load(table + (2 * lane + 1), inside, other=0).to(tl.int32)
+    return tl.load(table + at, inside, other=0).to(tl.int32), _half_of(high << 8 | low)
+
+
+@triton.jit
+def group_offsets(offsets, group, lane, inside, SCALED: tl.constexpr):
+    """`group_values` of offsets."""
+    if SCALED >= 6:  # `offsets` points at the second halves, 32 bytes into the table
+        byte, half = _nibble_table(offsets + group // 16 * 320, 32 + 16 * (group % 16) + lane, lane, inside)
+        value = (byte >> 4 & 15).to(tl.float32) * half
+    else:
+        value = group_values(offsets, group, lane, inside, SCALED)
     return value
 
 
@@ -187,6 +210,16 @@ def block_words(words, at, lane, inside, FMT: tl.constexpr):
         own = words + (at // 2 * 48 + lane)
         word = tl.load(own + at % 2 * 16, inside, other=0)
         upper = tl.load(own + 32, inside, other=0) >> (at % 2 * 4)
+    elif FMT == 7:
+        word = tl.load(words + (at // 2 * 16 + lane), inside, other=0) >> (at % 2 * 4)
+        upper = word
+    elif FMT == 8:
+        own = words + at // 2 * 24
+        upper = tl.load(own + lane, inside, other=0)
+        byte = tl.load(own + (16 + lane // 2), inside, other=0) >> (lane % 2 * 16)
+        byte = (byte & 255) | (byte & 0xFF00) << 8
+        last = (upper >> 15 & 0x10001) | (byte >> 5 & 0x60006)
+        word = tl.where(at % 2 == 0, upper, (upper >> 12 & 0x70007) | (byte & 0x3F003F) << 3 | last << 9)
     else:
         word = tl.load(words + (at * 16 + lane), inside, other=0)
         upper = word
@@ -197,6 +230,7 @@ def block_words(words, at, lane, inside, FMT: tl.constexpr):
 def plane(word, upper, j: tl.constexpr, FMT: tl.constexpr):
     """Plane j of a tile of `block_words`: each code's own number, float32, without its scale."""
     shift: tl.constexpr = 4 * (j // 2) + 16 * (j % 2)
+    pair: tl.constexpr = 16 * (j % 2) + 8 * (j // 4) + j // 2 % 2 * 2  # of upper bits: those of 4 k lie together
     if FMT == 0:  # bf16
         value = ((word << 16) if j == 0 else (word & -65536)).to(tl.float32, bitcast=True)
     elif FMT == 1:  # int8
@@ -211,7 +245,12 @@ def plane(word, upper, j: tl.constexpr, FMT: tl.constexpr):
         value = _half_of((nibble & 8) << 12 | (nibble & 7) << 9) * 16384.0
     elif FMT == 5:  # uint4, as int4
         value = ((word >> shift & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    else:  # int6, likewise; upper bits of 4 k lie together
-        code = (word >> shift & 15) | (upper >> (16 * (j % 2) + 8 * (j // 4) + j // 2 % 2 * 2) & 3) << 4
+    elif FMT == 6:  # int6, likewise
+        code = (word >> shift & 15) | (upper >> pair & 3) << 4
         value = ((code ^ 32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388640.0
+    elif FMT == 7:  # uint2
+        value = ((word >> pair & 3) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    else:  # int3
+        code = word >> (3 * (j // 2) + 16 * (j % 2)) & 7
+        value = ((code ^ 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388612.0
     return value

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.formats.codes import Weight, WeightCodes
+from tandem.formats.codes import Weight, WeightCodes, in_nibbles
 
 DEFAULT_GROUP = 32  # weights along K that share one scale in int8 and int4
 
@@ -35,6 +35,8 @@ _SCALE_TYPES = {
 
 def scale_type(w: WeightCodes) -> str:
     """The core's name for it."""
+    if in_nibbles(w):
+        return "nibbles16"
     if w.halves is not None:
         return "bytes8" if w.group == 32 else "bytes16"
     if w.scales.dtype not in _SCALE_TYPES:
