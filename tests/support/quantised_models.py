@@ -56,6 +56,19 @@ def save_quantised(
     )
 
 
+def save_experts(source: Path, target: Path, fmt: str) -> Path:
+    """Routed experts in a format of `stored_formats.MAKERS`, without the plain ones: less memory for a real model."""
+    tensors, config = {}, dict[str, object]()
+    for name, tensor in file_tensors(source).items():
+        if ".experts." in name and is_matrix(name, tensor):
+            made = formats.MAKERS[fmt](tensor.float())
+            tensors |= {name.removesuffix(".weight") + suffix: part for suffix, part in made.tensors.items()}
+            config = made.config
+        else:
+            tensors[name] = tensor
+    return _save(source, target, tensors, config)
+
+
 def _merged(configs: dict[str, dict[str, object]]) -> dict[str, object]:
     """fp8 beside int4 is written as `linear_fp8_config`."""
     both = list(configs.values())

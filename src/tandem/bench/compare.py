@@ -21,7 +21,7 @@ Report = dict[str, Any]
 def read(path: Path) -> Report:
     """Raises ConfigError where the file is none of `kt bench report`, or of another format."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     kind = found.get("bench") if isinstance(found, dict) else None
@@ -30,11 +30,12 @@ def read(path: Path) -> Report:
         raise ConfigError(f"{path} is no report: {made}; give files that `kt bench report` wrote")
     if found.get("format") != FORMAT:
         raise ConfigError(f"{path} has format {found.get('format')}, and {FORMAT} is read: take the newer Tandem")
+    report: Report = found
     try:
-        list(rows([found]))
+        list(rows([report]))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path} lacks {error.args[0] if isinstance(error, KeyError) else 'a part'}") from error
-    return found
+    return report
 
 
 def table(reports: Sequence[Report], names: Sequence[str]) -> Table:

@@ -1,0 +1,198 @@
+"""The table of docs/quality.md: what each format and mode costs the demo model.
+
+    python scripts/quality_table.py --measure benchmarks/results       # half an hour on two cores; 3 GB of /tmp
+    python scripts/quality_table.py --write                            # the table, from those rows
+    python scripts/quality_table.py --check                            # exit code 1 where the page says something else
+
+Only routed experts are rounded, each to the nearest code. `--gguf Q4_K=FILE` adds a file of the demo model whose blocks
+NumPy cannot make, such as llama.cpp's K-quants. A KV cache in fp8 is measured where a GPU since Ada is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = ROOT / "tests" / "support"
+sys.path[:0] = [str(ROOT / "src"), str(SUPPORT), str(SUPPORT / "gguf_models")]
+
+from tandem.bench.known_quality import DEMO_FILE  # noqa: E402
+from tandem.bench.rows import keep, machine_name, stamp  # noqa: E402
+
+if TYPE_CHECKING:
+    from tandem.quality.compare import Measured
+    from tandem.quality.stream import Variant
+
+PAGE, RESULTS = ROOT / "docs" / "quality.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- formats: scripts/quality_table.py writes this -->", "<!-- /formats -->"
+TOKENS, WINDOW = 2048, 512
+UNROUNDED = "nothing rounded, another kernel tier"
+ADA = (8, 9)
+# name in the table: (bits per weight with its scales, key of stored_formats.MAKERS)
+STORED = {
+    "fp8, a scale per row": (8.0, "fp8 per channel"), "fp8, blocks of 64 × 64": (8.0, "fp8 blocks of 64"),
+    "mxfp8": (8.25, "mxfp8"), "mxfp4": (4.25, "mxfp4 packed"), "nvfp4": (4.5, "nvfp4 packed"),
+}  # fmt: skip
+BLOCKS = {"Q8_0": 8.5, "Q5_1": 6.0, "Q5_0": 5.5, "Q4_1": 5.0, "Q4_0": 4.5}
+FILES = {"Q6_K": 6.56, "Q5_K": 5.5, "Q4_K": 4.5, "Q3_K": 3.44, "Q2_K": 2.63}
+Row = dict[str, Any]
+
+
+def variants(demo: Path, folder: Path, files: dict[str, Path]) -> Iterator[tuple[str, float, Variant]]:
+    """(name, bits per weight, what is measured). Files are written as they are asked for."""
+    from tandem.quality.stream import Variant
+
+    yield UNROUNDED, 16.0, Variant(demo, tier=_other_tier())
+    yield "2 late experts", 16.0, Variant(demo, late=2)
+    for method, bits in (("INT8", 8.5), ("INT4", 4.5)):
+        yield f"`--kt-method {method}`", bits, Variant(demo, method)
+        yield (
+            f"`--kt-method {method} --kt-int8-activations`",
+            bits,
+            Variant(demo, method, int8_activations=True),
+        )
+    for name, (bits, stored) in STORED.items():
+        yield name, bits, Variant(_stored(demo, folder, stored))
+    for name, bits in BLOCKS.items():
+        yield f"GGUF {name}", bits, Variant(_gguf(demo, folder, name))
+    for name, file in files.items():
+        yield f"GGUF {name}, by llama.cpp", FILES[name], Variant(file)
+    if _gpu_since_ada():
+        yield "KV cache in fp8", 16.0, Variant(demo, gpu_share=0.0, cached="fp8_e4m3")
+
+
+def _other_tier() -> str:
+    """One below the widest: its sums are in another order."""
+    from tandem._core import supported_tiers
+
+    tiers: list[str] = supported_tiers()
+    return tiers[-2] if len(tiers) > 1 else tiers[-1]
+
+
+def _stored(demo: Path, folder: Path, stored: str) -> Path:
+    from quantised_models import save_experts
+
+    return save_experts(demo, folder / stored.replace(" ", "-"), stored)
+
+
+def _gguf(demo: Path, folder: Path, name: str) -> Path:
+    from gguf_files import Kind, write_gguf
+
+    def choose(tensor: str, array: Any) -> Kind:
+        return (
+            Kind[name]
+            if "_exps" in tensor
+            else Kind.F32
+            if array.ndim == 1 or "_inp" in tensor
+            else Kind.BF16
+        )
+
+    return write_gguf(demo, folder / f"{name}.gguf", choose, pre="smollm")
+
+
+def _gpu_since_ada() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= ADA
+
+
+def measured(files: dict[str, Path]) -> list[Row]:
+    """All of them in one pass over the model, so that the reference is computed once."""
+    from tandem.checkpoint import demo_dir
+    from tandem.config import Machine
+    from tandem.engine.start.demo_model import prepare_demo
+    from tandem.engine.text.tokenizer import Tokenizer
+    from tandem.quality import text
+    from tandem.quality.compare import Candidate, Comparison
+    from tandem.quality.stream import LayerStream, Variant
+
+    demo = prepare_demo(demo_dir())
+    windows = text.cut(Tokenizer.load(demo), text.default_text(), WINDOW, TOKENS)
+    with tempfile.TemporaryDirectory(prefix="tandem-quality-") as folder:
+        reference = LayerStream(Variant(demo), windows)
+        candidates, bits = [], {}
+        for name, size, variant in variants(demo, Path(folder), files):
+            print(f"{name} is ready", file=sys.stderr, flush=True)
+            candidates.append(Candidate(name, LayerStream(variant, windows, reference.pool)))
+            bits[name] = size
+        base, found = Comparison(windows, reference, candidates).run()
+    assert base is not None
+    said = stamp(machine_name(Machine.detect()))
+    return [_row(each, bits[each.label], base) | said for each in found]
+
+
+def _row(each: Measured, bits: float, base: float) -> Row:
+    d = each.divergence
+    assert d is not None
+    return {
+        "bench": "quality", "what": each.label, "bits": bits, "tokens": TOKENS, "perplexity": each.perplexity,
+        "reference_perplexity": base, "kl": d.mean, "kl_error": d.error, "same_top": d.same_top,
+    }  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+    """In the order of KL, the smallest first."""
+    lines = [
+        "| experts | bits per weight | perplexity | KL mean ± error | same top token |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(rows, key=lambda row: float(row["kl"])):
+        change = row["perplexity"] / row["reference_perplexity"] - 1
+        kl = f"{row['kl']:.5f} ± {row['kl_error']:.5f}"
+        lines.append(f"| {row['what']} | {row['bits']:g} | {change:+.2%} | {kl} | {row['same_top']:.2%} |")
+    return "\n".join(lines)
+
+
+def rows_kept() -> list[Row]:
+    """The newest run's."""
+    files = RESULTS.glob("*/quality.json")
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
+    newest = max(str(row["date"]) for row in rows)
+    return [row for row in rows if row["date"] == newest]
+
+
+def filled(page: str) -> str:
+    rows = rows_kept()
+    said = f"Measured on {rows[0]['machine']}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}."
+    block = f"{BEGIN}\n{table(rows)}\n\n{said}\n{END}"
+    return re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, page, flags=re.S)
+
+
+def of_methods() -> dict[str, Any]:
+    """What `kt bench decode` says of the demo model's formats."""
+    wanted = {f"`--kt-method {method}`": method for method in ("INT8", "INT4")}
+    return {
+        wanted[row["what"]]: {name: round(row[name], 5) for name in ("kl", "kl_error", "same_top")}
+        for row in rows_kept()
+        if row["what"] in wanted
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--measure", type=Path, metavar="DIRECTORY", help="of results, to keep the rows in")
+    parser.add_argument("--gguf", action="append", default=[], metavar="TYPE=FILE", help="of the demo model")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    asked = parser.parse_args()
+    if asked.measure:
+        files = dict(each.split("=", 1) for each in asked.gguf)
+        keep(measured({name: Path(file) for name, file in files.items()}), asked.measure)
+    page = PAGE.read_text(encoding="utf-8")
+    if asked.write:
+        PAGE.write_text(filled(page), encoding="utf-8")
+        DEMO_FILE.write_text(json.dumps(of_methods(), indent=1) + "\n", encoding="utf-8")
+    return int(asked.check and filled(page) != page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""`quality_lines`: what rounding is known to cost the model whose speed was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+DEMO_FILE = Path(__file__).parents[1] / "data" / "demo_quality.json"
+"""{format: {kl, kl_error, same_top}} of the demo model; scripts/quality_table.py writes it."""
+UNROUNDED = ("BF16", "F32")
+
+
+def quality_lines(model: str, is_demo: bool, formats: Sequence[str]) -> Iterator[str]:
+    """A line for each format that rounds: the demo model's KL, or how to measure another model's."""
+    known: dict[str, Any] = json.loads(DEMO_FILE.read_text(encoding="utf-8"))
+    for name in (name.upper() for name in formats):
+        if name in UNROUNDED:
+            continue
+        if is_demo and name in known:
+            yield f"{name}: {_said(known[name])} (docs/quality.md)"
+        else:
+            yield f"{name}: what it costs is not known here; kt quality {model} --format {name} measures it"
+
+
+def _said(found: dict[str, float]) -> str:
+    kl = f"{found['kl']:.4f} ± {found['kl_error']:.4f}"
+    return f"KL {kl} nats against bf16, the same top token at {found['same_top']:.1%}"
