@@ -29,10 +29,11 @@ struct CodePlace {
   BitsPlace low, high;
 };
 inline CodePlace place_of_int3(int64_t block, int64_t lane, int pair) {
-  const int64_t word = block * 96 + lane, byte = block * 96 + kCacheLine + lane / 2;
+  const int64_t word = block * 96 + lane;
+  const int64_t before = block * 96 + kCacheLine + lane / 2 - 1;  // 16 bits from the byte on would leave the block
   if (pair < 5) return {{word, 3 * pair, 3}, {0, 0, 0}};
-  if (pair < 7) return {{byte, 3 * (pair - 5), 3}, {0, 0, 0}};
-  return {{word, 15, 1}, {byte, 6, 2}};
+  if (pair < 7) return {{before, 8 + 3 * (pair - 5), 3}, {0, 0, 0}};
+  return {{word, 15, 1}, {before, 8 + 6, 2}};
 }
 inline CodePlace place_of(Format f, int64_t row, int64_t k) {
   const int64_t lane = 2 * (row * 2 + k % 2), pair = k % 16 / 2, block = k / 16;

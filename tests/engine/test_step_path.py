@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
+from tandem.bench import explain_steps
 from tandem.bench.explain_steps import Question, choices
 from tandem.cli.bench import bench
 from tandem.config.gpu_plan import GpuPlan
@@ -16,6 +17,7 @@ from tandem.engine.sequence import Chunk
 from tandem.engine.step.path import Path, background_path_of, path_of
 from tandem.engine.step.planned import PlannedFacts, StepSizes
 from tandem.engine.step.step import Step
+from tandem.errors import ConfigError
 
 ON_GPU = GpuPlan("x", 10, "uniform", None, (1, 2, 8), 1.0, prompt_sizes=(128, 256), shared_tokens=256)
 STREAMED = replace(ON_GPU, ring_bytes=1 << 20, prompt_sizes=(256,))
@@ -60,6 +62,15 @@ def test_the_benches_print_the_paths() -> None:
         result = CliRunner().invoke(bench, [*command, "--explain", "--config", "olmoe-1b-7b"], env={"COLUMNS": "160"})
         assert result.exit_code == 0 and "olmoe-1b-7b" in result.output, result.output
         assert "cpu" in result.output or "graph" in result.output or "eager" in result.output
+
+
+def test_a_share_that_does_not_fit_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(*_: object) -> object:
+        raise ConfigError("the model does not fit")
+
+    monkeypatch.setattr(explain_steps, "planned", planned)
+    result = CliRunner().invoke(bench, ["decode", "--explain"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0 and "the model does not fit" in result.output, result.output
 
 
 def test_a_step_does_not_change() -> None:

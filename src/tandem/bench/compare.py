@@ -33,7 +33,7 @@ def read(path: Path) -> Report:
     report: Report = found
     try:
         list(rows([report]))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path} lacks {error.args[0] if isinstance(error, KeyError) else 'a part'}") from error
     return report
 
@@ -90,10 +90,9 @@ def _rate(report: Report, name: str, first: Report) -> str:
 
 
 def _predicted(report: Report, name: str) -> str:
-    """Measured rates are in the order of what was predicted: of one answer, of a prompt."""
-    if name not in report["measured"]:
-        return "–"
+    """The range of what has this name; "–" where nothing was measured, or nothing predicted."""
     predicted = report["plan"]["predicted"]
-    place = list(report["measured"]).index(name)
-    each = (predicted["decode"]["1"], predicted["prompt"])[place]
+    each = predicted["prompt"] if name.startswith("prompt") else predicted["decode"].get("1")
+    if name not in report["measured"] or each is None:
+        return "–"
     return f"{each['low']:.1f} to {each['high']:.1f}"

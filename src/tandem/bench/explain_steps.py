@@ -14,6 +14,7 @@ from tandem.bench.stored import experts_of, stored_as
 from tandem.config import EngineConfig, Machine, Plan, resolve
 from tandem.engine.step.path import Choice, background_path_of, path_of
 from tandem.engine.step.planned import PlannedFacts, StepSizes
+from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
 
 T = TypeVar("T")
@@ -79,8 +80,13 @@ def explain(question: Question) -> None:
         for name in COLUMNS:
             table.add_column(name, justify="right" if name == COLUMNS[3] else "left")
         for share in question.shares if machine.gpus else (0.0,):
-            for step, choice in choices(question, planned(question, fmt, share, machine)):
+            where = f"{share:.0%}" if machine.gpus else "no GPU"
+            try:
+                plan = planned(question, fmt, share, machine)
+            except ConfigError as error:  # of this share alone
+                table.add_row(where, "any", "none", "", str(error))
+                continue
+            for step, choice in choices(question, plan):
                 rows = choice.decode or choice.prefill
-                where = f"{share:.0%}" if machine.gpus else "no GPU"
                 table.add_row(where, step, choice.path.value, str(rows or ""), choice.why)
         Console().print(table)

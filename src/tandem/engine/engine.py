@@ -247,7 +247,7 @@ class Engine:
         seconds = perf_counter() - started - beside.overtook
         _tell(self._speculation, ran.turns, seconds + drawing)
         if has_prefill:
-            self._scheduler.pace.observe(ran.num_tokens or step.num_tokens, seconds, step.chunks[0].sure == 1)
+            self._scheduler.pace.observe(ran.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
             self._scheduler.pace.decoded(seconds, beside=beside.under_way)
         self._counters.steps += 1

@@ -118,7 +118,7 @@ class GpuRunner:
         self._guessing = step.has_drafts
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
-            shrinking = ShrinkingStep(step) if step.shrinks else None
+            shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
             logits = self.logits(batch, _masks(step.chunks), make, meanwhile, shrinking)
             return StepOutput(step if shrinking is None else shrinking.step, logits)
 
@@ -177,7 +177,7 @@ class GpuRunner:
         where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
         CPU has done its part."""
         choice = path_of(batch, self, shrinks=shrinking is not None)
-        _log.debug("%d rows: %s (%s)", len(batch.input_ids), choice.path.value, choice.why)
+        choice.log(len(batch.input_ids))
         if choice.decode is not None:
             return self._replayed(choice.decode, batch, masks, make, meanwhile)
         if choice.prefill is not None:
@@ -266,7 +266,11 @@ class GpuRunner:
         start = self._start
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
-        beside = background_path_of(batch, self).prefill if graph is None else None
+        beside = None
+        if graph is None:
+            choice = background_path_of(batch, self)
+            choice.log(len(batch.input_ids))
+            beside = choice.prefill
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it.
         with torch.inference_mode(), self._streams.aside(graph is not None, beside is not None):
             alone = start.hold(batch, split)

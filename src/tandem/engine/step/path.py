@@ -1,12 +1,15 @@
 """The path of a step: how an executor computes it. One enum and one function decide; `kt bench decode --explain` and
-`kt bench prefill --explain` print it, and the engine logs it at debug. Twin of kernels/which.py, for steps.
+`kt bench prefill --explain` print it, and a GPU's executor logs it at debug. Twin of kernels/which.py, for steps.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
+
+_log = logging.getLogger(__name__)
 
 S = TypeVar("S", contravariant=True)  # a step's batch, or its sizes
 G = TypeVar("G", covariant=True)  # a decode graph, or its rows
@@ -54,6 +57,10 @@ class Choice(Generic[G, P]):
     why: str
     decode: G | None = None
     prefill: P | None = None
+
+    def log(self, rows: int) -> None:
+        """At debug: of a step with so many rows."""
+        _log.debug("%d rows: %s (%s)", rows, self.path.value, self.why)
 
 
 def path_of(step: S, facts: Facts[S, G, P] | None, *, shrinks: bool = False) -> Choice[G, P]:
