@@ -29,7 +29,7 @@ from tandem.config import EngineConfig, Machine
 from tandem.engine.start import model_files
 from tandem.errors import CheckpointError, ConfigError, HubError
 from tandem.hub import download, remote
-from tandem.hub.files import INDEX
+from tandem.hub.files import INDEX, gguf_variants, variant_of
 from tandem.hub.names import HubName, hub_name, shown_name
 from tandem.hub.snapshot import find_snapshot
 from tandem.hub.store import kept_models
@@ -479,3 +479,24 @@ def test_a_disk_that_fills_up_during_a_download(hub, source, tmp_path, fault):
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / shards_of(hub)[0]).read_bytes() == big
     assert any(given and path.endswith(shards_of(hub)[0]) for path, given in hub.asked)
+
+
+@pytest.mark.parametrize(
+    ("variant", "meant"),
+    [
+        ("UD-Q2_K_XL", ["Tiny-UD-Q2_K_XL"]),
+        ("Q2_K_XL", ["Tiny-UD-Q2_K_XL"]),  # there is no other
+        ("Q2_K", ["Tiny-Q2_K"]),
+        ("IQ3_XXS", ["Tiny.i1-IQ3_XXS"]),
+        ("ud-iq3_xxs", ["UD-IQ3_XXS/Tiny-UD-IQ3_XXS"]),
+        ("IQ2_M", ["UD-IQ2_M/Tiny-UD-IQ2_M"]),
+        ("IQ4_XS", ["Tiny-IQ4_XS"]),
+        ("IQ2_XXS", []),
+    ],
+)
+def test_quantisations_by_their_common_names(variant: str, meant: list[str]) -> None:
+    """As publishers spell them: mixed by tensor (UD), with an importance matrix (i1), in folders of their own."""
+    parts = [f"UD-IQ3_XXS/Tiny-UD-IQ3_XXS-0000{i}-of-00002.gguf" for i in (1, 2)]
+    names = ["UD-Q2_K_XL", "Q2_K", "Q2_K_L", "IQ4_XS", "IQ4_NL", "UD-IQ4_XS"]
+    whole = [f"Tiny-{name}.gguf" for name in names] + ["Tiny.i1-IQ3_XXS.gguf", "UD-IQ2_M/Tiny-UD-IQ2_M.gguf"]
+    assert variant_of(gguf_variants([*whole, *parts]), variant) == meant

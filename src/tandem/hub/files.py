@@ -74,14 +74,16 @@ T = TypeVar("T")
 
 
 def variant_of(models: Mapping[str, Sequence[T]], variant: str) -> list[str]:
-    """The models that `variant` may mean: one whose file it is, else those that have it as a word of their name."""
+    """The models that `variant` may mean: one whose file it is, else those that end in it as a word, else those that
+    have it as one. UD's mixtures are meant where they are named, or where there is no other."""
     stem = _PART.sub("", variant.removesuffix(GGUF))
     if stem in models:
         return [stem]
     word = re.compile(rf"(?:^|[-._/]){re.escape(variant)}(?:$|[-._/])", re.IGNORECASE)
     found = [model for model in models if word.search(model.rsplit("/", 1)[-1])]
-    exact = [model for model in found if not re.search(rf"UD-{re.escape(variant)}", model, re.IGNORECASE)]
-    return exact or found
+    last = [model for model in found if model.lower().endswith(variant.lower())] or found
+    exact = [model for model in last if not re.search(rf"UD-{re.escape(variant)}", model, re.IGNORECASE)]
+    return exact or last
 
 
 def is_whole(files: Sequence[str]) -> bool:
