@@ -17,6 +17,8 @@
 //   uint2 [K/16][16][2] of 16 2 bits of 8 pairs, which lie as int6's upper ones; 0 to 3
 //   int3  [K/16] of 96 bytes  64 of 16-bit lanes: 3 bits each of pairs 0 to 4, then the lowest of pair 7; then [16][2]
 //                             of 8 bits: pairs 5 and 6, and the upper 2 bits of pair 7; two's complement
+//   nl4   as int4         ggml's IQ4 values: isa/inline.h, kNl4
+//   iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s, iq1   indices and signs: format/grids.h; K is a multiple of 32
 //   bf16_rows [16][K]         as checkpoints have them, each row whole; K is a multiple of 32
 //
 // K is padded with zeros to a multiple of max(32, group); the number of panels is even (a "pair" of panels, 32 output
@@ -35,7 +37,8 @@ enum class DType : int32_t { f32 = 0, bf16 = 1 };
 // share; per 8 or 16 groups [16] halves, then [8 or 16][16] bytes. e8m0 is OCP's byte of an exponent: 2^(code - 127),
 // 255 is NaN. e4m3 is a byte times a float of its row: [16] floats before all groups. nibbles16 has a scale in a byte's
 // low half and a shift in its high half, both without a sign; per 16 groups [16] halves of the scales, [16] of the
-// shifts, then [16][16] bytes.
+// shifts, then [16][16] bytes. odd8 and odd16: 2 n + 1 times an eighth of a half, for nibbles n of two groups in a
+// byte; per 8 or 16 groups [16] halves, then [4 or 8][16] bytes.
 enum class ScaleType : int32_t {
   f32 = 0,
   bf16 = 1,
@@ -44,9 +47,11 @@ enum class ScaleType : int32_t {
   bytes16 = 4,
   e8m0 = 5,
   e4m3 = 6,
-  nibbles16 = 7
+  nibbles16 = 7,
+  odd8 = 8,
+  odd16 = 9
 };
-constexpr int kScaleTypeCount = 8;
+constexpr int kScaleTypeCount = 10;
 
 // What is added after scaling: numbers that are stored as the scales are, or -zero * scale, where zeros (the codes that
 // stand for 0) are signed bytes [K/group][16].
@@ -63,9 +68,16 @@ enum class Format : int32_t {
   int6 = 7,
   bf16_rows = 8,
   uint2 = 9,
-  int3 = 10
+  int3 = 10,
+  nl4 = 11,
+  iq2_xxs = 12,
+  iq2_xs = 13,
+  iq2_s = 14,
+  iq3_xxs = 15,
+  iq3_s = 16,
+  iq1 = 17
 };
-constexpr int kFormatCount = 11;
+constexpr int kFormatCount = 18;
 
 constexpr int kPanelRows = 16;
 constexpr int kPairColumns = 2 * kPanelRows;  // output columns of a pair of panels

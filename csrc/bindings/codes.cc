@@ -57,7 +57,7 @@ StoredScales scales_of(nb::handle values, nb::handle halves, const std::string& 
 MatrixSource source_of_codes(const CodeArrays& w, const std::string& prefix, int64_t rows, int64_t depth,
                              SourceViews* views) {
   packed_layout(w.format, rows, depth);  // throws for sizes and groups that do not exist
-  const int64_t width = is_nibble(w.format.format) ? (depth + 1) / 2 : depth;
+  const int64_t width = row_bytes_of(w.format.format, depth);
   const int64_t blocks = (rows + w.block_rows - 1) / w.block_rows, groups = groups_along(depth, w.format.group);
   const std::string codes = prefix + "codes", scales = prefix + "scales", offsets = prefix + "offsets";
   views->codes = view_of(w.codes, codes.c_str(), {Element::byte}, {rows, width});

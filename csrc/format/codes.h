@@ -2,13 +2,20 @@
 #pragma once
 
 #include "abi/weight_view.h"
+#include "format/grids.h"
 #include "isa/inline.h"
 
 namespace tandem {
 namespace {
 
 inline bool is_quantised(Format f) { return f != Format::f32 && f != Format::bf16 && f != Format::bf16_rows; }
-inline bool is_nibble(Format f) { return f == Format::int4 || f == Format::fp4 || f == Format::uint4; }
+inline bool is_nibble(Format f) {
+  return f == Format::int4 || f == Format::fp4 || f == Format::uint4 || f == Format::nl4;
+}
+// Bytes of `depth` codes of a row, as they are handed over to be packed; codebooks have 4 for 8: see GridSource.
+inline int64_t row_bytes_of(Format f, int64_t depth) {
+  return is_grid(f) ? depth / 2 : is_nibble(f) ? (depth + 1) / 2 : depth;
+}
 
 inline int64_t bits_of(Format f) {
   if (f == Format::f32) return 32;
@@ -43,6 +50,44 @@ inline CodePlace place_of(Format f, int64_t row, int64_t k) {
   if (f == Format::int3) return place_of_int3(block, lane, int(pair));
   return {{(block * 3 + pair / 4) * kCacheLine + lane, int(4 * (pair % 4)), 4},
           {(block * 3 + 2) * kCacheLine + lane, two, 2}};
+}
+
+inline int64_t payload_bytes(Format f, int64_t padded_depth) {
+  if (is_grid(f)) return padded_depth / kGridBlock * grid_block_bytes(f);
+  return kPanelRows * padded_depth * bits_of(f) / 8;
+}
+
+// Of 8 k of a row, as they are handed over: one or two indices, what is above them, signs.
+struct GridSource {
+  uint8_t first, second, upper, signs;
+};
+
+inline void put_grid(Format f, uint8_t* block, int64_t r, const GridSource& of) {
+  const int64_t fours = grid_block_bytes(f) - 4 + r / 4;
+  if (f == Format::iq3_xxs || f == Format::iq3_s)
+    block[2 * r] = of.first, block[2 * r + 1] = of.second, block[32 + r] = of.signs;
+  else if (f == Format::iq2_xs)
+    block[2 * r] = of.first, block[2 * r + 1] = uint8_t(of.upper | of.signs << 1);
+  else
+    block[r] = of.first;
+  if (f == Format::iq2_xxs || f == Format::iq2_s) block[16 + r] = of.signs;
+  if (f == Format::iq2_s || f == Format::iq3_s) block[fours] = uint8_t(block[fours] | of.upper << 2 * (r % 4));
+  if (f == Format::iq1) block[16 + r / 2] = uint8_t(block[16 + r / 2] | of.upper << 4 * (r % 2));
+}
+
+template <Format kGrid>
+int grid_code_of(const uint8_t* panel, int64_t row, int64_t k) {
+  const GridEntry entry = grid_entry<kGrid>(panel + k / kGridBlock * grid_block_bytes(kGrid), int(row));
+  const int code = int8_t(entry.codes >> 8 * (k % kGridBlock)), sign = int8_t(entry.signs >> 8 * (k % kGridBlock));
+  return (code ^ sign) - sign;
+}
+inline int grid_code(Format f, const uint8_t* panel, int64_t row, int64_t k) {
+  if (f == Format::iq2_xxs) return grid_code_of<Format::iq2_xxs>(panel, row, k);
+  if (f == Format::iq2_xs) return grid_code_of<Format::iq2_xs>(panel, row, k);
+  if (f == Format::iq2_s) return grid_code_of<Format::iq2_s>(panel, row, k);
+  if (f == Format::iq3_xxs) return grid_code_of<Format::iq3_xxs>(panel, row, k);
+  if (f == Format::iq3_s) return grid_code_of<Format::iq3_s>(panel, row, k);
+  return grid_code_of<Format::iq1>(panel, row, k);
 }
 
 inline bool is_whole_byte(Format f) { return bits_of(f) == 8; }
@@ -85,6 +130,7 @@ inline float value_of(Format format, uint8_t code) {
   if (format == Format::int6) return float(int(code ^ 32) - 32);
   if (format == Format::int4) return float(int(code ^ 8) - 8);
   if (format == Format::int3) return float(int(code ^ 4) - 4);
+  if (format == Format::nl4) return float(kNl4[code]);
   if (format == Format::uint4 || format == Format::uint2) return float(code);
   return format == Format::fp8 ? float_of_e4m3(code) : float_of_e2m1(code);
 }

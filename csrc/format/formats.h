@@ -4,13 +4,18 @@
 
 // Every format but f32, and what decodes it: whoever has something for each lists them by this. Nibbles are listed
 // apart, and so are codes of fewer bits, so that units can share the formats out between them.
-#define TANDEM_NIBBLE_FORMATS(X) X(int4, Int4Format) X(fp4, Fp4Format) X(uint4, Uint4Format)
+#define TANDEM_NIBBLE_FORMATS(X) X(int4, Int4Format) X(fp4, Fp4Format) X(uint4, Uint4Format) X(nl4, Nl4Format)
 #define TANDEM_OTHER_FORMATS(X) \
   X(bf16, Bf16Format) X(int8, Int8Format) X(fp8, Fp8Format) X(int6, Int6Format) X(bf16_rows, Bf16RowsFormat)
 #define TANDEM_SMALL_FORMATS(X) X(uint2, Uint2Format) X(int3, Int3Format)
+// Codebooks: no tiles, no integers. They are unpacked whatever the number of rows.
+#define TANDEM_GRID_FORMATS(X) \
+  X(iq2_xxs, Iq2XxsFormat)     \
+  X(iq2_xs, Iq2XsFormat) X(iq2_s, Iq2SFormat) X(iq3_xxs, Iq3XxsFormat) X(iq3_s, Iq3SFormat) X(iq1, Iq1Format)
 #define TANDEM_FORMATS(X) TANDEM_NIBBLE_FORMATS(X) TANDEM_OTHER_FORMATS(X) TANDEM_SMALL_FORMATS(X)
 
 #include "abi/weight_view.h"
+#include "format/grids.h"
 #include "isa/inline.h"
 
 namespace tandem {
@@ -88,6 +93,14 @@ struct Int6Format : Int4Format<Isa> {
 };
 
 template <class Isa>
+struct Nl4Format : Int4Format<Isa> {
+  static constexpr float kUnit = Isa::kNl4Unit;
+  TANDEM_INLINE static auto decode(const uint8_t* block, int index) { return Isa::decode_nl4(block, index); }
+  static constexpr auto halves_range() { return Isa::kNl4Range; }
+  TANDEM_INLINE static auto halves(const uint8_t* block, int index) { return Isa::halves_nl4(block, index); }
+};
+
+template <class Isa>
 struct Uint2Format : Int4Format<Isa> {
   static constexpr int kPairBytes = 8;
   static constexpr int kPairsPerBlock = 8;
@@ -144,6 +157,32 @@ struct Bf16RowsFormat {
   static constexpr float kUnit = 1.0f;
 };
 
+template <class Isa, Format kFormat>
+struct GridFormat {
+  using Lane = typename Isa::Lane;
+  static constexpr Format kGrid = kFormat;
+  static constexpr int kPairBytes = grid_block_bytes(kFormat) / kGridPairs;
+  static constexpr int kPairsPerBlock = kGridPairs;
+  static constexpr bool kScaled = true;
+  static constexpr bool kPacked = true;
+  static constexpr float kUnit = 1.0f;
+};
+template <class Isa>
+struct Iq2XxsFormat : GridFormat<Isa, Format::iq2_xxs> {};
+template <class Isa>
+struct Iq2XsFormat : GridFormat<Isa, Format::iq2_xs> {};
+template <class Isa>
+struct Iq2SFormat : GridFormat<Isa, Format::iq2_s> {};
+template <class Isa>
+struct Iq3XxsFormat : GridFormat<Isa, Format::iq3_xxs> {};
+template <class Isa>
+struct Iq3SFormat : GridFormat<Isa, Format::iq3_s> {};
+template <class Isa>
+struct Iq1Format : GridFormat<Isa, Format::iq1> {};
+
+template <class Format>
+concept HasGrid = requires { Format::kGrid; };
+
 template <class Format>
 concept HasWholeRows = requires { Format::kInRows; };
 
@@ -178,6 +217,16 @@ TANDEM_INLINE typename Isa::Vec load_nibble_scales(const uint8_t* halves, int64_
   return Isa::mul(codes, Isa::load_f16(reinterpret_cast<const uint16_t*>(table)));
 }
 
+// Of odd8 and odd16.
+template <class Isa, int kGroups>
+TANDEM_INLINE typename Isa::Vec load_odd_scales(const uint8_t* panel_scales, int64_t group) {
+  const uint8_t* table = panel_scales + group / kGroups * (kPanelRows * (2 + kGroups / 2));
+  const uint8_t* bytes = table + kPanelRows * (2 + group % kGroups / 2);
+  const typename Isa::Vec nibbles = group % 2 ? Isa::load_nibbles(bytes, 4) : Isa::load_nibbles(bytes, 0);
+  const typename Isa::Vec odd = Isa::fma(nibbles, Isa::set1(0.25f), Isa::set1(0.125f));
+  return Isa::mul(odd, Isa::load_f16(reinterpret_cast<const uint16_t*>(table)));
+}
+
 constexpr int64_t kFactorBytes = kPanelRows * int64_t(sizeof(float));  // of e4m3's factors, before the groups
 // What 1 is loaded as: the largest such scale times any code of fp4 or int4 is a half.
 constexpr float kE4m3Unit = 0x1p-12f;
@@ -195,6 +244,8 @@ TANDEM_INLINE typename Isa::Vec load_scales(const uint8_t* panel_scales, ScaleTy
   if (type == ScaleType::bytes8) return load_shared_scales<Isa, 8>(panel_scales, group);
   if (type == ScaleType::bytes16) return load_shared_scales<Isa, 16>(panel_scales, group);
   if (type == ScaleType::nibbles16) return load_nibble_scales<Isa>(panel_scales, group, 0, 2 * kNibbleHalfBytes);
+  if (type == ScaleType::odd8) return load_odd_scales<Isa, 8>(panel_scales, group);
+  if (type == ScaleType::odd16) return load_odd_scales<Isa, 16>(panel_scales, group);
   return Isa::load(reinterpret_cast<const float*>(panel_scales) + 16 * group);
 }
 

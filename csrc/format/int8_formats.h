@@ -6,7 +6,7 @@
 #define TANDEM_INT8_FORMATS(X) \
   X(int8, Int8Bytes)           \
   X(int4, Int4Nibbles)         \
-  X(fp4, Fp4Nibbles) X(uint4, Uint4Nibbles) X(int6, Int6Bits) X(uint2, Uint2Bits) X(int3, Int3Bits)
+  X(fp4, Fp4Nibbles) X(uint4, Uint4Nibbles) X(int6, Int6Bits) X(nl4, Nl4Nibbles) X(uint2, Uint2Bits) X(int3, Int3Bits)
 
 #include "format/int8_row.h"
 
@@ -57,6 +57,19 @@ struct Fp4Nibbles : Int4Nibbles<Ints> {
   static constexpr float kUnit = 0.5f;
   TANDEM_INLINE static auto decode(const uint8_t* panel, int64_t block) {
     return Ints::twice_e2m1(Ints::nibbles(panel + 64 * block));
+  }
+};
+
+// Bytes of up to 7 bits and a sign.
+template <class Ints>
+struct Nl4Nibbles : Int4Nibbles<Ints> {
+  static constexpr int kOffset = Ints::kByteOffset;
+  TANDEM_INLINE static auto decode(const uint8_t* panel, int64_t block) {
+    return Ints::nl4(Ints::nibbles(panel + 64 * block));
+  }
+  TANDEM_INLINE static auto dot(typename Ints::Sum sum, const typename Ints::Lines& w, typename Ints::X a,
+                                typename Ints::X b) {
+    return Ints::dot_bytes(sum, w, a, b);
   }
 };
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "isa/inline.h"
+
 namespace tandem {
 namespace {
 
@@ -17,16 +19,6 @@ Vec load(const uint8_t* p) {
   Vec v;
   std::memcpy(&v, p, sizeof v);
   return v;
-}
-
-// Lanes of a and then b, by number. GCC has Clang's builtin since 12 only.
-template <int... Lane, class Vec>
-Vec picked(Vec a, Vec b) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, Lane...);
-#else
-  return __builtin_shuffle(a, b, Vec{Lane...});
-#endif
 }
 
 Quad same(Quad q) { return q; }

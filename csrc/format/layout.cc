@@ -10,10 +10,11 @@
 
 namespace tandem {
 
-const char* const kFormatNames[kFormatCount] = {"f32",   "bf16", "int8",      "int4",  "fp8", "fp4",
-                                                "uint4", "int6", "bf16_rows", "uint2", "int3"};
-const char* const kScaleTypeNames[kScaleTypeCount] = {"f32",     "bf16", "f16",  "bytes8",
-                                                      "bytes16", "e8m0", "e4m3", "nibbles16"};
+const char* const kFormatNames[kFormatCount] = {"f32",     "bf16",   "int8",      "int4",    "fp8",   "fp4",
+                                                "uint4",   "int6",   "bf16_rows", "uint2",   "int3",  "nl4",
+                                                "iq2_xxs", "iq2_xs", "iq2_s",     "iq3_xxs", "iq3_s", "iq1"};
+const char* const kScaleTypeNames[kScaleTypeCount] = {"f32",  "bf16", "f16",       "bytes8", "bytes16",
+                                                      "e8m0", "e4m3", "nibbles16", "odd8",   "odd16"};
 
 namespace {
 
@@ -24,6 +25,8 @@ bool has_group_size(int group) { return group == 16 || group == 32 || group == 6
 // Whether a group can be made NaN through its scale, as pack_panel does for fp8.
 bool can_be_nan(ScaleType type) { return type == ScaleType::f32 || type == ScaleType::bf16 || type == ScaleType::e8m0; }
 
+bool is_odd(ScaleType type) { return type == ScaleType::odd8 || type == ScaleType::odd16; }
+
 void check_scales(const WeightFormat& f, const std::string& name) {
   const int shared = groups_per_half(f.scale_type);
   if (shared && shared * f.group != 256)
@@ -31,6 +34,9 @@ void check_scales(const WeightFormat& f, const std::string& name) {
                                 std::to_string(f.group));
   if (f.scale_type == ScaleType::nibbles16 && f.shift_type != ShiftType::as_scales)
     throw std::invalid_argument("nibbles are scales and offsets: " + name + " has no offsets");
+  if (is_odd(f.scale_type) != is_grid(f.format))
+    throw std::invalid_argument("codebooks have scales of odd numbers, and nothing else has: " + name + " with " +
+                                kScaleTypeNames[int(f.scale_type)]);
   if (f.format == Format::fp8 && !can_be_nan(f.scale_type))
     throw std::invalid_argument("fp8 needs float32, bfloat16 or e8m0 scales");
   if (f.scale_type == ScaleType::e4m3 && f.shift_type == ShiftType::as_scales)
@@ -56,6 +62,8 @@ void check_group(const WeightFormat& f) {
 
 // Rows are read as they are, so there is nobody to pad them.
 void check_rows(const WeightFormat& f, int64_t columns, int64_t depth) {
+  if (is_grid(f.format) && depth % 32)
+    throw std::invalid_argument("rows of codebooks have multiples of 32 weights, not " + std::to_string(depth));
   if (f.format == Format::bf16_rows && (columns % kPairColumns || depth % 32))
     throw std::invalid_argument("a matrix of " + std::to_string(columns) + " x " + std::to_string(depth) +
                                 " cannot be read as it is: it needs multiples of 32");
@@ -64,8 +72,8 @@ void check_rows(const WeightFormat& f, int64_t columns, int64_t depth) {
 }  // namespace
 
 int groups_per_half(ScaleType type) {
-  if (type == ScaleType::bytes8) return 8;
-  return type == ScaleType::bytes16 || type == ScaleType::nibbles16 ? 16 : 0;
+  if (type == ScaleType::bytes8 || type == ScaleType::odd8) return 8;
+  return type == ScaleType::bytes16 || type == ScaleType::nibbles16 || type == ScaleType::odd16 ? 16 : 0;
 }
 
 int64_t groups_along(int64_t depth, int group) { return group ? (depth + group - 1) / group : 1; }
@@ -87,7 +95,7 @@ WeightView packed_layout(const WeightFormat& f, int64_t columns, int64_t depth) 
   w.depth = int32_t(depth);
   w.padded_depth = int32_t(round_up(depth, std::max(32, w.group)));
   w.pairs = int32_t(round_up(columns, kPairColumns) / kPairColumns);
-  const int64_t payload = int64_t{kPanelRows} * w.padded_depth * bits_of(f.format) / 8;
+  const int64_t payload = payload_bytes(f.format, w.padded_depth);
   w.shift_type = scaled ? f.shift_type : ShiftType::none;
   const int64_t scales = scaled ? table_bytes(w) : 0;
   w.scale_offset = scaled ? payload : 0;

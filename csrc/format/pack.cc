@@ -61,7 +61,7 @@ Interleaving interleaving_of(Format format) {
 void store_codes(const WeightView& w, const MatrixSource& source, int64_t first_row, int64_t count, uint8_t* panel) {
   const bool nibble = is_nibble(w.format);
   const auto [interleave, unit] = interleaving_of(w.format);
-  const int64_t stride = nibble ? (source.depth + 1) / 2 : source.depth;
+  const int64_t stride = row_bytes_of(w.format, source.depth);
   const uint8_t* codes = source.stored.codes + first_row * stride;
   interleave(codes, stride, count, source.depth / unit, panel);
   for (int64_t r = 0; r < count; ++r, codes += stride) {
@@ -71,12 +71,25 @@ void store_codes(const WeightView& w, const MatrixSource& source, int64_t first_
   }
 }
 
+void store_grids(const WeightView& w, const MatrixSource& source, int64_t first_row, uint8_t* panel) {
+  const int64_t stride = row_bytes_of(w.format, source.depth), bytes = grid_block_bytes(w.format);
+  for (int64_t r = 0; r < kPanelRows && first_row + r < source.rows; ++r) {
+    const uint8_t* from = source.stored.codes + (first_row + r) * stride;
+    for (int64_t b = 0; b < source.depth / kGridBlock; ++b, from += sizeof(GridSource)) {
+      GridSource eight;
+      std::memcpy(&eight, from, sizeof eight);
+      put_grid(w.format, panel + b * bytes, r, eight);
+    }
+  }
+}
+
 void copy_codes(const WeightView& w, const MatrixSource& source, int64_t first_row, uint8_t* panel) {
   const int64_t groups = groups_along(source.depth, w.group);
   for (int64_t r = 0; r < kPanelRows && first_row + r < source.rows; ++r) {
     const int64_t block = (first_row + r) / source.stored.block_rows;
     copy_row_scales(w, source.stored, block, groups, r, panel);
   }
+  if (is_grid(w.format)) return store_grids(w, source, first_row, panel);
   store_codes(w, source, first_row, std::min<int64_t>(kPanelRows, source.rows - first_row), panel);
 }
 
@@ -106,6 +119,7 @@ float weight_at(const WeightView& w, const uint8_t* panel, int64_t row, int64_t 
   if (w.format == Format::f32) return reinterpret_cast<const float*>(panel)[k * kPanelRows + row];
   if (w.format == Format::bf16) return float_of_bf16(reinterpret_cast<const uint16_t*>(panel)[pair_order(row, k)]);
   const int64_t group = w.group ? k / w.group : 0;
+  if (is_grid(w.format)) return float(grid_code(w.format, panel, row, k)) * get_scale(w, panel, group, row);
   return value_of(w.format, get_code(w.format, panel, row, k)) * get_scale(w, panel, group, row) +
          get_shift(w, panel, group, row);
 }

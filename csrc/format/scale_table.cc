@@ -20,13 +20,17 @@ int64_t head_bytes(ScaleType type) { return type == ScaleType::e4m3 ? kFactorByt
 
 // Bytes of a row's halves that some groups share, and of such a table of 16 rows.
 int64_t half_bytes(ScaleType type) { return type == ScaleType::nibbles16 ? 4 : 2; }
-int64_t shared_bytes(ScaleType type) { return kPanelRows * (half_bytes(type) + groups_per_half(type)); }
+bool is_odd(ScaleType type) { return type == ScaleType::odd8 || type == ScaleType::odd16; }
+int64_t shared_bytes(ScaleType type) {
+  return kPanelRows * (half_bytes(type) + groups_per_half(type) / (is_odd(type) ? 2 : 1));
+}
 
 // Where a group's scale of row r lies in a table; for shared ones, its byte.
 int64_t scale_at(const WeightView& w, int64_t group, int64_t r) {
   const int shared = groups_per_half(w.scale_type);
   if (!shared) return head_bytes(w.scale_type) + (group * kPanelRows + r) * scale_bytes(w.scale_type);
-  return group / shared * shared_bytes(w.scale_type) + kPanelRows * (half_bytes(w.scale_type) + group % shared) + r;
+  const int64_t line = group % shared / (is_odd(w.scale_type) ? 2 : 1);
+  return group / shared * shared_bytes(w.scale_type) + kPanelRows * (half_bytes(w.scale_type) + line) + r;
 }
 
 int64_t half_at(const WeightView& w, int64_t group, int64_t r) {
@@ -42,6 +46,7 @@ float value_in(const WeightView& w, const uint8_t* table, int64_t group, int64_t
   if (w.scale_type == ScaleType::e8m0) return float_of_e8m0(*from);
   if (w.scale_type == ScaleType::e4m3) return float_of_e4m3(*from) * reinterpret_cast<const float*>(table)[r];
   const float shared = float_of_f16(half(table + half_at(w, group, r)));
+  if (is_odd(w.scale_type)) return float(2 * (*from >> group % 2 * 4 & 15) + 1) * 0.125f * shared;
   return (w.scale_type == ScaleType::nibbles16 ? float(*from & 15) : float(int8_t(*from))) * shared;
 }
 
@@ -77,7 +82,10 @@ void copy_scales(const WeightView& w, const StoredScales& stored, int64_t block,
                  uint8_t* table) {
   const int64_t bytes = scale_bytes(w.scale_type);
   const uint8_t* values = static_cast<const uint8_t*>(stored.values) + block * groups * bytes;
-  for (int64_t g = 0; g < groups; ++g) std::memcpy(table + scale_at(w, g, r), values + g * bytes, size_t(bytes));
+  if (is_odd(w.scale_type))
+    for (int64_t g = 0; g < groups; ++g) table[scale_at(w, g, r)] |= uint8_t(values[g] << g % 2 * 4);
+  else
+    for (int64_t g = 0; g < groups; ++g) std::memcpy(table + scale_at(w, g, r), values + g * bytes, size_t(bytes));
   if (w.scale_type == ScaleType::e4m3) copy_factor(stored, block, groups, r, table);
   if (groups_per_half(w.scale_type)) copy_halves(w, stored, block, groups, r, table);
 }

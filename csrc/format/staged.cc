@@ -13,7 +13,7 @@ constexpr int64_t kMaxStagedBytes = int64_t{4} << 20;  // beyond a cache there i
 
 int64_t row_bytes(const MatrixSource& source) {
   if (source.data) return source.depth * (source.type == DType::f32 ? 4 : 2);
-  return is_nibble(source.stored.format.format) ? (source.depth + 1) / 2 : source.depth;
+  return row_bytes_of(source.stored.format.format, source.depth);
 }
 
 }  // namespace

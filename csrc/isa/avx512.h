@@ -154,6 +154,14 @@ struct Avx512Isa {
     return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 16), 26)),
             _mm512_cvtepi32_ps(_mm512_srai_epi32(code, 26))};
   }
+  static constexpr float kNl4Unit = 1.0f;
+  TANDEM_INLINE static Pair decode_nl4(const uint8_t* p, int index) {
+    const __m512i a = _mm512_loadu_si512(p);
+    const Vec values =
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNl4))));
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * index), values),
+            _mm512_permutexvar_ps(_mm512_srli_epi32(a, 16 + 4 * index), values)};
+  }
   // A lookup uses 4 bits: tables of 4 and 8 values stand there several times.
   TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
     const __m512i a = _mm512_loadu_si512(p);

@@ -48,6 +48,23 @@ constexpr SixBitTable six_bit_table() {
 }
 constexpr SixBitTable kSixBits = six_bit_table();
 
+// nl4's values as bf16 and as halves, and what isa/avx512_fp16.h adds to exponents; twice, since a lookup reads 5 bits.
+struct Nl4Tables {
+  alignas(64) uint16_t bf16[32], halves[32];
+};
+constexpr Nl4Tables nl4_tables() {
+  Nl4Tables tables{};
+  for (int i = 0; i < 32; ++i) {
+    const int value = kNl4[i % 16], size = value < 0 ? -value : value, sign = value < 0 ? 0x8000 : 0;
+    int exponent = 0;
+    for (int rest = size; rest > 1; rest /= 2) ++exponent;
+    tables.bf16[i] = uint16_t(sign | (127 + exponent) << 7 | ((size << 7 >> exponent) - 128));
+    tables.halves[i] = uint16_t(sign | (15 + exponent) << 10 | ((size << 10 >> exponent) - 1024));
+  }
+  return tables;
+}
+constexpr Nl4Tables kNl4Tables = nl4_tables();
+
 struct Avx512Bf16Isa : Avx512Isa {
   struct Lane {
     static constexpr DType kType = DType::bf16;
@@ -87,6 +104,10 @@ struct Avx512Bf16Isa : Avx512Isa {
     // A lookup reads 6 bits.
     const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), lower, upper, 0xca);  // a ? b : c
     return {_mm512_permutex2var_epi16(_mm512_load_si512(kSixBits.bf16), code, _mm512_load_si512(kSixBits.bf16 + 32))};
+  }
+  TANDEM_INLINE static Pair decode_nl4(const uint8_t* p, int index) {
+    return {_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index)),
+                                     _mm512_load_si512(kNl4Tables.bf16))};
   }
   TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
     return {_mm512_permutexvar_epi16(two_bits(p, index),

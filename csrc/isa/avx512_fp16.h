@@ -32,8 +32,9 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
     __m512i codes, exponents;
   };
   static constexpr HalfRange kInt4Range = {8, 1, 1, 0}, kUint4Range = {8, 1, 1, 8}, kInt6Range = {32, 1, 1, 0},
-                             kUint2Range = {3, 1, 1, 0}, kInt3Range = {4, 1, 1, 0}, kInt8Range = {128, 1, 1, 0},
-                             kFp4Range = {6, 0.5f, 1, 0}, kFp8Range = {448, 0x1p-9f, 256, 0};
+                             kNl4Range = {127, 1, 1, 0}, kUint2Range = {3, 1, 1, 0}, kInt3Range = {4, 1, 1, 0},
+                             kInt8Range = {128, 1, 1, 0}, kFp4Range = {6, 0.5f, 1, 0},
+                             kFp8Range = {448, 0x1p-9f, 256, 0};
 
   // False if a column's scale leaves products that are no normal halves, or is no number.
   TANDEM_INLINE static bool scaled_halves(Vec scale, HalfRange codes, ScaledHalves& table) {
@@ -95,6 +96,10 @@ struct Avx512Fp16Isa : Avx512Bf16Isa {
   }
   TANDEM_INLINE static Halves halves_int6(const uint8_t* p, int index) {
     return integers(_mm512_srai_epi16(six_on_top(p, index), 10));
+  }
+  TANDEM_INLINE static Halves halves_nl4(const uint8_t* p, int index) {
+    const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(p), unsigned(4 * index));
+    return {_mm512_permutexvar_epi16(codes, _mm512_load_si512(kNl4Tables.halves)), _mm512_set1_epi16(96 << 7)};
   }
   TANDEM_INLINE static Halves halves_uint2(const uint8_t* p, int index) {
     return few_values(two_bits(p, index), eight_values(0, 0x3c00, 0x4000, 0x4200, 0, 0x3c00, 0x4000, 0x4200),

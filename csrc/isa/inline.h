@@ -21,6 +21,16 @@ TANDEM_INLINE uint32_t bits_of_float(float f) {
   return bits;
 }
 
+// Lanes of a and then b, by number. GCC has Clang's builtin since 12 only.
+template <int... Lane, class Vec>
+TANDEM_INLINE Vec picked(Vec a, Vec b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, Lane...);
+#else
+  return __builtin_shuffle(a, b, Vec{Lane...});
+#endif
+}
+
 TANDEM_INLINE uint64_t word64(const uint8_t* p) {
   uint64_t word;
   __builtin_memcpy(&word, p, 8);
@@ -38,6 +48,9 @@ TANDEM_INLINE uint16_t bf16_of_float(float f) {
 
 // Where the upper bits of pair `index` lie in the 16-bit lanes of a block of 6-bit codes: see Format::int6.
 constexpr int six_bit(int index) { return 8 * (index % 4 / 2) + 2 * (index % 2 + 2 * (index / 4)); }
+
+// What codes of nl4 stand for.
+constexpr int8_t kNl4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // k of the bytes of a block of 8 k in 4-bit codes, [16][2] lanes of 16 bits: of their lower nibbles, then of the upper.
 constexpr int kSplitOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};

@@ -73,6 +73,11 @@ struct Avx2Ints {
     const Line lo = three_bits<half>(load(words), bytes), hi = three_bits<half>(load(words + 32), bytes + 16);
     return {{lo.lo, hi.lo}, {lo.hi, hi.hi}};
   }
+  TANDEM_INLINE static Lines nl4(Lines w) {
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNl4)));
+    return {{_mm256_shuffle_epi8(values, w.a.lo), _mm256_shuffle_epi8(values, w.a.hi)},
+            {_mm256_shuffle_epi8(values, w.b.lo), _mm256_shuffle_epi8(values, w.b.hi)}};
+  }
   TANDEM_INLINE static Lines flipped(Lines w, int sign) {
     const __m256i bit = _mm256_set1_epi8(int8_t(sign));
     return {{_mm256_xor_si256(w.a.lo, bit), _mm256_xor_si256(w.a.hi, bit)},

@@ -51,6 +51,10 @@ struct Avx512Ints {
     return {_mm512_and_si512(_mm512_srli_epi16(both, at), mask),
             _mm512_and_si512(_mm512_srli_epi16(both, at + 2), mask)};
   }
+  TANDEM_INLINE static Lines nl4(Lines w) {
+    const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNl4)));
+    return {_mm512_shuffle_epi8(values, w.a), _mm512_shuffle_epi8(values, w.b)};
+  }
   // See int8_avx2.h.
   template <int half>
   TANDEM_INLINE static Lines threes(const uint8_t* words, const uint8_t* bytes) {

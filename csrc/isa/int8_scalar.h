@@ -87,6 +87,11 @@ struct ScalarInts {
     }
     return lines;
   }
+  // Values + kByteOffset of nibbles.
+  TANDEM_INLINE static Lines nl4(Lines w) {
+    for (int i = 0; i < 64; ++i) w.a.v[i] = uint8_t(kNl4[w.a.v[i]] + 128), w.b.v[i] = uint8_t(kNl4[w.b.v[i]] + 128);
+    return w;
+  }
   // Two's complement to code + offset: its sign bit is the other way round.
   TANDEM_INLINE static Lines flipped(Lines w, int sign) {
     for (int i = 0; i < 64; ++i) w.a.v[i] = uint8_t(w.a.v[i] ^ sign), w.b.v[i] = uint8_t(w.b.v[i] ^ sign);

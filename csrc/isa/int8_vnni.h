@@ -29,6 +29,10 @@ struct VnniInts : Avx512Ints {
   static constexpr int kByteOffset = 128;
 
   TANDEM_INLINE static Lines bytes(const uint8_t* p) { return {joined(p), joined(p + 64)}; }
+  TANDEM_INLINE static Lines nl4(Lines w) {
+    const Lines values = Avx512Ints::nl4(w);
+    return flipped(values, 128);
+  }
   TANDEM_INLINE static Sum dot_bytes(Sum s, const Lines& w, X a, X b) { return dot_small(s, w, a, b); }
   TANDEM_INLINE static Sum dot_small(Sum s, const Lines& w, X a, X b) {
     return Sum(_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(__m512i(s), w.a, a), w.b, b));

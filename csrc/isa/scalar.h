@@ -167,6 +167,12 @@ struct ScalarIsa {
     const Words codes = (low & 0x000f000fu) | (high & 0x00030003u) << 4;
     return {floats((Signed(codes & 63) ^ 32) - 32), floats((Signed(codes >> 16) ^ 32) - 32)};
   }
+  static constexpr float kNl4Unit = 1.0f;
+  TANDEM_INLINE static Pair decode_nl4(const uint8_t* p, int index) {
+    const Words w = loaded<Words>(p) >> 4 * index;
+    return {each([=](int i) { return float(kNl4[w[i] & 15]); }),
+            each([=](int i) { return float(kNl4[w[i] >> 16 & 15]); })};
+  }
   // Of a 64-byte block of 2-bit codes.
   TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
     const Words w = loaded<Words>(p) >> six_bit(index);

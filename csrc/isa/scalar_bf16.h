@@ -44,6 +44,7 @@ struct ScalarBf16Isa : ScalarIsa {
   TANDEM_CALLED static Pair decode_int6(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_int6(p, index))};
   }
+  TANDEM_CALLED static Pair decode_nl4(const uint8_t* p, int index) { return {join(ScalarIsa::decode_nl4(p, index))}; }
   TANDEM_CALLED static Pair decode_uint2(const uint8_t* p, int index) {
     return {join(ScalarIsa::decode_uint2(p, index))};
   }

@@ -175,12 +175,12 @@ void digit_rows(const MatmulArgs* args) {
 
 // From how many rows on an expert is left to others, by format; 0: always, unless a test asks for digits.
 struct DigitsBelow {
-  int32_t int8, int4, fp4, uint4, int6, uint2, int3;
+  int32_t int8, int4, fp4, uint4, int6, uint2, int3, nl4;
 };
 // AMX: to tiles. More than 9 was not timed (docs/lab/kernel-choices.md).
-constexpr DigitsBelow kDigitsBelowTiles = {9, 9, 9, 9, 9, 9, 9};
+constexpr DigitsBelow kDigitsBelowTiles = {9, 9, 9, 9, 9, 9, 9, 9};
 // Where weights have scales of groups of 16 to 128 k; weights lay in L2.
-constexpr DigitsBelow kDigitsBelowTilesOfGroups = {5, 5, 3, 5, 5, 5, 5};
+constexpr DigitsBelow kDigitsBelowTilesOfGroups = {5, 5, 3, 5, 5, 5, 5, 5};
 
 // Adds products of digits.
 template <class Ints>

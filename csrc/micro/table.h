@@ -21,12 +21,21 @@ constexpr Blocking kVectorBlocking = {256, 8, 8, 16, 16, 256, false};  // result
 // An expert has many rows from 32 on, by Qwen3-30B's shape; DeepSeek-V3's takes the same time with 4 to 32.
 constexpr Blocking kTileBlocking = {kMaxRowsPerCall, 16, 32, 4, 32, 2048, true};
 struct TileFromRows {
-  int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6, bf16_rows, uint2, int3;
+  int32_t f32, bf16, int8, int4, fp8, fp4, uint4, int6, bf16_rows, uint2, int3, nl4;
 };
 
 // Blocks of more rows than dot_rows is given are not compiled.
 template <class Isa, int32_t kTileFromRows>
 constexpr int kMostDotRows = kTileFromRows > Isa::kDotRows ? Isa::kDotRows : kTileFromRows - 1;
+
+// Codebooks.
+template <class Isa, template <class> class Format>
+constexpr FormatKernels grid_kernels() {
+  FormatKernels kernels{};
+  kernels.dot_rows = kernels.tile_mm = tile_mm<Isa, Format>;
+  kernels.tile_from_rows = 1;
+  return kernels;
+}
 
 // kTiled: other units have many rows.
 template <class Isa, template <class> class Format, int32_t kTileFromRows, bool kTiled>
@@ -52,6 +61,9 @@ constexpr KernelTable vectors(Tier tier) {
 #define TANDEM_VECTOR_KERNELS(name, F) table.formats[int(Format::name)] = vector_kernels<Isa, F, kFrom.name, kTiled>();
   TANDEM_FORMATS(TANDEM_VECTOR_KERNELS)
 #undef TANDEM_VECTOR_KERNELS
+#define TANDEM_GRID_KERNELS(name, F) table.formats[int(Format::name)] = grid_kernels<Isa, F>();
+  TANDEM_GRID_FORMATS(TANDEM_GRID_KERNELS)
+#undef TANDEM_GRID_KERNELS
   table.prepare_row = prepare_row<Isa>;
   table.activate_row = activate_row<Isa>;
   table.add_scaled_row = add_scaled_row<Isa>;

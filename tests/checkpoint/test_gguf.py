@@ -36,7 +36,7 @@ from tandem.checkpoint.gguf_config import AS_SAFETENSORS
 from tandem.config import ModelConfig
 from tandem.config.model_config import STORED
 from tandem.engine.text.tokenizer import Tokenizer
-from tandem.errors import CheckpointError, TandemError
+from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
@@ -140,6 +140,42 @@ def dequantised(file: Path, source: Path) -> dict[str, torch.Tensor]:
 def test_every_block_type_gives_the_logits_of_its_weights_in_transformers(wide, tmp_path, kind):
     """The weights as the `gguf` package dequantises them, in Transformers, float32."""
     file = write_gguf(wide, tmp_path / "model.gguf", matrices_as(kind))
+    check_logits(file, wide, tmp_path)
+    module = "model.layers.0.mlp.experts.3.down_proj"
+    assert str(open_checkpoint(file).format(module)) == kind.name.lower()
+
+
+def mixed_by_tensor(name: str, array: np.ndarray) -> Kind:
+    """As UD files are: gates and ups in one type, downs in another, some wider than others."""
+    if array.ndim < 2 or "ffn_gate_inp" in name:
+        return Kind.F32
+    if "_exps" not in name:
+        return Kind.Q6_K if "attn" in name else Kind.Q2_K
+    return Kind.IQ3_S if "down" in name else Kind.IQ2_XXS
+
+
+def test_types_mixed_by_tensor_are_one_model(wide, tmp_path):
+    file = write_gguf(wide, tmp_path / "model.gguf", mixed_by_tensor)
+    check_logits(file, wide, tmp_path)
+    experts = open_checkpoint(file).formats().experts
+    assert experts.name == "iq2_xxs + iq3_s" and set(experts.not_on_gpu.split(", ")) == {"iq2_xxs", "iq3_s"}
+    assert experts.bytes_per_weight * 8 == pytest.approx((2 * 2.1875 + 3.4375) / 3)
+    llm = LLM(str(file), max_total_tokens=256)
+    [answer] = llm.generate(["hi"], SamplingParams(max_tokens=5, temperature=0.0))
+    assert llm.engine.plan.expert_format == STORED and 1 <= len(answer.token_ids) <= 5
+
+
+def test_gate_and_up_of_two_types_are_refused_in_the_plan(wide, tmp_path):
+    def choose(name: str, array: np.ndarray) -> Kind:
+        return Kind.Q3_K if "up_exps" in name else mixed_by_tensor(name, array)
+
+    file = write_gguf(wide, tmp_path / "model.gguf", choose)
+    with pytest.raises(ConfigError, match=r"two formats in blk\.0: IQ2_XXS and Q3_K: give --kt-method"):
+        LLM(str(file), max_total_tokens=256)
+    assert LLM(str(file), max_total_tokens=256, kt_method="INT8").engine.plan.expert_format == "int8"
+
+
+def check_logits(file: Path, wide: Path, tmp_path: Path) -> None:
     reference_dir = tmp_path / "reference"
     shutil.copytree(wide, reference_dir)
     save_file(dequantised(file, wide), reference_dir / "model.safetensors", metadata={"format": "pt"})
@@ -147,8 +183,6 @@ def test_every_block_type_gives_the_logits_of_its_weights_in_transformers(wide, 
     with torch.inference_mode():
         expected = [model(torch.tensor([prompt])).logits[0] for prompt in prompts()]
     assert worst(ours(Session(file)), expected) < 1e-4
-    module = "model.layers.0.mlp.experts.3.down_proj"
-    assert str(open_checkpoint(file).format(module)) == kind.name.lower()
 
 
 @pytest.mark.parametrize("kind", [Kind[name] for name in GGUF_CODES], ids=lambda kind: kind.name)
@@ -159,7 +193,7 @@ def test_blocks_are_the_packages_own_numbers(kind):
     assert torch.equal(found, torch.from_numpy(gguf.dequantize(data, kind)))
 
 
-@pytest.mark.parametrize("kind", (Kind.Q4_1, Kind.Q2_K, Kind.Q6_K), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", (Kind.Q4_1, Kind.Q2_K, Kind.Q6_K, Kind.IQ4_XS, Kind.IQ2_S), ids=lambda kind: kind.name)
 def test_kernels_compute_from_the_blocks_themselves(wide, tmp_path, kind):
     """As it is served: bfloat16 activations, weights kept as codes. No further off than with weights as bfloat16."""
     file = write_gguf(wide, tmp_path / "model.gguf", matrices_as(kind))
@@ -310,10 +344,19 @@ def test_whoever_is_sent_to_safetensors_finds_them_run():
     assert not set(AS_SAFETENSORS) & set(GGUF)
 
 
-def test_a_block_type_that_cannot_be_read_is_named(tmp_path):
-    blocks = np.zeros((2, 66), np.uint8)
-    said = refused(tmp_path, {"token_embd.weight": (blocks, Kind.IQ2_XXS)}, **SIZES)
-    assert "tensor token_embd.weight is stored as IQ2_XXS; readable are F32" in said
+@pytest.mark.parametrize(("kind", "block_bytes"), [(Kind.TQ1_0, 54), (Kind.Q1_0, 18)])
+def test_a_block_type_that_cannot_be_read_is_named(kind, block_bytes, tmp_path):
+    blocks = np.zeros((2, block_bytes), np.uint8)
+    said = refused(tmp_path, {"token_embd.weight": (blocks, kind)}, **SIZES)
+    assert f"tensor token_embd.weight is stored as {kind.name}; readable are F32" in said
+
+
+def test_factors_of_nvfp4_that_nobody_reads_are_named(tmp_path):
+    tensors = {
+        "token_embd.weight": (np.zeros((2, 36), np.uint8), Kind.NVFP4),
+        "token_embd.scale": (np.ones(1, np.float32), Kind.F32),
+    }
+    assert "token_embd.scale holds factors of token_embd.weight" in refused(tmp_path, tensors, **SIZES)
 
 
 def test_a_matrix_of_whole_numbers_is_refused(tmp_path):

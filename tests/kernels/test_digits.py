@@ -84,7 +84,7 @@ def test_product_matches_float64(fmt: str, group: int, tier: str) -> None:
             check(matrix, cases.activations(rows, k, fmt), size, group)
 
 
-@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_1", "q4_k", "q6_k", "iq4_xs"])
 @each_tier
 def test_offsets_and_scales_of_gguf(name: str, tier: str) -> None:
     codes = GGUF[name].random(name, 40, 768)

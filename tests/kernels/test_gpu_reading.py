@@ -21,6 +21,7 @@ from tandem.formats.quant_format import BITS, FLOATS, QuantFormat
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
 
 SIZE = 256  # gate, up and down alike
+CPU_ONLY = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # codebooks
 MODULE = "model.layers.3.mlp.experts.7.gate_proj"
 
 
@@ -54,12 +55,12 @@ def test_checkpoints(name: str, tmp_path) -> None:
     assert dense.not_on_gpu or not (known.zero_points and known.packable)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BITS if kind.startswith("q")])
+@pytest.mark.parametrize("kind", [kind for kind in BITS if kind.startswith(("q", "iq", "tq"))])
 def test_gguf_files(kind: str) -> None:
     weights, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
     raw = torch.zeros(SIZE, SIZE // weights * block_bytes, dtype=torch.uint8)
     codes, fmt = GGUF_CODES[kind.upper()](raw), QuantFormat(kind, "gguf")
-    assert fmt.gpu_expert and accepted(codes)
+    assert fmt.gpu_expert == accepted(codes) == (kind not in CPU_ONLY)
     assert fmt.gpu_readable == accepted_dense(codes) == (kind in ("q4_0", "q8_0"))
 
 

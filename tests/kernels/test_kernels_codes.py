@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps, round_to_format
 
 FP8 = torch.float8_e4m3fn
+ROOT = Path(__file__).parents[2]
 each_way = pytest.mark.parametrize(
     ("tier", "algorithm"), [(tier, algorithm) for tier in cases.TIERS for algorithm in cases.ALGORITHMS]
 )
@@ -49,7 +54,7 @@ SCALES = [1.0, 2.0**-9, -(2.0**-22), 2.0**-31]
 CODES = [
     ("fp8", 0), ("fp8", 32), ("fp8", 128), ("fp4", 16), ("fp4", 32), ("int8", 0), ("int8", 16), ("int8", 32),
     ("int8", 128), ("int6", 16), ("int6", 128), ("int4", 32), ("int4", 128), ("uint4", 32), ("uint4", 64),
-    ("int3", 16), ("int3", 64), ("uint2", 16), ("uint2", 64),
+    ("int3", 16), ("int3", 64), ("uint2", 16), ("uint2", 64), ("nl4", 16), ("nl4", 128),
 ]  # fmt: skip
 
 
@@ -171,6 +176,8 @@ def _power(code: Tensor) -> float:
 GGUF_HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
+    "NVFP4": (), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ2_0": (64,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,),
+    "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,), "IQ1_M": (),
 }  # fmt: skip
 
 
@@ -190,6 +197,12 @@ def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str, size: float)
         blocks[..., at : at + 2] = half.view(np.uint8)
     if name == "MXFP4":  # a block's scale is one exponent: of 2^-20 to 2^3 times `size`
         blocks[..., 0] = random.integers(107, 131, blocks.shape[:2]) + int(np.log2(size))
+    if name == "NVFP4":  # scales have no sign: writers leave bit 7 alone
+        blocks[..., :4] &= 127
+    if name == "IQ1_M":  # a quarter of the half ends each of the last four words
+        half = np.abs(size * random.uniform(0.1, 1, blocks.shape[:2])).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            blocks[..., 49 + 2 * i] = blocks[..., 49 + 2 * i] & 15 | (half >> 4 * i & 15) << 4
     data = blocks.reshape(33, -1)
     codes = gguf_blocks.GGUF_CODES[name](torch.from_numpy(data))
     expected = torch.from_numpy(gguf.dequantize(data, kind))
@@ -203,7 +216,7 @@ def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str, size: float)
         assert (error <= cases.product_bound(magnitude, 768, "uint4", codes.group, tier)).all()
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q5_1"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q5_1", "IQ4_XS", "IQ2_S", "IQ3_XXS", "IQ1_M"])
 def test_cutting_and_stacking_keep_the_weights(name: str) -> None:
     """Experts and fused matrices are rows, columns and stacks of what the file holds."""
     weights, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
@@ -366,3 +379,9 @@ def test_bad_codes_are_refused(name: str) -> None:
     call, message = refusals()[name]
     with pytest.raises(KernelError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_grids_are_those_of_gguf() -> None:
+    """All entries: random blocks meet few of IQ1's."""
+    written = subprocess.run([sys.executable, ROOT / "scripts/grid_codes.py"], capture_output=True, text=True)
+    assert written.stdout == (ROOT / "csrc/format/grid_codes.h").read_text(), written.stderr

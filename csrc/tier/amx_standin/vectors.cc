@@ -6,6 +6,6 @@
 namespace tandem {
 
 constexpr KernelTable kAmxStandinVectors =
-    vectors<ScalarBf16Isa, TileFromRows{8, 2, 4, 4, 2, 3, 4, 4, 2, 4, 4}, true>(Tier::amx_standin);
+    vectors<ScalarBf16Isa, TileFromRows{8, 2, 4, 4, 2, 3, 4, 4, 2, 4, 4, 4}, true>(Tier::amx_standin);
 
 }  // namespace tandem

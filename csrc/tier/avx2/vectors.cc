@@ -4,6 +4,6 @@
 
 namespace tandem {
 
-constexpr KernelTable kAvx2Vectors = vectors<Avx2Isa, TileFromRows{64, 6, 8, 8, 5, 5, 8, 8, 24, 8, 8}>(Tier::avx2);
+constexpr KernelTable kAvx2Vectors = vectors<Avx2Isa, TileFromRows{64, 6, 8, 8, 5, 5, 8, 8, 24, 8, 8, 8}>(Tier::avx2);
 
 }  // namespace tandem

@@ -5,6 +5,6 @@
 namespace tandem {
 
 constexpr KernelTable kAvx512Vectors =
-    vectors<Avx512Isa, TileFromRows{kNever, kNever, kNever, 64, 32, 64, 64, 64, 24, 64, 64}>(Tier::avx512);
+    vectors<Avx512Isa, TileFromRows{kNever, kNever, kNever, 64, 32, 64, 64, 64, 24, 64, 64, 64}>(Tier::avx512);
 
 }  // namespace tandem

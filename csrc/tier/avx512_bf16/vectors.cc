@@ -5,6 +5,6 @@
 namespace tandem {
 
 constexpr KernelTable kAvx512Bf16Vectors =
-    vectors<Avx512Bf16Isa, TileFromRows{kNever, kNever, 64, 64, 64, 64, 64, 64, 24, 64, 64}>(Tier::avx512_bf16);
+    vectors<Avx512Bf16Isa, TileFromRows{kNever, kNever, 64, 64, 64, 64, 64, 64, 24, 64, 64, 64}>(Tier::avx512_bf16);
 
 }  // namespace tandem

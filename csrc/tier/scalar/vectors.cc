@@ -4,6 +4,7 @@
 
 namespace tandem {
 
-constexpr KernelTable kScalarVectors = vectors<ScalarIsa, TileFromRows{8, 8, 8, 8, 8, 8, 8, 8, 24, 8, 8}>(Tier::scalar);
+constexpr KernelTable kScalarVectors =
+    vectors<ScalarIsa, TileFromRows{8, 8, 8, 8, 8, 8, 8, 8, 24, 8, 8, 8}>(Tier::scalar);
 
 }  // namespace tandem

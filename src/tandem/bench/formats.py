@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.errors import ConfigError
 from tandem.formats import codes as stored_codes
-from tandem.formats import gguf_blocks, reference
+from tandem.formats import gguf_blocks, gguf_grids, reference
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.cpu import PackedExperts, WorkerPool, Workspace
 
@@ -47,6 +47,14 @@ GGUF = {
     "q4_k": Blocks(256, 144, (0, 2), gguf_blocks.gguf_q4_k),
     "q5_k": Blocks(256, 176, (0, 2), gguf_blocks.gguf_q5_k),
     "q6_k": Blocks(256, 210, (208,), gguf_blocks.gguf_q6_k),
+    "iq4_nl": Blocks(32, 18, (0,), gguf_blocks.gguf_iq4_nl),
+    "iq4_xs": Blocks(256, 136, (0,), gguf_blocks.gguf_iq4_xs),
+    "iq3_s": Blocks(256, 110, (0,), gguf_grids.gguf_iq3_s),
+    "iq3_xxs": Blocks(256, 98, (0,), gguf_grids.gguf_iq3_xxs),
+    "iq2_s": Blocks(256, 82, (0,), gguf_grids.gguf_iq2_s),
+    "iq2_xs": Blocks(256, 74, (0,), gguf_grids.gguf_iq2_xs),
+    "iq2_xxs": Blocks(256, 66, (0,), gguf_grids.gguf_iq2_xxs),
+    "iq1_s": Blocks(256, 50, (0,), gguf_grids.gguf_iq1_s),
 }
 NUMBERS = ("bf16", "f32", "int8", "int4")  # rounded by the packer; int8 and int4 in groups of 32
 CODES = {
@@ -60,7 +68,10 @@ CODES = {
     "nvfp4": ("nvfp4", 16),
 }
 FORMATS = (*NUMBERS, *CODES, *GGUF)
-NO_INTEGERS = ("bf16", "f32", "fp8", "fp8-row", "mxfp8")  # no kernels with int8 activations
+NO_INTEGERS = (
+    "bf16", "f32", "fp8", "fp8-row", "mxfp8", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s",
+)  # fmt: skip
+"""No kernels with int8 activations."""
 
 
 def as_stored(weight: Tensor, name: str) -> Weight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -92,7 +93,17 @@ class GGUFCheckpoint:
     def formats(self) -> StoredFormats:
         names = (name for name in self._rows.places if name.endswith(".weight") and len(self._rows.shape(name)) == 2)
         modules = ((name.removesuffix(".weight"), math.prod(self._rows.shape(name))) for name in names)
-        return stored_formats((module, self.format(module), weights) for module, weights in modules)
+        found = stored_formats((module, self.format(module), weights) for module, weights in modules)
+        return replace(found, experts=replace(found.experts, unlike=self._unlike()))
+
+    def _unlike(self) -> str:
+        """The first layer whose gates and ups have different types."""
+        kinds = {name: tensor.kind for name, tensor in self.model.tensors.items()}
+        for name, gate in kinds.items():
+            up = kinds.get(name.replace("ffn_gate_exps", "ffn_up_exps"), gate)
+            if up != gate:
+                return f"{name.rpartition('.ffn_')[0]}: {gate} and {up}"
+        return ""
 
     def expert_files(self) -> tuple[list[Path], bool]:
         return [file.path for file in self.model.files], True

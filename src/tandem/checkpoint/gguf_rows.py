@@ -18,14 +18,13 @@ from tandem.checkpoint.mapped.cut import own_columns
 from tandem.checkpoint.parts import squeezed
 from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
-from tandem.formats.codes import SHARING, Weight
+from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers
 from tandem.formats.gguf_blocks import GGUF_CODES
+from tandem.formats.quant_format import QuantFormat
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WHOLE = {"I32": torch.int32}
-SMALL_BLOCK = 32
-BLOCKS = dict.fromkeys(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), SHARING)  # weights; of other codes SMALL_BLOCK
 WHOLE_NAMES = (".tid2eid",)  # ends of names whose whole numbers are read; nothing computes with others
 
 
@@ -90,6 +89,7 @@ class GGUFRows:
 
     def _check_kinds(self) -> None:
         for name, place in self.places.items():
+            self._check_factors(place.tensor)
             readable = (*WHOLE,) if name.endswith(WHOLE_NAMES) else (*NUMBERS, *GGUF_CODES)
             if place.tensor.kind not in readable:
                 example = "" if name.endswith(WHOLE_NAMES) else ", for example Q4_K_M"
@@ -97,6 +97,14 @@ class GGUFRows:
                     f"{self.model.where(place.tensor)} is stored as {place.tensor.kind}; readable are "
                     f"{', '.join(readable)}: take a file in one of these{example}"
                 )
+
+    def _check_factors(self, tensor: GGUFTensor) -> None:
+        factors = self.model.tensors.get(tensor.name.removesuffix(".weight") + ".scale")
+        if tensor.kind == "NVFP4" and factors is not None:
+            raise CheckpointError(
+                f"{self.model.where(factors)} holds factors of {tensor.name}, which are not read: take a file in "
+                "another type, or the safetensors"
+            )
 
 
 def weights_of(raw: Tensor, kind: str) -> Weight:
@@ -110,7 +118,7 @@ def _bytes_of(columns: slice, row: tuple[int, int], kind: str) -> slice | None:
     """Where those columns lie in a row of so many numbers and bytes; None where they are no whole blocks."""
     if columns == ALL:
         return ALL
-    block = BLOCKS.get(kind, 1 if kind in NUMBERS else SMALL_BLOCK)
+    block = 1 if kind in NUMBERS else QuantFormat(kind.lower(), "gguf").along
     start, stop, _ = columns.indices(row[0])
     if start % block or stop % block:
         return None

@@ -16,7 +16,7 @@ from tandem.config.speculation.choice import check_algorithm, default_guesses
 
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
-    "nvfp4; GGUF's q4_0, q4_1, q8_0, q2_k to q6_k"
+    "nvfp4; GGUF's q4_0, q4_1, q8_0, q2_k to q6_k, iq1_s to iq4_xs"
 )
 bench = typer.Typer(
     cls=Group,

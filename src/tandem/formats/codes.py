@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_NIBBLES = ("int4", "uint4", "fp4")
+_NIBBLES = ("int4", "uint4", "fp4", "nl4")
 SHARING = 256  # weights along K whose scales share a half
 
 
@@ -20,11 +20,12 @@ class WeightCodes:
     """A weight matrix [N, K]: weight = code * scale (+ offset), or (code - zero) * scale.
 
     codes: uint8 [N, K], or for 4 bits [N, ceil(K / 2)], even k in the low half. What a code is, `fmt` says: "int8",
-    "int6", "int4" and "int3" (two's complement), "uint4" and "uint2" (from 0), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1).
+    "int6", "int4" and "int3" (two's complement), "uint4" and "uint2" (from 0), "fp8" (OCP e4m3fn), "fp4" (OCP e2m1),
+    "nl4" (GGUF's IQ4). Or 4 bytes for 8 weights, which `gguf_grids.py` describes: "iq2_xxs" and so on.
     scales: float32, bfloat16, float16 or float8_e8m0fnu [ceil(N / block_rows), ceil(K / group)], or [.., 1] where group
     is 0. Or float8_e4m3fn, times `factors`, float32 [ceil(N / block_rows)] (nvfp4). Or int8, times `halves`, float16
     [.., ceil(K / 256)] (GGUF's K-quants; groups of 16 or 32). Or uint8 (Q2_K): the low half times `halves` is the
-    scale, the high half times `offset_halves` the offset.
+    scale, the high half times `offset_halves` the offset. Or uint8 n (codebooks): (2 n + 1) / 8 times `halves`.
     offsets: None, or as scales, whose type they have; with `offset_halves`.
     zeros: None, or int8, of the scales' shape: the code that stands for 0.
     """
@@ -146,12 +147,19 @@ def scale_tensors(codes: WeightCodes) -> dict[str, Tensor]:
 
 def in_nibbles(codes: WeightCodes) -> bool:
     """Whether a byte is a scale and an offset."""
-    return codes.scales.dtype is torch.uint8
+    return codes.scales.dtype is torch.uint8 and not in_odd_numbers(codes)
+
+
+def in_odd_numbers(codes: WeightCodes) -> bool:
+    """Whether scales are odd numbers of eighths of a half."""
+    return codes.fmt.startswith("iq")
 
 
 def group_scales(codes: WeightCodes) -> Tensor:
     """float32 [blocks of rows, groups]."""
     values = codes.scales & 15 if in_nibbles(codes) else codes.scales
+    if in_odd_numbers(codes):
+        values = (2 * values.float() + 1) / 8
     scales = _times_halves(values, codes.halves, codes.group)
     return scales if codes.factors is None else scales * codes.factors[:, None]
 

@@ -10,23 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes, join_nibbles
+from tandem.formats.gguf_grids import GRID_CODES
+from tandem.formats.gguf_raw import gguf_rows, half_at
 
 _PAIRS = (0, 2, 4, 6)  # shifts of the four 2-bit codes in a byte
 _BITS = tuple(range(8))
-
-
-def gguf_rows(data: Tensor, block_bytes: int) -> Tensor:
-    """Rows of raw GGUF blocks, uint8 [N, bytes], as [N, blocks, block_bytes]."""
-    if data.dim() != 2 or data.dtype is not torch.uint8 or data.shape[1] % block_bytes:
-        raise KernelError(f"GGUF rows must be uint8 [N, blocks * {block_bytes}], not {list(data.shape)}")
-    return data.view(data.shape[0], -1, block_bytes)
-
-
-def half_at(blocks: Tensor, at: int) -> Tensor:
-    """The half at byte `at` of every block, float16 [N, blocks]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0].contiguous()
 
 
 def _halves_of_16(packed: Tensor) -> Tensor:
@@ -173,8 +162,49 @@ def gguf_mxfp4(data: Tensor) -> WeightCodes:
     return WeightCodes(join_nibbles(nibbles), scales, "fp4", 32, nibbles.shape[1])
 
 
+def gguf_nvfp4(data: Tensor) -> WeightCodes:
+    """NVFP4 [N, K / 64 * 36]: 4 e4m3 scales without a sign, then 4 times 8 bytes of 16 nibbles. NaN counts as 0."""
+    blocks = gguf_rows(data, 36)
+    packed = blocks[..., 4:].unflatten(-1, (4, 8))
+    nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
+    scales = blocks[..., :4] & 127
+    scales = torch.where(scales == 127, 0, scales).flatten(1).contiguous().view(torch.float8_e4m3fn)
+    return WeightCodes(
+        join_nibbles(nibbles), scales, "fp4", 16, nibbles.shape[1], factors=torch.ones(len(nibbles))
+    )
+
+
+def gguf_iq4_nl(data: Tensor) -> WeightCodes:
+    """IQ4_NL [N, K / 32 * 18]: a half and 32 nibbles, which are places in a table."""
+    blocks = gguf_rows(data, 18)
+    nibbles = _halves_of_16(blocks[..., 2:]).flatten(1)
+    return WeightCodes(join_nibbles(nibbles), half_at(blocks, 0), "nl4", 32, nibbles.shape[1])
+
+
+def gguf_iq4_xs(data: Tensor) -> WeightCodes:
+    """IQ4_XS [N, K / 256 * 136]: a half, 8 scales of 6 bits (- 32), upper pairs first, and nibbles as IQ4_NL's."""
+    blocks = gguf_rows(data, 136)
+    packed = blocks[..., 8:].unflatten(-1, (8, 16))
+    nibbles = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
+    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(2)
+    high = torch.stack([blocks[..., 2:4] >> shift & 3 for shift in _PAIRS], -1).flatten(2)
+    scales = ((low | high << 4).to(torch.int8) - 32).flatten(1)
+    return WeightCodes(join_nibbles(nibbles), scales, "nl4", 32, nibbles.shape[1], halves=half_at(blocks, 0))
+
+
+def gguf_tq2_0(data: Tensor) -> WeightCodes:
+    """TQ2_0 [N, K / 256 * 66]: 256 codes of 2 bits, of which 1 stands for 0, and a half."""
+    blocks = gguf_rows(data, 66)
+    codes, scales = _pairs(blocks[..., :64]).flatten(1), half_at(blocks, 64)
+    return WeightCodes(codes, scales, "uint2", 256, codes.shape[1], zeros=torch.ones_like(scales, dtype=torch.int8))
+
+
 GGUF_CODES: dict[str, Callable[[Tensor], WeightCodes]] = {
+    **GRID_CODES,
+    "IQ4_NL": gguf_iq4_nl,
+    "IQ4_XS": gguf_iq4_xs,
     "MXFP4": gguf_mxfp4,
+    "NVFP4": gguf_nvfp4,
     "Q2_K": gguf_q2_k,
     "Q3_K": gguf_q3_k,
     "Q4_0": gguf_q4_0,
@@ -185,5 +215,6 @@ GGUF_CODES: dict[str, Callable[[Tensor], WeightCodes]] = {
     "Q5_K": gguf_q5_k,
     "Q6_K": gguf_q6_k,
     "Q8_0": gguf_q8_0,
+    "TQ2_0": gguf_tq2_0,
 }
 """Rows of raw blocks, uint8 [N, bytes], by ggml's name of the block type."""

@@ -9,18 +9,26 @@ from tandem.formats.gpu_reading import kind_is_read
 BITS = {
     "f32": 32, "f16": 16, "bf16": 16, "int8": 8, "fp8": 8, "mxfp8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4,
     "q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6,
+    "iq1_s": 1, "iq1_m": 1, "iq2_xxs": 2, "iq2_xs": 2, "iq2_s": 2, "iq3_xxs": 3, "iq3_s": 3, "iq4_nl": 4, "iq4_xs": 4,
+    "tq2_0": 2,
 }  # fmt: skip
-"""Kinds of stored numbers and their width. mx and nv kinds have a fixed group of 32 or 16; q kinds are GGUF's blocks,
-which are described by their name alone."""
+"""Kinds of stored numbers and their width. mx and nv kinds have a fixed group of 32 or 16; q, iq and tq kinds are
+GGUF's blocks, which are described by their name alone."""
 
 GGUF_BYTES = {
     "mxfp4": 0.53125, "q4_0": 0.5625, "q4_1": 0.625, "q5_0": 0.8125, "q5_1": 0.875, "q8_0": 1.0625,
     "q2_k": 0.328125, "q3_k": 0.4453125, "q4_k": 0.578125, "q5_k": 0.828125, "q6_k": 0.8203125,
+    "iq1_s": 0.2109375, "iq1_m": 0.2265625, "iq2_xxs": 0.2734375, "iq2_xs": 0.2890625, "iq2_s": 0.3203125,
+    "iq3_xxs": 0.3984375, "iq3_s": 0.4296875, "iq4_nl": 0.5625, "iq4_xs": 0.5390625, "tq2_0": 0.26171875,
+    "nvfp4": 0.5625,
 }  # fmt: skip
 """Bytes per weight of GGUF's blocks, once packed."""
 GGUF_FILE_BYTES = {
     "mxfp4": 17 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32, "q8_0": 34 / 32,
     "q2_k": 84 / 256, "q3_k": 110 / 256, "q4_k": 144 / 256, "q5_k": 176 / 256, "q6_k": 210 / 256,
+    "iq1_s": 50 / 256, "iq1_m": 56 / 256, "iq2_xxs": 66 / 256, "iq2_xs": 74 / 256, "iq2_s": 82 / 256,
+    "iq3_xxs": 98 / 256, "iq3_s": 110 / 256, "iq4_nl": 18 / 32, "iq4_xs": 136 / 256, "tq2_0": 66 / 256,
+    "nvfp4": 36 / 64,
 }  # fmt: skip
 """As they are in the file."""
 SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
@@ -29,7 +37,7 @@ _METHODS = {
     "f32": ("BF16",), "f16": ("BF16",), "bf16": ("BF16",), "fp8": ("FP8",), "mxfp8": ("FP8",),
     "int8": ("INT8", "AMXINT8"), "int4": ("RAWINT4", "INT4", "AMXINT4"), "mxfp4": ("MXFP4",), "nvfp4": ("NVFP4",),
 }  # fmt: skip
-K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+SMALL_BLOCKS = ("mxfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")  # of 32 weights; others have 256
 FLOATS = ("f32", "f16", "bf16")
 
 
@@ -59,7 +67,7 @@ class QuantFormat:
         if not self.quantised or self.ordered:
             return 1
         if self.packing == "gguf":
-            return 256 if self.kind in K_QUANTS else 32
+            return 64 if self.kind == "nvfp4" else 32 if self.kind in SMALL_BLOCKS else 256
         return self.group or 32 // self.bits
 
     @property
@@ -132,7 +140,7 @@ class QuantFormat:
         return f"{self.kind}{self._grouping()}" + (f" ({', '.join(notes)})" if notes else "")
 
     def _grouping(self) -> str:
-        if not self.quantised or self.kind.startswith(("mx", "nv", "q")):
+        if not self.quantised or self.kind.startswith(("mx", "nv", "q", "iq", "tq")):
             return ""
         if self.group and self.block_rows > 1:
             return f" {self.block_rows}x{self.group}"

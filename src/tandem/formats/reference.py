@@ -18,9 +18,13 @@ from torch import Tensor
 
 from tandem.errors import KernelError
 from tandem.formats import codes as stored_codes
+from tandem.formats import gguf_grids
 from tandem.formats.codes import WeightCodes
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NL4_VALUES = (
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+)  # fmt: skip
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 STORED = ("fp8", "mxfp8", "mxfp4", "nvfp4", "int4_zeros", "int2_zeros", "int6", "int3")
 
@@ -63,11 +67,15 @@ def dequantised(weight: Tensor, fmt: str, group: int = 32) -> Tensor:
 
 def _values(codes: WeightCodes) -> Tensor:
     """float32 [N, K]: every code's own number."""
+    if codes.fmt in gguf_grids.FORMATS:
+        return gguf_grids.grid_values(codes)
     single = stored_codes.codes_per_weight(codes)
     if codes.fmt == "fp8":
         return single.contiguous().view(torch.float8_e4m3fn).float()
     if codes.fmt == "fp4":
         return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)])[single.long()]
+    if codes.fmt == "nl4":
+        return torch.tensor(NL4_VALUES)[single.long()]
     if codes.fmt in ("uint4", "uint2"):
         return single.float()
     bits = int(codes.fmt.removeprefix("int"))

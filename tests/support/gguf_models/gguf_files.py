@@ -138,14 +138,22 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Kind
 
 
 QUANTISED_HERE = (Kind.BF16, Kind.MXFP4, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
-# Places of the halves that scale a block of a k-quant (ggml-common.h).
-HALVES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
-# Scales that bring random codes of a k-quant to a standard deviation near 0.05.
-SIZES = {Kind.Q2_K: 4e-3, Kind.Q3_K: 1.5e-3, Kind.Q4_K: 2e-4, Kind.Q5_K: 1e-4, Kind.Q6_K: 4e-5}
+# Places of the halves that scale a block (ggml-common.h). NVFP4 has none, and IQ1_M's is in four pieces.
+HALVES = {
+    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,), Kind.IQ3_S: (0,), Kind.IQ3_XXS: (0,), Kind.IQ2_S: (0,), Kind.IQ2_XS: (0,), Kind.IQ2_XXS: (0,),
+    Kind.IQ1_S: (0,), Kind.IQ1_M: (), Kind.TQ2_0: (64,), Kind.NVFP4: (),
+}  # fmt: skip
+# Scales that bring random codes to a standard deviation near 0.05.
+SIZES = {
+    Kind.Q2_K: 4e-3, Kind.Q3_K: 1.5e-3, Kind.Q4_K: 2e-4, Kind.Q5_K: 1e-4, Kind.Q6_K: 4e-5, Kind.IQ4_NL: 7e-4,
+    Kind.IQ4_XS: 4e-5, Kind.IQ3_S: 3e-4, Kind.IQ3_XXS: 3e-4, Kind.IQ2_S: 9e-4, Kind.IQ2_XS: 9e-4, Kind.IQ2_XXS: 9e-4,
+    Kind.IQ1_S: 7e-3, Kind.IQ1_M: 7e-3, Kind.TQ2_0: 4e-2,
+}  # fmt: skip
 
 
 def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
-    """Blocks of a k-quant with random codes and scales, which the package reads but cannot write."""
+    """Blocks with random codes and scales, which the package reads but cannot write."""
     rows = gguf.quants.quant_shape_to_byte_shape(shape, kind)
     random = np.random.default_rng(sum(shape))
     data = random.integers(0, 256, rows, dtype=np.uint8)
@@ -153,6 +161,12 @@ def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
     for at in HALVES[kind]:
         size = random.uniform(0.5, 1.5, (len(blocks), 1)) * SIZES[kind]
         blocks[:, at : at + 2] = size.astype(np.float16).view(np.uint8)
+    if kind == Kind.IQ1_M:
+        half = (random.uniform(0.5, 1.5, len(blocks)) * SIZES[kind]).astype(np.float16).view(np.uint16)
+        for i in range(4):  # a quarter ends each of the last four words
+            blocks[:, 49 + 2 * i] = blocks[:, 49 + 2 * i] & 15 | (half >> 4 * i & 15) << 4
+    if kind == Kind.NVFP4:  # 2^-8 to 2^-5
+        blocks[:, :4] = random.integers(2, 16, (len(blocks), 4))
     return data
 
 

@@ -33,6 +33,9 @@ SCALE_TYPES = {
 # what SCALED says: 0 for no scales
 NUMBERS, E8M0, E4M3, BYTES8, BYTES16, NIBBLES16 = 1, 2, 3, 4, 5, 6
 SCALED = {"e8m0": E8M0, "e4m3": E4M3, "bytes8": BYTES8, "bytes16": BYTES16, "nibbles16": NIBBLES16}
+# nl4's values, a byte each, the first lowest.
+NL4_0, NL4_1 = tl.constexpr(-1079142271), tl.constexpr(-152379953)
+NL4_2, NL4_3 = tl.constexpr(639175937), tl.constexpr(1901675829)
 FACTOR_BYTES = 64  # of e4m3's 16 factors, before the groups
 
 
@@ -74,7 +77,7 @@ class Panels:
     @property
     def codes(self) -> int:
         """Of one word."""
-        return 8 if self.fmt in ("int4", "fp4", "uint4", "int6", "uint2", "int3") else 2
+        return 8 if self.fmt in ("int4", "fp4", "uint4", "int6", "uint2", "int3", "nl4") else 2
 
     @property
     def word_bytes(self) -> int:
@@ -250,6 +253,12 @@ def plane(word, upper, j: tl.constexpr, FMT: tl.constexpr):
         value = ((code ^ 32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388640.0
     elif FMT == 7:  # uint2
         value = ((word >> pair & 3) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    elif FMT == 9:  # nl4: bytes of a table in four words
+        code = word >> shift & 15
+        low = tl.where((code & 4) != 0, NL4_1, NL4_0)
+        high = tl.where((code & 4) != 0, NL4_3, NL4_2)
+        four = tl.where((code & 8) != 0, high, low)
+        value = ((four >> (code & 3) * 8) << 24 >> 24).to(tl.float32)
     else:  # int3
         code = word >> (3 * (j // 2) + 16 * (j % 2)) & 7
         value = ((code ^ 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388612.0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import KernelError
-from tandem.formats.codes import Weight, WeightCodes, in_nibbles
+from tandem.formats.codes import Weight, WeightCodes, in_nibbles, in_odd_numbers
 
 DEFAULT_GROUP = 32  # weights along K that share one scale in int8 and int4
 
@@ -37,6 +37,8 @@ def scale_type(w: WeightCodes) -> str:
     """The core's name for it."""
     if in_nibbles(w):
         return "nibbles16"
+    if in_odd_numbers(w):
+        return "odd8" if w.group == 32 else "odd16"
     if w.halves is not None:
         return "bytes8" if w.group == 32 else "bytes16"
     if w.scales.dtype not in _SCALE_TYPES:
