@@ -7,12 +7,13 @@ namespace tandem {
 
 // Of every index 8 (IQ3: 4) signed bytes, k after k. Values are such that scales are odd numbers times an eighth of a
 // half: IQ3_XXS' are twice ggml's and IQ3_S' eight times; IQ1's are 8 times a code, plus 1, or from index 2048 on minus
-// 1. signs: by byte, whose bit k says that value k is negative, a mask of bytes; even_signs: by the lower 7 of 8 bits
-// whose parity is even.
+// 1. signs: by byte, whose bit k says that value k is negative, a mask of bytes; with_eighth: by the lower 7 of 8
+// bits, of which an even number are ones, all of them.
 struct GridTables {
   uint64_t iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq1[4096];
   uint32_t iq3_xxs[256], iq3_s[512];
-  uint64_t signs[256], even_signs[128];
+  uint64_t signs[256];
+  uint8_t with_eighth[128];
 };
 
 extern const GridTables kGrids;

@@ -77,9 +77,9 @@ inline void put_grid(Format f, uint8_t* block, int64_t r, const GridSource& of) 
 
 template <Format kGrid>
 int grid_code_of(const uint8_t* panel, int64_t row, int64_t k) {
-  const GridEntry entry = grid_entry<kGrid>(panel + k / kGridBlock * grid_block_bytes(kGrid), int(row));
-  const int code = int8_t(entry.codes >> 8 * (k % kGridBlock)), sign = int8_t(entry.signs >> 8 * (k % kGridBlock));
-  return (code ^ sign) - sign;
+  const uint8_t* block = panel + k / kGridBlock * grid_block_bytes(kGrid);
+  const int code = int8_t(grid_codes<kGrid>(block, int(row)) >> 8 * (k % kGridBlock));
+  return grid_signs<kGrid>(block, int(row)) >> k % kGridBlock & 1 ? -code : code;
 }
 inline int grid_code(Format f, const uint8_t* panel, int64_t row, int64_t k) {
   if (f == Format::iq2_xxs) return grid_code_of<Format::iq2_xxs>(panel, row, k);

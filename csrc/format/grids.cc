@@ -36,7 +36,7 @@ constexpr GridTables grid_tables() {
   for (int i = 0; i < 256; ++i) tables.iq3_xxs[i] = uint32_t(bytes_of(kIq3Xxs[i], 4, 3, kIq3XxsValues));
   for (int i = 0; i < 512; ++i) tables.iq3_s[i] = uint32_t(bytes_of(kIq3S[i], 4, 3, kIq3SValues));
   for (int i = 0; i < 256; ++i) tables.signs[i] = mask_of(i);
-  for (int i = 0; i < 128; ++i) tables.even_signs[i] = mask_of(with_parity(i));
+  for (int i = 0; i < 128; ++i) tables.with_eighth[i] = uint8_t(with_parity(i));
   return tables;
 }
 

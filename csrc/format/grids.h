@@ -28,30 +28,32 @@ constexpr int grid_block_bytes(Format f) {
   return f == Format::iq1 ? 24 : 32;
 }
 
-struct GridEntry {
-  uint64_t codes, signs;
-};
+constexpr bool has_signs(Format f) { return f != Format::iq1; }
+// From a block to its 16 bytes of signs, where there are such.
+constexpr int signs_at(Format f) { return f == Format::iq3_xxs || f == Format::iq3_s ? 32 : 16; }
 
-// Row r of a block.
+// Values of row r of a block, without signs.
 template <Format kGrid>
-TANDEM_INLINE GridEntry grid_entry(const uint8_t* block, int r) {
+TANDEM_INLINE uint64_t grid_codes(const uint8_t* block, int r) {
   const int upper = kGrid == Format::iq3_s || kGrid == Format::iq2_s
                         ? block[grid_block_bytes(kGrid) - 4 + r / 4] >> 2 * (r % 4) & 3
                         : 0;
-  if constexpr (kGrid == Format::iq2_xxs) return {kGrids.iq2_xxs[block[r]], kGrids.signs[block[16 + r]]};
-  if constexpr (kGrid == Format::iq2_xs) {
-    const int both = block[2 * r] | block[2 * r + 1] << 8;
-    return {kGrids.iq2_xs[both & 511], kGrids.even_signs[both >> 9]};
-  }
-  if constexpr (kGrid == Format::iq2_s) return {kGrids.iq2_s[block[r] | upper << 8], kGrids.signs[block[16 + r]]};
+  if constexpr (kGrid == Format::iq2_xxs) return kGrids.iq2_xxs[block[r]];
+  if constexpr (kGrid == Format::iq2_xs) return kGrids.iq2_xs[block[2 * r] | (block[2 * r + 1] & 1) << 8];
+  if constexpr (kGrid == Format::iq2_s) return kGrids.iq2_s[block[r] | upper << 8];
   if constexpr (kGrid == Format::iq3_xxs)
-    return {kGrids.iq3_xxs[block[2 * r]] | uint64_t{kGrids.iq3_xxs[block[2 * r + 1]]} << 32,
-            kGrids.signs[block[32 + r]]};
+    return kGrids.iq3_xxs[block[2 * r]] | uint64_t{kGrids.iq3_xxs[block[2 * r + 1]]} << 32;
   if constexpr (kGrid == Format::iq3_s)
-    return {kGrids.iq3_s[block[2 * r] | (upper & 1) << 8] | uint64_t{kGrids.iq3_s[block[2 * r + 1] | (upper & 2) << 7]}
-                                                                << 32,
-            kGrids.signs[block[32 + r]]};
-  if constexpr (kGrid == Format::iq1) return {kGrids.iq1[block[r] | (block[16 + r / 2] >> 4 * (r % 2) & 15) << 8], 0};
+    return kGrids.iq3_s[block[2 * r] | (upper & 1) << 8] | uint64_t{kGrids.iq3_s[block[2 * r + 1] | (upper & 2) << 7]}
+                                                               << 32;
+  if constexpr (kGrid == Format::iq1) return kGrids.iq1[block[r] | (block[16 + r / 2] >> 4 * (r % 2) & 15) << 8];
+}
+
+// Which of them are negative: bits of a byte.
+template <Format kGrid>
+TANDEM_INLINE int grid_signs(const uint8_t* block, int r) {
+  if constexpr (kGrid == Format::iq2_xs) return kGrids.with_eighth[block[2 * r + 1] >> 1];
+  return has_signs(kGrid) ? block[signs_at(kGrid) + r] : 0;
 }
 
 typedef uint64_t GridRows __attribute__((vector_size(16)));  // two rows of a block
@@ -63,15 +65,20 @@ TANDEM_INLINE void unpack_eight(GridPairsOf& a, GridPairsOf& b) {
   a = low, b = high;
 }
 
-// A block of a panel to int8's four pairs of k. Not inlined: it is long, and called for every block.
+// A block of a panel to int8's four pairs of k.
 template <Format kGrid>
-__attribute__((noinline)) void expand_grid(const uint8_t* block, uint8_t* bytes) {
+TANDEM_INLINE void expand_grid(const uint8_t* block, uint8_t* bytes) {
   GridPairsOf rows[8];  // i and i + 8
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    const GridEntry a = grid_entry<kGrid>(block, i), b = grid_entry<kGrid>(block, i + 8);
-    const GridBytes codes = GridBytes(GridRows{a.codes, b.codes}), signs = GridBytes(GridRows{a.signs, b.signs});
-    rows[i] = GridPairsOf((codes ^ signs) - signs);
+    const GridBytes codes = GridBytes(GridRows{grid_codes<kGrid>(block, i), grid_codes<kGrid>(block, i + 8)});
+    rows[i] = GridPairsOf(codes);
+    if constexpr (has_signs(kGrid)) {
+      const uint64_t low = kGrids.signs[grid_signs<kGrid>(block, i)],
+                     high = kGrids.signs[grid_signs<kGrid>(block, i + 8)];
+      const GridBytes signs = GridBytes(GridRows{low, high});
+      rows[i] = GridPairsOf((codes ^ signs) - signs);
+    }
   }
   // 8 x 8 words, transposed: each step makes neighbours of rows that were half as far apart.
   for (int i = 0; i < 4; ++i) unpack_eight(rows[i], rows[i + 4]);
@@ -88,6 +95,36 @@ __attribute__((noinline)) void expand_grid(const uint8_t* block, uint8_t* bytes)
     const int first = 2 * i, next = 2 * i + 1;  // words 0 to 3 are of rows 0 to 7, the others of rows 8 to 15
     __builtin_memcpy(bytes + first % 4 * 32 + first / 4 * 16, &a, 16);
     __builtin_memcpy(bytes + next % 4 * 32 + next / 4 * 16, &b, 16);
+  }
+}
+
+// So many blocks at once where the tier turns whole rows into pairs: what is looked up is stored first, and read some
+// blocks later.
+constexpr int kGridAhead = 8;
+
+template <class Isa>
+concept PairsRows = requires { Isa::kPairsRows; };
+
+// `blocks` blocks, up to kGridAhead, to int8's pairs of k.
+template <class Isa, Format kGrid>
+__attribute__((noinline)) void expand_grids(const uint8_t* block, int blocks, uint8_t* bytes) {
+  constexpr int kBytes = grid_block_bytes(kGrid);
+  if constexpr (PairsRows<Isa>) {
+    alignas(64) uint64_t rows[kGridAhead * kPanelRows];
+    alignas(64) uint8_t signs[kGridAhead * kPanelRows];
+    for (int b = 0; b < blocks; ++b)
+#pragma GCC unroll 16
+      for (int r = 0; r < kPanelRows; ++r) {
+        rows[b * kPanelRows + r] = grid_codes<kGrid>(block + b * kBytes, r);
+        if constexpr (kGrid == Format::iq2_xs)
+          signs[b * kPanelRows + r] = uint8_t(grid_signs<kGrid>(block + b * kBytes, r));
+      }
+    for (int b = 0; b < blocks; ++b) {
+      const uint8_t* of = kGrid == Format::iq2_xs ? signs + b * kPanelRows : block + b * kBytes + signs_at(kGrid);
+      Isa::template pair_rows<has_signs(kGrid)>(rows + b * kPanelRows, of, bytes + b * kExpandedBytes);
+    }
+  } else {
+    for (int b = 0; b < blocks; ++b) expand_grid<kGrid>(block + b * kBytes, bytes + b * kExpandedBytes);
   }
 }
 

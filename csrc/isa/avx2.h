@@ -157,9 +157,9 @@ struct Avx2Isa {
   // In the upper bytes of 32-bit lanes.
   static constexpr float kNl4Unit = 1.0f / (1 << 24);
   TANDEM_INLINE static Pair decode_nl4(const uint8_t* p, int index) {
-    const __m256i a = load_bytes(p), b = load_bytes(p + 32);
-    const int even = 24 - 4 * index, odd = 8 - 4 * index;
-    return {Vec{nl4_field(a, even), nl4_field(b, even)}, Vec{nl4_field(a, odd), nl4_field(b, odd)}};
+    const __m256i a = nl4_bytes(p, index), b = nl4_bytes(p + 32, index);  // rows 0 to 7, 8 to 15
+    return {Vec{top_byte(a, index / 2), top_byte(b, index / 2)},
+            Vec{top_byte(a, 2 + index / 2), top_byte(b, 2 + index / 2)}};
   }
   TANDEM_INLINE static Pair decode_uint2(const uint8_t* p, int index) {
     const __m256i a = load_bytes(p), b = load_bytes(p + 32);
@@ -272,13 +272,11 @@ struct Avx2Isa {
   TANDEM_INLINE static __m256 field(__m256i a, int shift, int mask) {
     return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, shift), _mm256_set1_epi32(mask)));
   }
-  // A lookup of the nibble that `left` moves to bit 24; other bytes become 0.
-  TANDEM_INLINE static __m256 nl4_field(__m256i a, int left) {
-    const __m256i moved = left < 0 ? _mm256_srli_epi32(a, -left) : _mm256_slli_epi32(a, left);
-    const __m256i at =
-        _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi32(0x0f000000)), _mm256_set1_epi32(0x00808080));
+  // 8 rows' values of pairs i and i + 2, one of them `index`, a byte each: even k of both, odd k of both.
+  TANDEM_INLINE static __m256i nl4_bytes(const uint8_t* p, int index) {
     const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNl4)));
-    return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(values, at));
+    const __m256i nibbles = index % 2 ? _mm256_srli_epi16(load_bytes(p), 4) : load_bytes(p);
+    return _mm256_shuffle_epi8(values, _mm256_and_si256(nibbles, _mm256_set1_epi8(15)));
   }
   // 8 rows' bytes of even and of odd k.
   TANDEM_INLINE static __m256i widen_lanes(const uint8_t* p) {

@@ -28,11 +28,12 @@ TANDEM_INLINE int64_t slice_pairs(const WeightView& w) {
 template <class Isa, HasGrid Format>
 void unpack_panel(const uint8_t* payload, int64_t first, int64_t last, uint8_t* lines) {
   using Lane = typename Format::Lane;
-  alignas(64) uint8_t bytes[kExpandedBytes];
-  for (int64_t pair = first; pair < last; pair += kGridPairs) {
-    expand_grid<Format::kGrid>(payload + pair * Format::kPairBytes, bytes);
-#pragma GCC unroll 4
-    for (int i = 0; i < kGridPairs; ++i) {
+  alignas(64) uint8_t bytes[kGridAhead * kExpandedBytes];
+  for (int64_t pair = first; pair < last; pair += kGridAhead * kGridPairs) {
+    const int64_t left = (last - pair) / kGridPairs;
+    const int blocks = left < kGridAhead ? int(left) : kGridAhead;
+    expand_grids<Isa, Format::kGrid>(payload + pair * Format::kPairBytes, blocks, bytes);
+    for (int i = 0; i < blocks * kGridPairs; ++i) {
       const auto decoded = Isa::decode_int8(bytes + i * 2 * kPanelRows);
       for (int line = 0; line < Lane::kLinesPerPair; ++line, lines += kCacheLine)
         Lane::store_line(lines, decoded.line[line]);

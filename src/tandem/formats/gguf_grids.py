@@ -112,8 +112,8 @@ def gguf_iq1_m(data: Tensor) -> WeightCodes:
     blocks = gguf_rows(data, 56)
     indices, upper = blocks[..., :32].int(), _fields(blocks[..., 32:48].int(), _NIBBLES, 15)
     words = _words(blocks[..., 48:], torch.int16)
-    half = sum((words[..., i] >> 12) << 4 * i for i in range(4))
-    halves = half.to(torch.int16).view(torch.float16)
+    quarters = torch.stack([(words[..., i] >> 12) << 4 * i for i in range(4)])
+    halves = quarters.sum(0).to(torch.int16).view(torch.float16)
     return _codes("iq1", indices, upper, None, _fields(words, _THREES, 7), halves)
 
 
@@ -132,7 +132,7 @@ GRID_CODES: dict[str, Callable[[Tensor], WeightCodes]] = {
 def _grid(fmt: str) -> Tensor:
     """float32 [entries, 8 or 4]."""
     quant, times = _GRIDS[fmt]
-    quant.init_grid()
+    quant.init_grid()  # type: ignore[no-untyped-call]
     assert quant.grid is not None
     values = torch.from_numpy(quant.grid[0, 0].copy()).float() * times
     return torch.cat((values + 1, values - 1)) if fmt == "iq1" else values
