@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
@@ -78,8 +79,7 @@ class Case:
         s, w = self.shape, self.weights
         made = self.given[which][1][: self.lengths[which] // s.pool * s.pool].double()
         x, gates = made.split(s.dim, 1)
-        x = (x - x.mean(1, keepdim=True)) * (x.var(1, unbiased=False, keepdim=True) + s.eps).rsqrt()
-        x = (x * w.norm.double() + w.bias.double()).unflatten(0, (-1, s.pool))
+        x = layer_norm(x, (s.dim,), w.norm.double(), w.bias.double(), s.eps).unflatten(0, (-1, s.pool))
         return ((gates.unflatten(0, (-1, s.pool)) + w.places.double()).softmax(1) * x).sum(1)
 
     def positions(self, which: int, rows: Tensor) -> Tensor:
