@@ -1,6 +1,6 @@
 """A model's server without a model: `python stub_model.py SOCKET NAME FOLDER`, for tests and measurements of the front.
 
-It says its name and what it was asked. Prompts: "count N": N events; "halt": waits for the file FOLDER/go; "die": the
+It says its name and what it was asked. Prompts: "count N S": N events, S seconds between two; "halt": waits for the file FOLDER/go; "die": the
 process ends in mid-stream. FOLDER/NAME.broken: it cannot be loaded. FOLDER/NAME.log: what happened.
 """
 
@@ -44,9 +44,13 @@ class Stub:
 
     async def stream(self, prompt, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
-        for number in range(int(prompt.partition(" ")[2] or 3) if prompt.startswith("count") else 3):
+        _, events, pace = prompt.split(" ") if prompt.startswith("count ") else ("", "3", "0")
+        for number in range(int(events)):
             await send(event({"model": self.name, "number": number}))
-            await self.wait(prompt, receive)
+            if prompt in ("halt", "die"):
+                await self.wait(prompt, receive)
+            elif float(pace):
+                await asyncio.sleep(float(pace))
             if prompt == "die":
                 os._exit(1)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
