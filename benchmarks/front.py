@@ -2,8 +2,8 @@
 
     python benchmarks/front.py --out FILE.json
 
-Both ends are asked in turns, so that a busy machine hurts both. The model is tests/support/stub_model.py, so nothing but
-HTTP is measured. `added_ms`: median of a small chat through the front less the median without. `cores`: CPU seconds of
+Both ends are asked in turns, so that a busy machine hurts both. The model is tests/support/stub_model.py: only HTTP is
+measured. `added_ms`: median of a small chat through the front less the median without. `cores`: CPU seconds of
 the front a second, while streams bring `events_s` events through it. `lost`: of that many clients at once.
 """
 

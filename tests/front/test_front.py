@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -262,8 +263,10 @@ def test_the_file_is_read_again():
                 await at.chat(name)
             halted = asyncio.create_task(at.chat("b", "halt"))
             await until(lambda: at.models.named("b").in_flight == 1)
-            other = entry("c").__class__("c", ("--model", "/models/other"))
-            at.models.replace(ModelsFile((entry("a", aliases=("x",)), other, entry("d")), 0.0))
+            other = dataclasses.replace(entry("c"), flags=("--model", "/models/other"))
+            renamed = entry("a", aliases=("x",), sleep_idle_seconds=3600.0)
+            at.models.replace(ModelsFile((renamed, other, entry("d")), 0.0))
+            assert 3000.0 < at.models.named("a").sleep.seconds_left <= 3600.0
             assert (await at.chat("b")).status_code == 404
             (at.folder / "go").touch()
             assert (await halted).json()["model"] == "b"  # it had begun
@@ -284,6 +287,16 @@ def test_keys_and_origins_are_the_fronts():
             assert answer.status_code == 200 and len(answer.headers.get_list("x-request-id")) == 1
         async with front(*served("a"), request_timeout=0.1) as at:
             assert (await at.chat("a", "halt")).status_code == 504
+
+    asyncio.run(scenario())
+
+
+def test_so_many_may_wait_for_a_load():
+    async def scenario():
+        async with front(*served("a"), max_queued_requests=3) as at:
+            found = [answer.status_code for answer in await asyncio.gather(*(at.chat("a") for _ in range(5)))]
+            assert sorted(found) == [200, 200, 200, 429, 429]
+            assert at.models.named("a").waiting == 0 and (await at.chat("a")).status_code == 200
 
     asyncio.run(scenario())
 

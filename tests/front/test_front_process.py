@@ -73,7 +73,9 @@ def test_two_real_models_take_turns(tiny_models, tmp_path: Path):
         assert gone and not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_sigterm_ends_the_front_and_its_models(tiny_models, tmp_path: Path):
+def test_sigterm_ends_the_front_and_its_models(tiny_models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The key that it has from the environment is not its models' key."""
+    monkeypatch.setenv("TANDEM_API_KEY", "s3cret")
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "only").symlink_to(tiny_models["qwen3_moe"])
     path = tmp_path / "front.sock"
@@ -89,7 +91,9 @@ def test_sigterm_ends_the_front_and_its_models(tiny_models, tmp_path: Path):
 
         wait_until(answers)
         assert path.stat().st_mode & 0o777 == 0o600
-        said = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        assert client.get("/v1/models").status_code == 401
+        key = {"authorization": "Bearer s3cret"}
+        said = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=key)
         assert said.json()["model"] == "only", said.text
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)

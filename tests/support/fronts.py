@@ -75,7 +75,8 @@ async def front(
             return [sys.executable, str(STUB), socket, one.name, scratch], b""
 
         config, room = EngineConfig(models="stubs", **flags), Places(places)
-        models = Models(ModelsFile(entries, stay_seconds), room, folder, command, config.shutdown_timeout)
+        file, most = ModelsFile(entries, stay_seconds), config.max_queued_requests
+        models = Models(file, room, folder, command, config.shutdown_timeout, most)
         state = FrontState(config, models)
         http = launch.Uvicorn(launch.uvicorn_config(around(FrontApp(state), state), config))
         sock = launch.listen("127.0.0.1", 0)

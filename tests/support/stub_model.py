@@ -1,7 +1,8 @@
 """A model's server without a model: `python stub_model.py SOCKET NAME FOLDER`, for tests and measurements of the front.
 
-It says its name and what it was asked. Prompts: "count N S": N events, S seconds between two; "halt": waits for the file FOLDER/go; "die": the
-process ends in mid-stream. FOLDER/NAME.broken: it cannot be loaded. FOLDER/NAME.log: what happened.
+It says its name and what it was asked. Prompts: "count N S": N events, S seconds between two; "halt": waits for the
+file FOLDER/go; "die": the process ends in mid-stream. FOLDER/NAME.broken: it cannot be loaded. FOLDER/NAME.log: what
+happened.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.config import env
 from tandem.engine.children import exit_reason
 from tandem.errors import EngineError
 from tandem.server.errors import unavailable
@@ -57,7 +58,7 @@ class Child:
         self.entry = entry
         self.life = Life.UNLOADED
         self.facts: dict[str, Any] = {}  # routes' answers when it was loaded last
-        self.in_flight = self.loads = self.failures = 0
+        self.in_flight = self.waiting = self.loads = self.failures = 0
         self.why = ""  # it could not be loaded, or died
         self.used_at = self.loaded_at = self.not_before = 0.0
         self.idle, self.gone = asyncio.Event(), asyncio.Event()
@@ -138,9 +139,10 @@ class Child:
         self.failed(f"the server of {self.name} ended ({exit_reason(code)}); try again")
         log.error("%s", self.why)
 
-    async def noticed(self) -> None:
-        """Its process has ended: until that is known here."""
-        await asyncio.wait(self.watchers[:1])
+    async def noticed(self, seconds: float | None) -> None:
+        """Its process has ended, it seems: until that is known here, or so many seconds are over."""
+        if self.watchers:
+            await asyncio.wait(self.watchers[:1], timeout=seconds)
 
     def drain(self) -> None:
         """From here on requests wait for the next load."""
@@ -164,7 +166,7 @@ class Child:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stderr=asyncio.subprocess.STDOUT, env=env.of_a_model(),
             )  # fmt: skip
         except OSError as error:
             raise EngineError(f"no process can be started for {self.name}: {error}") from error

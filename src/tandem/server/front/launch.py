@@ -85,7 +85,8 @@ class _Front:
         make_room: MakeRoom,
     ) -> None:  # fmt: skip
         self._config, self._socket = config, sock
-        self._models = Models(file, make_room(file), folder, command, config.shutdown_timeout)
+        most = config.max_queued_requests
+        self._models = Models(file, make_room(file), folder, command, config.shutdown_timeout, most)
         self._state = FrontState(config, self._models)
         app = around(FrontApp(self._state), self._state)
         self._http = launch.Uvicorn(launch.uvicorn_config(app, config))

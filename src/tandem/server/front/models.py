@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import TandemError
-from tandem.server.errors import ApiError, unavailable
+from tandem.server.errors import ApiError, overloaded, unavailable
 from tandem.server.front.child import Child, Command, Life, plain_name, socket_name
 from tandem.server.front.models_file import ModelEntry, ModelsFile, changed
 from tandem.server.front.room import Room
+from tandem.server.limits import MAX_OPEN_ANSWERS
 
 log = logging.getLogger("tandem.server")
 
@@ -24,10 +25,12 @@ class Models:
     """Lives on the event loop."""
 
     def __init__(
-        self, file: ModelsFile, room: Room, folder: Path, command: Command, shutdown_timeout: float
-    ) -> None:
+        self, file: ModelsFile, room: Room, folder: Path, command: Command, shutdown_timeout: float,
+        most_waiting: int | None = None,
+    ) -> None:  # fmt: skip
         """folder: of the sockets; nobody else may enter it. shutdown_timeout: seconds for requests of a model that
-        goes."""
+        goes. most_waiting: requests for one load."""
+        self._most_waiting = MAX_OPEN_ANSWERS if most_waiting is None else most_waiting
         self.stay_seconds = file.stay_seconds
         self._room, self._folder, self._command, self._drain_seconds = room, folder, command, shutdown_timeout
         self._made = 0
@@ -80,8 +83,20 @@ class Models:
             child.done()
 
     async def acquire(self, child: Child) -> None:
-        """Returns once it is loaded; `child.done()` ends the use. Raises ApiError 503. A caller that is cancelled stops
-        no load: others may wait for it."""
+        """Returns once it is loaded; `child.done()` ends the use. Raises ApiError 503, 429. A caller that is cancelled
+        stops no load: others may wait for it."""
+        if child.life is Life.LOADED:
+            child.use()
+            return
+        if child.waiting >= self._most_waiting:
+            raise overloaded(f"{child.waiting} requests wait for {child.name} to be loaded; try again later")
+        child.waiting += 1
+        try:
+            await self._acquire(child)
+        finally:
+            child.waiting -= 1
+
+    async def _acquire(self, child: Child) -> None:
         while child.life is Life.DRAINING:
             await child.gone.wait()
         if self._children.get(child.name) is not child:
@@ -183,6 +198,7 @@ class Models:
         for name, child in list(self._children.items()):
             if name in new and not changed(child.entry, new[name]):
                 child.entry = new.pop(name)
+                child.sleep.usually(child.entry.sleep_idle_seconds)
                 continue
             del self._children[name]
             self._follow(self._remove(child))

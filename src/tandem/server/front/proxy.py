@@ -20,6 +20,8 @@ from tandem.server.limits import WAITING_SECONDS
 
 Headers = list[tuple[bytes, bytes]]
 
+END_SECONDS = 1.0  # for the end of a process whose connection was lost
+
 # The front has checked who may ask; and both ends of each connection say for themselves how it is kept.
 _NOT_SENT = frozenset((
     b"host", b"authorization", b"x-api-key", b"origin", b"connection", b"keep-alive", b"te", b"trailer", b"upgrade",
@@ -39,7 +41,7 @@ class Proxy:
         out = _Out(scope["path"], child.name, scope, send, streams(scope["path"], wish))
         try:
             if not await self._try(child, scope, out, body):  # its process died a moment ago
-                await child.noticed()
+                await child.noticed(None)
                 if not await self._try(child, scope, out, body):
                     raise EngineError(LOST)
         except TandemError as error:
@@ -83,6 +85,7 @@ async def _forward(child: Child, scope: Scope, out: _Out, body: bytes) -> None:
     except Unreached:
         raise
     except TandemError as error:
+        await child.noticed(END_SECONDS)  # or the client's next request would find a process that is gone
         await out.fail(error)
     except BaseException:
         if answer is not None:

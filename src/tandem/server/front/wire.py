@@ -107,6 +107,8 @@ class Answer(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         self._wire.forget(self)
+        if self._waiting is not None and not self._waiting.done():  # in mid-answer: what is kept may be dead, too
+            self._wire.close()
         self._notify()
 
     def on_header(self, name: bytes, value: bytes) -> None:
