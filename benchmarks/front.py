@@ -91,13 +91,21 @@ async def seconds(client: httpx.AsyncClient) -> float:
     return time.perf_counter() - began
 
 
-async def added_ms(front: httpx.AsyncClient, direct: httpx.AsyncClient, turns: int) -> dict[str, float]:
+async def added_ms(
+    front: httpx.AsyncClient, direct: httpx.AsyncClient, turns: int, process: psutil.Process
+) -> dict[str, float]:
+    """front_cpu_ms: CPU time of the front for a request, which a busy machine does not change."""
     took: tuple[list[float], list[float]] = ([], [])
+    before = sum(process.cpu_times()[:2])
     for _ in range(turns):
         for client, times in zip((front, direct), took, strict=True):
             times.append(await seconds(client))
     through, without = (statistics.median(times) * 1e3 for times in took)
-    return {"front_ms": round(through, 3), "direct_ms": round(without, 3), "added_ms": round(through - without, 3)}
+    cpu = (sum(process.cpu_times()[:2]) - before) / turns * 1e3
+    return {
+        "front_ms": round(through, 3), "direct_ms": round(without, 3), "added_ms": round(through - without, 3),
+        "front_cpu_ms": round(cpu, 3),
+    }  # fmt: skip
 
 
 async def count(client: httpx.AsyncClient, events: int, pace: float) -> int:
@@ -147,7 +155,7 @@ async def measure(ends: Ends, turns: int, wanted: int) -> dict[str, Any]:
     async with front, direct:
         await asyncio.gather(ready(front), ready(direct))
         process = psutil.Process(ends.process.pid)
-        row: dict[str, Any] = {"bench": "front", **await added_ms(front, direct, turns)}
+        row: dict[str, Any] = {"bench": "front", **await added_ms(front, direct, turns, process)}
         row |= {"ratio": await ratio(front, direct, 32), "ratio_clients": 32}
         row |= await streams(front, process, 50, wanted)
         row |= {"burst": 200, "burst_lost": await burst(front, 200)}

@@ -11,7 +11,7 @@ from starlette.types import Scope, Send
 from tandem.errors import EngineError, TandemError
 from tandem.server.errors import as_api_error, form_of
 from tandem.server.fields import IGNORED_HEADER
-from tandem.server.front.child import Child
+from tandem.server.front.child import Child, Life
 from tandem.server.front.dialects import Wish, failure, is_stream, media_type, streams, waiting
 from tandem.server.front.models import Models
 from tandem.server.front.wire import LOST, Answer, Unreached
@@ -60,6 +60,9 @@ class Proxy:
 
     async def _acquire(self, child: Child, out: _Out) -> None:
         """A client that leaves cancels this; the load goes on."""
+        if child.life is Life.LOADED:
+            child.use()
+            return
         acquiring = asyncio.create_task(self._models.acquire(child))
         try:
             while not (await asyncio.wait({acquiring}, timeout=WAITING_SECONDS))[0]:
