@@ -105,6 +105,7 @@ def row(model: str, nbytes: int, cycles: list[dict[str, float]]) -> dict[str, An
         "others_mb": round(max(each["others_mb"] for each in cycles), 1), "growth_kb": round(slope_kb(api), 1),
         "files": [cycles[0]["files"], cycles[-1]["files"]],
         "processes": [cycles[0]["left"], cycles[-1]["left"]],
+        "command": " ".join(["python", *sys.argv]), "cpus": len(os.sched_getaffinity(0)),
     }  # fmt: skip
 
 
@@ -120,15 +121,16 @@ def main() -> None:
             server.wait()
             server.post("/v1/chat/completions", **CHAT)
             nbytes = server.client.get("/api/tags").json()["models"][0]["size"]
-            cycles = [cycle(server) for _ in range(options.cycles)]
+            cycles: list[dict[str, float]] = []
+            for _ in range(options.cycles):  # kept along the way: a hundred take a while
+                cycles.append(cycle(server))
+                found = row(options.model, nbytes, cycles)
+                if options.out:
+                    options.out.write_text(json.dumps(found, indent=1) + "\n")
         finally:
             server.process.terminate()
             server.process.wait()
-    found = row(options.model, nbytes, cycles)
-    found |= {"command": " ".join(["python", *sys.argv]), "cpus": len(os.sched_getaffinity(0))}
     print(json.dumps(found))
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ async def local_server(loaded: LoadedEngine | None = None, **flags: Any) -> Asyn
 async def listening_server(loaded: LoadedEngine | None = None, **flags: Any) -> AsyncIterator[LocalServer]:
     """The same behind a real socket: `client` goes through the network, and `port` is open for bytes of any kind."""
     state, loop, _ = local_state(loaded, **flags)
-    http = launch._Uvicorn(launch._uvicorn_config(state, state.config))
+    http = launch.Uvicorn(launch.uvicorn_config(create_app(state), state.config))
     sock = launch.listen("127.0.0.1", 0)
     serving = asyncio.create_task(http.serve(sockets=[sock]))
     turning = asyncio.create_task(turn_forever(loop, 0.001))

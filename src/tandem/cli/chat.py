@@ -37,6 +37,7 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.", min=1)] = None,
     api_key: Annotated[str | None, typer.Option(help="If the server wants one; or TANDEM_API_KEY.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    model: Annotated[str | None, typer.Option(help="Which of several; default: a loaded one.")] = None,
 ) -> None:
     """Chat with a running server. Ctrl+C stops an answer, Ctrl+D leaves, /help lists the commands.
 
@@ -47,7 +48,7 @@ def chat(
     from tandem.cli.chat_client import ChatClient
     from tandem.config import env
 
-    client = ChatClient(_url(host, port), api_key or env.api_key(), temperature, max_tokens, system)
+    client = ChatClient(_url(host, port), api_key or env.api_key(), temperature, max_tokens, system, model)
     Conversation(client, Console(highlight=False, soft_wrap=True)).run()
 
 

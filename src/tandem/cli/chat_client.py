@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class ChatClient:
     temperature: float | None = None
     max_tokens: int | None = None
     system: str | None = None
+    model: str | None = None  # named in requests; None: the only one there is
     history: list[dict[str, str]] = field(default_factory=list)
     speed: Speed = field(default_factory=Speed)
     _http: httpx.Client = field(init=False, repr=False)
@@ -59,18 +60,30 @@ class ChatClient:
             raise ChatError(f"{self.url} is no address ({error}); give another --host") from error
 
     def model_name(self) -> str:
-        """What the server serves. Raises ChatError when there is no server."""
+        """Which model answers: of several the one that was asked for, else one that is loaded. Raises ChatError when
+        there is no server, or no such model."""
         try:
             answer = self._http.get("/v1/models")
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         self._check(answer)
         try:
-            return str(answer.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
+            cards = {str(card["id"]): card for card in answer.json()["data"]}
+            self._choose(cards)
+            return self.model or min(cards)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ChatError(
                 f"what answers at {self.url} is not Tandem; give the --host and --port that `kt serve` printed"
             ) from error
+
+    def _choose(self, cards: Mapping[str, Any]) -> None:
+        """cards: of the server's models, by name. Raises ChatError."""
+        aliases = {alias for card in cards.values() for alias in card.get("aliases", ())}
+        if self.model is not None and self.model not in {*cards, *aliases}:
+            raise ChatError(f"--model {self.model} is not served at {self.url}; there are {', '.join(cards)}")
+        if self.model is None and len(cards) > 1:
+            loaded = (name for name, card in cards.items() if card.get("status", {}).get("value") == "loaded")
+            self.model = next(loaded, next(iter(cards)))
 
     def not_ready(self) -> str:
         """Why the server, which is there, takes no requests yet; nothing if it does, or has no such route."""
@@ -126,6 +139,7 @@ class ChatClient:
             "messages": [*system, *self.history],
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({} if self.model is None else {"model": self.model}),
             **{name: value for name, value in wanted.items() if value is not None},
         }
 

@@ -32,8 +32,8 @@ MODEL is a name of the Hugging Face hub, a directory, a GGUF file, or [cyan]demo
 
   [dim]$[/] kt serve demo
   [dim]$[/] kt serve /models/Qwen3-30B-A3B --kt-method INT4 --port 8000
-  [dim]$[/] kt serve Qwen/Qwen3-30B-A3B           [dim](fetched first, if it fits)[/]
-  [dim]$[/] kt serve Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M
+  [dim]$[/] kt serve Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M [dim](fetched first, if it fits)[/]
+  [dim]$[/] kt serve --models models.toml         [dim](several, loaded on demand)[/]
 """
 
 
@@ -44,7 +44,9 @@ def serve(context: typer.Context) -> None:
         return show_help(everything="--help-all" in argv)
     asked = {"--plan-only", "--force"} & set(argv)
     config = possible_config([word for word in argv if word not in asked])
-    tell_at_once(f"{'planning' if '--plan-only' in asked else 'starting'} {config.model} …")
+    tell_at_once(f"{'planning' if '--plan-only' in asked else 'starting'} {config.model or config.models} …")
+    if config.models is not None:
+        return serve_several(config, plan_only="--plan-only" in asked)
     if "--plan-only" in asked:
         from tandem.engine.start.planning import check_tokenizer, plan_of
 
@@ -57,6 +59,15 @@ def serve(context: typer.Context) -> None:
     from tandem.server.launch import serve as run_server
 
     raise typer.Exit(run_server(config))
+
+
+def serve_several(config: EngineConfig, plan_only: bool) -> None:
+    """A front, whose models are processes of their own."""
+    if plan_only:
+        raise ConfigError("--plan-only plans one MODEL: give it, and the flags of its table")
+    from tandem.server.front.launch import serve_models
+
+    raise typer.Exit(serve_models(config))
 
 
 def tell_at_once(text: str) -> None:

@@ -43,6 +43,9 @@ class EngineConfig:
     model: str = flag(
         "", "Directory, GGUF file, name of the hub, or `demo`.", group=MODEL, aliases=["--model-path"], essential=True
     )
+    models: str | None = flag(
+        None, "Directory or TOML file of models: all are served, and loaded on demand.", group=MODEL
+    )
     served_model_name: str | None = flag(
         None, "Name in the API; default: the directory's name.", group=MODEL, essential=True
     )
@@ -75,6 +78,7 @@ class EngineConfig:
     port: int = flag(
         30000, "Port to listen on; 0: any free one.", group=SERVER, minimum=0, maximum=65535, essential=True
     )
+    uds: str | None = flag(None, "Unix socket to listen on, instead of host and port.", group=SERVER)
     api_key: str | None = secret(flag(None, "Key that clients must send.", group=SERVER, essential=True))
     api_key_file: str | None = flag(
         None, "File with that key; default: $TANDEM_API_KEY, if it is set.", group=SERVER
@@ -331,7 +335,9 @@ class EngineConfig:
         words, reasons = flags.parse(FLAGS, argv)
         given, refused = flags.checked(FLAGS, words, _MEAN_NOTHING)
         reasons += refused
-        if not given.get("model"):
+        if given.get("model") and given.get("models"):
+            reasons += ["MODEL and --models are both given: give one"]
+        if not given.get("model") and not given.get("models"):
             return None, ("no model is named; try `kt serve demo`, or --model DIRECTORY", *reasons)
         return cls(**given, given=frozenset(given)), tuple(reasons)
 

@@ -71,6 +71,11 @@ def api_key() -> str | None:
     return os.environ.get("TANDEM_API_KEY") or None
 
 
+def of_a_model() -> dict[str, str]:
+    """For the process that serves a model behind a front: the key and the service manager are the front's alone."""
+    return {name: value for name, value in os.environ.items() if name not in ("TANDEM_API_KEY", "NOTIFY_SOCKET")}
+
+
 def service_manager() -> str | None:
     """NOTIFY_SOCKET: where systemd hears from a unit of `Type=notify`; "@" begins an abstract name."""
     return os.environ.get("NOTIFY_SOCKET") or None

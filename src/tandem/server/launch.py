@@ -13,8 +13,10 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tandem.config import env
 from tandem.config.engine_config import EngineConfig
@@ -47,13 +49,13 @@ def serve(
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     env.tokenize_on_one_thread()
-    _allow_many_files()
+    allow_many_files()
     try:
         check_chat_flags(config)
         config = with_key(config)
         if readable_by_others(config):
             log.warning("every user of this machine can read the key in %s", config.api_key_file)
-        with listen(config.host, config.port) as sock, _event_loop() as runner:
+        with listening(config) as sock, event_loop() as runner:
             warn_of_open_door(config, sock)
             server = _Server(config, sock, loader, load_tokenizer)
             code = runner.run(server.run())
@@ -74,11 +76,45 @@ def check_chat_flags(config: EngineConfig) -> None:
         ChatTemplate(chat_template_text(config.chat_template))
 
 
-def _allow_many_files() -> None:
+def allow_many_files() -> None:
     """Each connection is one; the usual limit is 1,024."""
     with contextlib.suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@contextlib.contextmanager
+def listening(config: EngineConfig) -> Iterator[socket.socket]:
+    """The socket that the flags name. Raises ConfigError."""
+    if config.uds is None:
+        with listen(config.host, config.port) as sock:
+            yield sock
+        return
+    with listen_unix(Path(config.uds)) as sock:
+        try:
+            yield sock
+        finally:
+            Path(config.uds).unlink(missing_ok=True)
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """For this user alone. A socket that nobody listens to any more is replaced. Raises ConfigError."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        sock.bind(str(path))
+        path.chmod(0o600)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on --uds {path} ({_reason(error)}); try another path") from error
+    return sock
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -94,6 +130,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def warn_of_open_door(config: EngineConfig, sock: socket.socket) -> None:
     """Other machines reach a socket that is none of the loopback's."""
+    if sock.family == socket.AF_UNIX:
+        return
     address = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
     if config.api_key is None and not address.is_loopback:
         text = "without a key everybody who reaches %s may use this server; give --api-key-file, or --host 127.0.0.1"
@@ -103,10 +141,10 @@ def warn_of_open_door(config: EngineConfig, sock: socket.socket) -> None:
 def _reason(error: OSError) -> str:
     """Python adds the address to the system's words, which it then says twice."""
     number = error.errno or 0
-    return os.strerror(number) if number in errno.errorcode else str(error.strerror)
+    return os.strerror(number) if number in errno.errorcode else str(error.strerror or error)
 
 
-def _event_loop() -> asyncio.Runner:
+def event_loop() -> asyncio.Runner:
     """uvloop where it is installed (not on every platform)."""
     try:
         import uvloop
@@ -115,7 +153,7 @@ def _event_loop() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-class _Uvicorn(uvicorn.Server):
+class Uvicorn(uvicorn.Server):
     """Uvicorn without its signal handlers: a signal first drains."""
 
     @contextlib.contextmanager
@@ -134,7 +172,7 @@ class _Server:
         self._state = ServerState(config, load_tokenizer)
         self._supervisor = EngineSupervisor(config, self._state.client, self._state.engine_ready, loader)
         self._state.restarts = lambda: self._supervisor.restarts
-        self._http = _Uvicorn(_uvicorn_config(self._state, config))
+        self._http = Uvicorn(uvicorn_config(create_app(self._state), config))
         self._stop = asyncio.Event()
         self._signals = 0
 
@@ -187,7 +225,7 @@ class _Server:
             await asyncio.sleep(_POLL_SECONDS)
         with loaded_is_kept():
             tell_service_manager("READY=1")
-            print(greeting(self._config, self._state.model_name, self._socket.getsockname()[1]), flush=True)
+            print(greeting(self._config, self._state.model_name, port_of(self._socket)), flush=True)
             await self._stop.wait()
 
 
@@ -208,9 +246,9 @@ def _who_may_finish(requests: int, seconds: float) -> str:
     return f"; {some} may finish within {seconds:g} s (a second signal, or Ctrl+C: stop now)"
 
 
-def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, config: EngineConfig) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(state),
+        app,
         http=GuardedProtocol,
         log_level="warning" if config.log_level != "debug" else "debug",
         access_log=config.log_level == "debug",
@@ -222,8 +260,15 @@ def _uvicorn_config(state: ServerState, config: EngineConfig) -> uvicorn.Config:
     )
 
 
+def port_of(sock: socket.socket) -> int:
+    """0: it has none."""
+    return 0 if sock.family == socket.AF_UNIX else int(sock.getsockname()[1])
+
+
 def greeting(config: EngineConfig, model_name: str, port: int) -> str:
     """What is printed when the first request may come."""
+    if config.uds is not None:
+        return f"{model_name} is ready at {config.uds}"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = "" if config.api_key is None else " -H 'Authorization: Bearer KEY'"

@@ -21,13 +21,18 @@ class Sleep:
         self.asleep = False
         self.wakes, self.wake_seconds = 0, 0.0
         self.wanted, self.released = asyncio.Event(), asyncio.Event()
-        self._usual = math.inf if seconds is None or seconds < 0 else seconds
-        self._keep = self._usual
+        self._usual = self._keep = math.inf
         self._is_busy = is_busy
         self._due = asyncio.Event()
         self._awake = False
         self._used_at = self._wanted_at = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
+        self.usually(seconds)
+
+    def usually(self, seconds: float | None) -> None:
+        """Where clients say nothing else."""
+        self._usual = self._keep = math.inf if seconds is None or seconds < 0 else seconds
+        self.look()
 
     @property
     def by_itself(self) -> bool:

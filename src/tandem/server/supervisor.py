@@ -134,9 +134,9 @@ class EngineSupervisor:
 
     async def _pause(self, short_lives: int) -> None:
         """No wait after the first death, then 1, 2, 4 … seconds."""
-        if short_lives <= 1:
+        seconds = pause_seconds(short_lives)
+        if not seconds:
             return
-        seconds = min(2.0 ** (short_lives - 2), LONGEST_PAUSE_SECONDS)
         log.warning("the engine ended %d times in a row; next start in %.0f s", short_lives, seconds)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
@@ -289,6 +289,11 @@ class EngineSupervisor:
         if self._loaded:  # else it does not listen yet
             await asyncio.sleep(STOP_SECONDS)
         _kill(process)
+
+
+def pause_seconds(failures: int) -> float:
+    """Before the next try, after so many that failed in a row."""
+    return 0.0 if failures <= 1 else min(2.0 ** min(failures - 2, 10), LONGEST_PAUSE_SECONDS)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -193,3 +193,16 @@ def test_reasoning_is_shown_and_not_sent_again() -> None:
             ("hm ", True), ("hm ", True), ("m1", False),
         ]  # fmt: skip
         assert client.history[-1] == {"role": "assistant", "content": "m1"}
+
+
+def test_one_of_several_models_is_named():
+    cards = {"a": {"id": "a", "aliases": ["x"]}, "b": {"id": "b", "status": {"value": "loaded"}}}
+    for asked, named in ((None, "b"), ("a", "a"), ("x", "x")):
+        client = ChatClient("http://127.0.0.1:1", model=asked)
+        client._choose(cards)
+        assert client._body()["model"] == named
+    alone = ChatClient("http://127.0.0.1:1")
+    alone._choose({"a": {}})
+    assert "model" not in alone._body()
+    with pytest.raises(ChatError, match="there are a, b"):
+        ChatClient("http://127.0.0.1:1", model="c")._choose(cards)

@@ -5,37 +5,69 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 from fastapi import FastAPI
+from prometheus_client import Gauge
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.config.engine_config import EngineConfig
 from tandem.server.errors import ApiError, error_response
 from tandem.server.fields import IGNORED_HEADER
 from tandem.server.guard.connection import Deadline, run_while_wanted
 from tandem.server.guard.origins import ANY, Origins
 from tandem.server.guard.request_log import RequestNote
 from tandem.server.page.routes import is_public
-from tandem.server.state import ServerState
 
 _OPEN_PATHS = {"/health", "/ping", "/favicon.ico"}  # without a key: load balancers and browsers ask them
 
 
-def install(app: FastAPI, state: ServerState) -> None:
+class GateMetrics(Protocol):
+    http_active: Gauge
+
+    def responded(self, status: int) -> None: ...
+
+
+class Gated(Protocol):
+    """What the gate needs of a server's state."""
+
+    http_active: int
+    draining: bool
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def metrics(self) -> GateMetrics: ...
+
+
+def install(app: FastAPI, state: Gated) -> None:
     """Around everything that the application has so far."""
     app.add_middleware(Gate, state=state)
-    origins = state.config.allowed_origins
-    if origins is not None:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=[ANY], allow_headers=[ANY],
-            expose_headers=[IGNORED_HEADER, "Retry-After", "x-request-id"],
-        )  # fmt: skip
+    if (cors := _cors(state.config)) is not None:
+        app.add_middleware(CORSMiddleware, **cors)
+
+
+def around(app: ASGIApp, state: Gated) -> ASGIApp:
+    """As `install`, for an application that is no FastAPI."""
+    cors, gate = _cors(state.config), Gate(app, state)
+    return gate if cors is None else CORSMiddleware(gate, **cors)
+
+
+def _cors(config: EngineConfig) -> dict[str, Any] | None:
+    """None: browsers may use it from its own pages alone."""
+    if config.allowed_origins is None:
+        return None
+    return {
+        "allow_origins": config.allowed_origins, "allow_methods": [ANY], "allow_headers": [ANY],
+        "expose_headers": [IGNORED_HEADER, "Retry-After", "x-request-id"],
+    }  # fmt: skip
 
 
 class Gate:
     """Checks origin and key, counts what is in progress, counts statuses. Plain ASGI: no cost per chunk."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: Gated) -> None:
         self._app = app
         self._state = state
         self._origins = Origins(state.config)

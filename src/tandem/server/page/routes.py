@@ -53,21 +53,36 @@ def is_public(scope: Scope) -> bool:
     return path.startswith(_FILES) or (path == "/" and _wants_html(dict(scope["headers"]).get(b"accept", b"")))
 
 
+class PageFiles:
+    """The page itself, whatever it is of."""
+
+    def __init__(self) -> None:
+        self._stored = _read()
+
+    def index(self, http: Request, served: str) -> Response:
+        """served: names of models, for those who are no browser."""
+        if _wants_html(http.headers.get("accept", "").encode("latin-1")):
+            return _answer(http, self._stored[_INDEX])
+        text = f"Tandem {tandem.__version__} serves {served}.\nRoutes: /docs. Chat: kt chat\n"
+        return Response(text, media_type="text/plain; charset=utf-8", headers={"Vary": "Accept"})
+
+    def file(self, http: Request, name: str) -> Response:
+        """Raises HTTPException 404."""
+        if name not in self._stored:
+            raise HTTPException(404)
+        return _answer(http, self._stored[name])
+
+
 def routes(state: ServerState) -> APIRouter:
-    router, live, stored = APIRouter(), LiveView(state), _read()
+    router, live, page = APIRouter(), LiveView(state), PageFiles()
 
     @router.get("/", responses=_INDEX_ANSWERS, response_class=PlainTextResponse)
     async def index(http: Request) -> Response:
-        if _wants_html(http.headers.get("accept", "").encode("latin-1")):
-            return _answer(http, stored[_INDEX])
-        text = f"Tandem {tandem.__version__} serves {state.model_name}.\nRoutes: /docs. Chat: kt chat\n"
-        return Response(text, media_type="text/plain; charset=utf-8", headers={"Vary": "Accept"})
+        return page.index(http, state.model_name)
 
     @router.get(_FILES + "{name:path}", include_in_schema=False)
     async def file(http: Request, name: str) -> Response:
-        if name not in stored:
-            raise HTTPException(404)
-        return _answer(http, stored[name])
+        return page.file(http, name)
 
     @router.get("/tandem/live", summary="What the engine and each of its experts do now")
     async def look() -> Response:

@@ -39,12 +39,29 @@ async function reason(response) {
 
 export const json = async (path, options) => (await ask(path, options)).json();
 
+// --- which of several models
+
+const MODEL = "tandem.model";
+let several = false;
+
+/** The names of all models, once there are several. */
+export async function models() {
+  const names = (await json("v1/models")).data.map((card) => card.id);
+  several = names.length > 1;
+  if (several && !names.includes(chosen())) choose(names[0]);
+  return several ? names : [];
+}
+
+export const chosen = () => sessionStorage.getItem(MODEL);
+export const choose = (name) => sessionStorage.setItem(MODEL, name);
+export const ofModel = (path) => (several ? `${path}?model=${encodeURIComponent(chosen())}` : path);
+
 /** Calls `take(chunk)` with each event of a chat completion. Throws ServerError, or AbortError when `signal` says so. */
 export async function stream(body, signal, take) {
   const response = await ask("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    body: JSON.stringify({ ...(several ? { model: chosen() } : {}), ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
   let ended = false;

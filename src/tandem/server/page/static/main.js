@@ -1,8 +1,8 @@
 // Starts the page: views, settings, the key, and the pulse that says how the server is.
 
-import { hasKey, json, ServerError, setKey } from "./api.js";
+import { choose, chosen, hasKey, json, models, ofModel, ServerError, setKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { $, number } from "./dom.js";
+import { $, make, number } from "./dom.js";
 import { Live } from "./live.js";
 import { keepSettings, settings } from "./store.js";
 
@@ -13,13 +13,15 @@ const chat = new Chat({ wantsKey: askForKey, notice: say });
 const live = new Live();
 let described = null; // of which engine the plan is shown
 let saidUntil = 0;
+let named = null; // names of several models; []: there is one
 
 // --- the pulse
 
 async function pulse() {
   if (document.hidden || $("key").open) return PULSE_MS;
   try {
-    const point = await json("tandem/live");
+    if (named === null) offer(await models());
+    const point = await json(ofModel("tandem/live"));
     show(point);
     const start = point.engine.restarts + (point.engine.wakes ?? 0);
     if (point.engine.up && described !== start) await describe(start);
@@ -32,8 +34,19 @@ async function pulse() {
   }
 }
 
+/** A choice in the place of the name. */
+function offer(names) {
+  named = names;
+  if (!names.length) return;
+  const box = make("select", { "aria-label": "Model" }, ...names.map((name) => make("option", { value: name }, name)));
+  box.value = chosen();
+  box.addEventListener("change", () => { choose(box.value); described = null; });
+  $("model").replaceChildren(box);
+}
+
 function show(point) {
-  $("model").textContent = $("model").title = point.model;
+  if (!named?.length) $("model").textContent = point.model;
+  $("model").title = point.model;
   const { up, asleep, why_down: why } = point.engine;
   const rate = live.history.rates.at(-1)?.[1] ?? 0;
   state(up ? "up" : "down", up ? (rate > 0.05 ? `${number(rate)} tokens/s` : "ready") : asleep ? "asleep" : "not ready");
@@ -51,7 +64,7 @@ function away(why) {
 }
 
 async function describe(start) {
-  const info = await json("get_server_info");
+  const info = await json(ofModel("get_server_info"));
   live.plan(info);
   described = start;
 }

@@ -1,0 +1,119 @@
+"""`python -m tandem.server.front.fits`: whether a model would fit now, and if not, whether it would without others.
+
+JSON comes through stdin: `flags`, a command line, and `loaded`, process ids of servers of other models. JSON goes to
+stdout: `why` it does not fit, "" where it does, and whether it is `possible` once those have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.config import EngineConfig, Machine, Plan
+from tandem.engine.start.planning import planned
+from tandem.errors import ConfigError, DoesNotFit, TandemError
+from tandem.hub.names import hub_name
+from tandem.hub.snapshot import find_snapshot
+from tandem.kernels.this_machine import this_machine
+
+
+def verdict(flags: Sequence[str], loaded: Iterable[int]) -> tuple[str, bool]:
+    """Why the model does not fit now, and whether it would without what the processes `loaded` hold."""
+    config = EngineConfig.from_args(flags)
+    if _is_to_be_fetched(config.model):  # its size is known once it is here; its own plan looks again
+        return "", True
+    machine = this_machine()
+    alone = without(machine, family_of(loaded))
+    now, why = _plan(config, machine)
+    if now is not None and (now.gpu is not None or alone == machine):
+        return "", True
+    then, why_not = _plan(config, alone)
+    if now is not None:  # beside the others it would do without the GPU
+        return ("", True) if then is None or then.gpu is None else ("the GPU is taken by other models", True)
+    return (why, True) if then is not None else (why_not, False)
+
+
+def _is_to_be_fetched(model: str) -> bool:
+    if Path(model).expanduser().exists():
+        return False
+    name = hub_name(model)
+    return name is not None and ((found := find_snapshot(name)) is None or found.model is None)
+
+
+def _plan(config: EngineConfig, machine: Machine) -> tuple[Plan | None, str]:
+    try:
+        return planned(config, machine).plan, ""
+    except DoesNotFit as error:
+        return None, str(error)
+
+
+def without(machine: Machine, processes: Iterable[int]) -> Machine:
+    """The machine as it will be when these processes have ended."""
+    pids = set(processes)
+    memory = min(machine.total_memory, machine.available_memory + sum(map(own_bytes, pids)))
+    taken = gpu_bytes(pids) if machine.gpus and pids else {}
+    gpus = (
+        replace(gpu, free_bytes=min(gpu.memory_bytes, gpu.free_bytes + taken.get(gpu.uuid, 0)))
+        if taken or not pids
+        else replace(gpu, free_bytes=gpu.memory_bytes)  # a container is not told what its processes hold
+        for gpu in machine.gpus
+    )
+    return replace(machine, available_memory=memory, gpus=tuple(gpus))
+
+
+def family_of(roots: Iterable[int]) -> set[int]:
+    """These processes and all that they started."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(folder.name))
+    found, new = set[int](), list(roots)
+    while new:
+        pid = new.pop()
+        found.add(pid)
+        new += children.get(pid, [])
+    return found
+
+
+def own_bytes(pid: int) -> int:
+    """Memory that no file backs, so that it is free when the process ends."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return sum(1024 * int(kb) for kb in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.M))
+    return 0
+
+
+def gpu_bytes(pids: set[int]) -> dict[str, int]:
+    """What these processes hold of each GPU, by its UUID; nothing where the driver does not tell."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found: dict[str, int] = {}
+    for line in told.splitlines():
+        uuid, pid, mib = (part.strip() for part in line.split(","))
+        if pid.isdigit() and int(pid) in pids and mib.isdigit():
+            found[uuid] = found.get(uuid, 0) + (int(mib) << 20)
+    return found
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    try:
+        why, possible = verdict(asked["flags"], asked["loaded"])
+    except (ConfigError, TandemError) as error:
+        why, possible = str(error), False
+    json.dump({"why": why, "possible": possible}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
