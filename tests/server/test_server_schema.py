@@ -143,7 +143,7 @@ def test_every_route_is_documented():
         "/props", "/api/v0/models", "/api/v0/models/{model_id}",
         "/v1/loads", "/server_info", "/model_info",
         "/health_generate", "/get_model_info", "/get_server_info", "/flush_cache", "/abort_request", "/metrics", "/",
-        "/tandem/live",
+        "/tandem/live", "/release_memory_occupation", "/resume_memory_occupation",
         *(f"/{action}_expert_distribution_record" for action in ("start", "stop", "dump")),
     }  # fmt: skip
     assert set(paths) == routes
