@@ -125,7 +125,7 @@ def test_the_rule_of_thumb_is_arithmetic() -> None:
     """docs/quantisation.md: bits a weight to GiB a billion, and CPU memory to billions, rounded down."""
     text = (ROOT / "docs" / "quantisation.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?!\d+ GB)[^|]+ \| ([\d.]+) \| ([\d.]+) \| ", text, re.M)
-    assert len(rows) == 9
+    assert len(rows) == 10
     assert all(f"{float(bits) * 1e9 / 8 / 2**30:.2f}" == each for bits, each in rows)
     memories = re.findall(r"^\| (\d+) GB \| (\d+) \| (\d+) \| (\d+) \|$", text, re.M)
     assert len(memories) == 6

@@ -29,6 +29,7 @@ NOT_RUN = {
     "python -m venv": "makes an environment, as scripts/make_venv.sh does for make",
     "python -m pytest": "would be these tests",
     "python benchmarks/random_model.py": "writes gigabytes",
+    "kt serve --models": "starts processes: tests/front runs real ones",
     "python scripts/check_wheels.py": "there are no wheels: tests/cli/test_wheels.py makes some",
     "python benchmarks/soak.py": "takes half an hour",
 }
