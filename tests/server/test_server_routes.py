@@ -84,7 +84,7 @@ def test_overload_and_drain(monkeypatch):
         response = await server.post(CHAT, messages=user("a"))
         assert error_of(response, 429)["code"] == "overloaded" and response.headers["retry-after"] == "1"
         assert (await server.client.get("/health")).status_code == 200  # busy is not ill
-        server.state.draining = True
+        server.state.drains.set()
         error_of(await server.post(CHAT, messages=user("a")), 503)
         error_of(await server.client.get("/health"), 503)
 

@@ -88,12 +88,12 @@ def test_it_stays_while_something_runs_and_while_experts_are_recorded():
             stream = client.submit([request("a", [1])])  # nobody reads it yet
             client.sleep.soon()
             assert await asyncio.wait_for(stream.next(), PATIENCE) and client.open_answers == 0
-            client._recording = True
+            client.holds_recording = True
             client.release(stream)
             due = asyncio.create_task(client.sleep.until_due())
             await asyncio.sleep(0.05)
             assert not due.done() and client.ready
-            client._recording = False
+            client.holds_recording = False
             client.sleep.look()
             await asyncio.wait_for(client.sleep.released.wait(), PATIENCE)
             due.cancel()
@@ -115,7 +115,9 @@ def test_a_client_that_leaves_before_the_wake_leaves_nothing_behind():
     asyncio.run(scenario())
 
 
-def test_a_wake_that_fails_gives_the_reason_and_the_next_request_tries_again(tmp_path: Path):
+def test_a_wake_that_fails_gives_the_reason_and_the_next_request_tries_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     async def scenario():
         marker = tmp_path / "marker"
         async with sleeper("load_once", str(marker)) as (client, boss):
@@ -129,6 +131,7 @@ def test_a_wake_that_fails_gives_the_reason_and_the_next_request_tries_again(tmp
             with pytest.raises(EngineError, match="the model went away"):
                 await answer(client, request("again", [1]))
             await until(lambda: client.takes_requests)
+            assert "the next request tries again" in caplog.text and "next start" not in caplog.text
             marker.unlink()
             assert await answer(client, request("good", [1])) == "ok"
             assert boss.restarts == 0
@@ -212,7 +215,10 @@ def test_durations(said: object, seconds: float | None):
     assert keep_seconds(said) == (seconds if seconds is None else pytest.approx(seconds))
 
 
-@pytest.mark.parametrize("said", ["", "soon", "5 m", "m", "5x", [5], {}, True, "0" * 50 + "!", "0" * 100_000 + "!"])
+@pytest.mark.parametrize(
+    "said",
+    ["", "soon", "5 m", "m", "5x", [5], {}, True, "0" * 50 + "!", "0" * 100_000 + "!", 10**400, -(10**400)],
+)
 def test_what_is_no_duration(said: object):
     with pytest.raises(RequestError, match="keep_alive"):
         keep_seconds(said)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,6 +31,9 @@ ASLEEP = "the engine is asleep, and its memory is free; a request wakes it"
 WAKING = "the model is being loaded again"
 
 
+T = TypeVar("T")
+
+
 class _Route(NamedTuple):
     """Where an output of the engine goes."""
 
@@ -49,7 +53,7 @@ class EngineClient:
 
     def __init__(self, observer: StreamObserver, sleep_idle_seconds: float | None = None) -> None:
         self.stats = EngineStats()
-        self.sleep = Sleep(sleep_idle_seconds, lambda: self._recording or self.open_answers > 0)
+        self.sleep = Sleep(sleep_idle_seconds, self._is_busy)
         self._observer = observer
         self._send: Callable[[ToEngine], None] | None = None
         self._why_down = "the engine is starting"
@@ -59,7 +63,8 @@ class EngineClient:
         self._flushes: list[asyncio.Future[None]] = []
         self._recordings: list[asyncio.Future[ExpertsRecorded]] = []
         self._looks: list[asyncio.Future[ExpertTraffic]] = []
-        self._recording = False
+        self.holds_recording = False  # it records experts, or no dump has written what it recorded
+        self._admitted = 0
         self._wakes: list[asyncio.Future[None]] = []
         self._asleep = False
         self._waiting: dict[str, GenerateRequest] = {}  # by serial, for the engine to wake
@@ -84,6 +89,21 @@ class EngineClient:
         """Answers that are running or waiting, over all requests."""
         return sum(stream.open_answers for stream in self._all_streams())
 
+    def _is_busy(self) -> bool:
+        """Whether the engine's end would lose something, answers to questions included."""
+        asked = self._admitted or self._recordings or self._looks
+        return bool(asked or self.holds_recording or self.open_answers)
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Around the work for a request before it is submitted: the engine stays for it."""
+        self._admitted += 1
+        try:
+            yield
+        finally:
+            self._admitted -= 1
+            self.sleep.used()
+
     def _all_streams(self) -> set[RequestStream]:
         return {route.stream for route in self._routes.values()}
 
@@ -94,8 +114,7 @@ class EngineClient:
             send(request)
         self._waiting = {}
         for woken in self._wakes:
-            if not woken.done():
-                woken.set_result(None)
+            _settle(woken, None)
         self._wakes = []
 
     def detach(self, why: str) -> None:
@@ -112,13 +131,12 @@ class EngineClient:
         """The engine ends, since nobody uses it: requests wait for the next one, and `sleep` hears of them."""
         self._asleep = True
         for flush in self._flushes:
-            if not flush.done():
-                flush.set_result(None)
+            _settle(flush, None)
         self._lose_engine(ASLEEP)
 
     def _lose_engine(self, why: str, waiting: Sequence[asyncio.Future[Any]] = ()) -> None:
         """Questions to it end with an EngineError, as do those in `waiting`."""
-        self._send, self._recording = None, False
+        self._send, self.holds_recording = None, False
         self.stats = EngineStats()
         asked: list[asyncio.Future[Any]] = [*waiting, *self._flushes, *self._recordings, *self._looks]
         self._flushes, self._recordings, self._looks = [], [], []
@@ -127,7 +145,8 @@ class EngineClient:
                 answer.set_exception(EngineError(why))
 
     async def wake(self) -> None:
-        """Until the engine takes requests. Raises EngineError where it cannot be loaded."""
+        """Until the engine takes requests; a release that waits is over. Raises EngineError: it cannot be loaded."""
+        self.sleep.stay()
         if self.ready:
             return
         if not self._asleep:
@@ -206,11 +225,13 @@ class EngineClient:
     async def record_experts(self, action: Literal["start", "stop", "dump"]) -> ExpertsRecorded:
         """Wakes the engine. Raises RequestError (nothing is recorded), ApiError 500 (a file cannot be written),
         EngineError."""
-        await self.wake()
-        done: asyncio.Future[ExpertsRecorded] = asyncio.get_running_loop().create_future()
-        self._tell(RecordExperts(action=action))
-        self._recordings.append(done)
-        answer = await done
+        with self.admitted():
+            if action == "start" or not self.ready:
+                await self.wake()
+            done: asyncio.Future[ExpertsRecorded] = asyncio.get_running_loop().create_future()
+            self._tell(RecordExperts(action=action))
+            self._recordings.append(done)
+            answer = await done
         if answer.error is None:
             return answer
         if answer.fault == "request":
@@ -225,7 +246,9 @@ class EngineClient:
         return await done
 
     def deliver(self, message: FromEngine) -> None:
-        """Take one message from the engine."""
+        """Take one message from the engine. One that is ending has nothing to say any more."""
+        if self._asleep:
+            return
         match message:
             case StepOutputs(outputs=outputs):
                 for output in outputs:
@@ -237,19 +260,15 @@ class EngineClient:
             case RequestRefused():
                 self._refused(message)
             case CacheFlushed():
-                flush = self._flushes.pop(0)
-                if not flush.done():  # its client may have left
-                    flush.set_result(None)
+                _settle(self._flushes.pop(0), None)
             case ExpertsRecorded():
-                self._recording = message.recording if message.error is None else self._recording
+                if message.error is None:
+                    self.holds_recording = message.recording or message.file is None
+                _settle(self._recordings.pop(0), message)
                 self.sleep.look()
-                recording = self._recordings.pop(0)
-                if not recording.done():
-                    recording.set_result(message)
             case ExpertTraffic():
-                look = self._looks.pop(0)
-                if not look.done():
-                    look.set_result(message)
+                _settle(self._looks.pop(0), message)
+                self.sleep.look()
             case _:
                 raise EngineError(f"unexpected message from the engine: {type(message).__name__}")
 
@@ -273,6 +292,12 @@ class EngineClient:
         if self._send is None:
             raise EngineError(self.why_down)
         self._send(message)
+
+
+def _settle(answer: asyncio.Future[T], value: T) -> None:
+    """Unless its client has left."""
+    if not answer.done():
+        answer.set_result(value)
 
 
 def encode(message: ToEngine) -> bytes:

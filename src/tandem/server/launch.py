@@ -212,7 +212,7 @@ class _Server:
 
     async def _drain(self) -> None:
         """New requests get 503; running ones may finish, for `--shutdown-timeout` at most."""
-        self._state.draining = True
+        self._state.drains.set()
         tell_service_manager("STOPPING=1")
         log.info("stopping%s", _who_may_finish(self._state.http_active, self._config.shutdown_timeout))
         ends = asyncio.get_running_loop().time() + self._config.shutdown_timeout

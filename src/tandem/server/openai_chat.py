@@ -31,9 +31,8 @@ async def chat(state: ServerState, http: Request) -> Response:
     check_stream_options(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-    state.admit()
-    conversation = conversation_of(body, ignored)
-    with named(_names(body)):
+    with state.admitted(), named(_names(body)):
+        conversation = conversation_of(body, ignored)
         prepared = await prepare_wishes(state.chat, conversation, _sampling(state, body), _WISHES, ignored)
         ids = prepared.prompt_ids
         sampling = cut_to_room(state, prepared.sampling, len(ids))

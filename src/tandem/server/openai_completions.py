@@ -55,18 +55,18 @@ async def complete(state: ServerState, http: Request) -> Response:
     body, ignored = read_fields_as(fields, CompletionRequest)
     _check_counts(body)
     check_stream_options(body)
-    state.admit()
-    prompts = await _read_prompts(state, _split(body.prompt), body)
-    completion_id = request_id(body, "cmpl")
-    with named({"grammar": grammar_field(body) or "grammar"}):
-        generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
-        writer = _CompletionWriter(state, body, prompts, completion_id)
-        if body.stream:
-            response: Response = await generation.events(
-                Writing(writer.frames, writer.last, openai_failure, comment)
-            )
-        else:
-            response = json_response(writer.whole(await generation.collect()))
+    with state.admitted():
+        prompts = await _read_prompts(state, _split(body.prompt), body)
+        completion_id = request_id(body, "cmpl")
+        with named({"grammar": grammar_field(body) or "grammar"}):
+            generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
+            writer = _CompletionWriter(state, body, prompts, completion_id)
+            if body.stream:
+                response: Response = await generation.events(
+                    Writing(writer.frames, writer.last, openai_failure, comment)
+                )
+            else:
+                response = json_response(writer.whole(await generation.collect()))
     return name_ignored(response, ignored)
 
 

@@ -19,6 +19,7 @@ from tandem.server.guard.traces import shown_endpoint
 from tandem.server.limits import HEALTH_SECONDS
 from tandem.server.openai_sampling import new_id
 from tandem.server.sglang_schema import AbortBody, MemoryBody
+from tandem.server.sleep import until_any
 from tandem.server.state import ServerState
 
 _SECRET_FIELDS = {"api_key", "given"}
@@ -84,8 +85,7 @@ def _add_memory_routes(router: APIRouter, state: ServerState) -> None:
     async def release_memory_occupation(http: Request) -> Response:
         await _check_tags(http)
         state.check_up()
-        state.client.sleep.soon()
-        await state.client.sleep.released.wait()
+        await _release(state)
         return json_response({"status": "sleeping"})
 
     @router.post(
@@ -96,6 +96,23 @@ def _add_memory_routes(router: APIRouter, state: ServerState) -> None:
         state.check_up()
         await state.client.wake()
         return json_response({"status": "ok"})
+
+
+async def _release(state: ServerState) -> None:
+    """Raises ApiError 400, 409, 503: it will not be released."""
+    if state.client.holds_recording:
+        text = "the engine holds a recording of its experts, which would be lost; first call "
+        text += "/stop_expert_distribution_record, where it still records, and /dump_expert_distribution_record"
+        raise ApiError(400, text, code="recording")
+    sleep = state.client.sleep
+    sleep.soon()
+    await until_any(sleep.released, sleep.stays, state.drains)
+    if sleep.released.is_set():
+        return
+    state.check_up()
+    if sleep.stays.is_set():
+        text = "the engine stays: a later request told it to; release it again if that is what you want"
+        raise ApiError(409, text, code="resumed")
 
 
 def _abort(state: ServerState, body: AbortBody) -> bool:
@@ -109,7 +126,7 @@ async def _check_tags(http: Request) -> None:
     """Raises ApiError 400."""
     body = await read_body(http)
     tags = decode(body, MemoryBody).tags if body.strip() else None
-    if tags is not None and "weights" not in tags:
+    if tags and "weights" not in tags:  # none is all, as in SGLang
         text = "memory of all kinds is released and resumed together, with the engine; leave tags out"
         raise ApiError(400, text, param="tags", code="not_available")
 

@@ -44,9 +44,8 @@ async def generate(state: ServerState, http: Request) -> Response:
     state.prompts.check_length(fields.get("input_ids"), "input_ids")
     body, ignored = read_fields_as(fields, SglangRequest, SglangSampling)
     refuse_misspelt(ignored, SglangSampling)
-    state.admit()
     name = body.rid if isinstance(body.rid, str) else ""
-    with named(_names(body)):
+    with state.admitted(), named(_names(body)):
         asks, batched = await _asks(state, body)
         generation = Generation(state, http, [ask.request for ask in asks], name)
         writer = _Writer(state, body, asks, generation, batched)

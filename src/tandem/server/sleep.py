@@ -12,7 +12,7 @@ class Sleep:
     """Lives on the event loop.
 
     `asleep` is true from the end of use until the engine is loaded again. `wanted` is set once a request needs the
-    engine, `released` while no process of it runs and its memory is free.
+    engine, `released` while no process of it runs and its memory is free, `stays` once `soon` was taken back.
     """
 
     def __init__(self, seconds: float | None, is_busy: Callable[[], bool]) -> None:
@@ -20,7 +20,7 @@ class Sleep:
         runs that the end would lose; `used` or `look` must follow once that is over."""
         self.asleep = False
         self.wakes, self.wake_seconds = 0, 0.0
-        self.wanted, self.released = asyncio.Event(), asyncio.Event()
+        self.wanted, self.released, self.stays = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._usual = self._keep = math.inf
         self._is_busy = is_busy
         self._due = asyncio.Event()
@@ -57,12 +57,21 @@ class Sleep:
     def keep(self, seconds: float) -> None:
         """How long to stay after a request from now on, until the next sleep; inf: for good."""
         self._keep = seconds
+        if seconds > 0:
+            self.stays.set()
         self.look()
 
     def soon(self) -> None:
         """Sleep as soon as nothing runs; once what waits for a wake is answered, where there is one."""
+        self.stays.clear()
         if not self.asleep or self.waking:
             self.keep(0.0)
+
+    def stay(self) -> None:
+        """It is wanted for itself: this takes back `soon`, and is a use."""
+        self._keep = self._keep or self._usual
+        self.stays.set()
+        self.used()
 
     def wake(self) -> None:
         if self.asleep and not self.wanted.is_set():
@@ -89,9 +98,9 @@ class Sleep:
     # --- of the supervisor
 
     async def until_due(self) -> None:
-        """Returns at a moment in which nothing runs."""
+        """Returns at a moment in which nothing runs, and nobody has told it to stay meanwhile."""
         await self._due.wait()
-        while self._is_busy():
+        while self._is_busy() or self.seconds_left > 0:
             self._due.clear()
             await self._due.wait()
 
@@ -121,4 +130,14 @@ class Sleep:
 
     def failed(self) -> None:
         """It could not be loaded: the next request tries again."""
+        self._keep = self._usual
         self.wanted.clear()
+
+
+async def until_any(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

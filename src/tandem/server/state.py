@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -55,7 +57,7 @@ class ServerState:
         self.traces = traces_of(config, lambda: self.model_name)
         self.client = EngineClient(self.metrics, config.sleep_idle_seconds)
         self.started_at = int(time.time())
-        self.draining = False
+        self.drains = asyncio.Event()
         self.http_active = 0
         self.sampling_defaults: dict[str, float] = {}
         self.restarts: Callable[[], int] = lambda: 0
@@ -67,6 +69,10 @@ class ServerState:
         self.files = ModelFiles()
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
         self.metrics.watch_sleep(self.client.sleep)
+
+    @property
+    def draining(self) -> bool:
+        return self.drains.is_set()
 
     def _restarts(self) -> int:
         return self.restarts()
@@ -131,10 +137,12 @@ class ServerState:
             return "ok"
         return "waking" if self.client.sleep.waking else "sleeping"
 
-    def admit(self) -> None:
-        """Called before any work is done for a request. Raises ApiError 503 or 429."""
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Around all work for a request; the engine does not fall asleep meanwhile. Raises ApiError 503 or 429."""
         self._check_places(1)
-        self.client.sleep.used()
+        with self.client.admitted():
+            yield
 
     def _check_places(self, answers: int) -> None:
         """Raises ApiError 503 or 429."""

@@ -30,6 +30,7 @@ from tandem.server.messages import (
     ToEngine,
 )
 from tandem.server.ranks.processes import RankProcesses, rank_processes
+from tandem.server.sleep import until_any
 
 REAL_ENGINE = "tandem.server.engine_process:load_engine"
 START_ATTEMPTS = 5  # consecutive starts that never became ready, after the first success
@@ -117,27 +118,26 @@ class EngineSupervisor:
         """Until a request wants the engine. One that could not be loaded again: the requests that waited are told why,
         and the next one tries again."""
         sleep = self._client.sleep
+        sleep.released.set()
         if failed_wakes:
             why = f"the model could not be loaded again: {self._start_error}"
             log.error("%s", why)
             sleep.failed()
             self._client.detach(why)
-            await self._pause(failed_wakes)
+            await self._pause(failed_wakes, "%d wakes in a row failed; after %.0f s the next request tries again")
             self._client.fall_asleep()
-        sleep.released.set()
-        waits = [asyncio.create_task(event.wait()) for event in (sleep.wanted, self._stopping)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        await until_any(sleep.wanted, self._stopping)
         if not self._stopping.is_set():
             log.info("a request wakes the engine")
 
-    async def _pause(self, short_lives: int) -> None:
-        """No wait after the first death, then 1, 2, 4 … seconds."""
-        seconds = pause_seconds(short_lives)
+    async def _pause(
+        self, failures: int, note: str = "the engine ended %d times in a row; next start in %.0f s"
+    ) -> None:
+        """No wait after the first, then 1, 2, 4 … seconds. note: for the log, of `failures` and the seconds."""
+        seconds = pause_seconds(failures)
         if not seconds:
             return
-        log.warning("the engine ended %d times in a row; next start in %.0f s", short_lives, seconds)
+        log.warning(note, failures, seconds)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
 

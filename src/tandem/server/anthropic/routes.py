@@ -59,9 +59,9 @@ def routes(state: ServerState) -> APIRouter:
 
 async def _messages(state: ServerState, http: Request) -> Response:
     body, ignored = await _read(http, MessagesRequest)
-    state.admit()
     message_id = new_id("msg")
-    with named(_NAMES | {"grammar": "tools" if _format(body) is None else "output_config.format"}):
+    names = _NAMES | {"grammar": "tools" if _format(body) is None else "output_config.format"}
+    with state.admitted(), named(names):
         prepared = await prepare_wishes(
             state.chat, conversation_of(body, ignored), _sampling(state, body), _WISHES, ignored
         )

@@ -33,7 +33,8 @@ class Gated(Protocol):
     """What the gate needs of a server's state."""
 
     http_active: int
-    draining: bool
+    @property
+    def draining(self) -> bool: ...
 
     @property
     def config(self) -> EngineConfig: ...

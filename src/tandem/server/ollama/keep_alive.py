@@ -13,6 +13,7 @@ FOR_GOOD = "9999-12-31T23:59:59Z"
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
 _MOST_CHARS = 64
+_LARGEST = 10**300  # larger integers have no float
 _MOST_SECONDS = 3.0e9  # a date of this century
 
 
@@ -37,7 +38,7 @@ def expiry(seconds_left: float) -> str:
 def _seconds(value: Any) -> float | None:
     """None: it is no duration."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < _LARGEST else None
     if not isinstance(value, str) or len(value) > _MOST_CHARS:
         return None
     text = value.strip()

@@ -92,22 +92,20 @@ def routes(state: ServerState) -> APIRouter:
 
 async def _chat(state: ServerState, http: Request, body: ChatBody, ignored: list[str]) -> Response:
     """Without messages a client asks for the model to be loaded, or unloaded."""
-    state.admit()
-    _keep(state, body)
-    if body.is_empty:
-        return await _loaded(state, body, message=Said("assistant", ""))
-    with named(_names(body, "messages")):
+    keep_seconds(body.keep_alive)  # before anything runs
+    with state.admitted(), named(_names(body, "messages")):
+        if body.is_empty:
+            return await _loaded(state, body, message=Said("assistant", ""))
         prepared = await state.chat.prepare(chat_of(body, ignored), _sampling(state, body))
         ignored += prepared.unheld
         return await _answer(state, http, body, prepared, chat=True)
 
 
 async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Response:
-    state.admit()
-    _keep(state, body)
-    if body.is_empty:
-        return await _loaded(state, body, response="")
-    with named(_names(body, "prompt")):
+    keep_seconds(body.keep_alive)  # before anything runs
+    with state.admitted(), named(_names(body, "prompt")):
+        if body.is_empty:
+            return await _loaded(state, body, response="")
         if body.raw:
             ids = await state.encode(body.prompt, add_special_tokens=True)
             prepared = PreparedChat(ids, _sampling(state, body), AnswerRules())
@@ -122,7 +120,9 @@ async def _answer(
     sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
     request = GenerateRequest(id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling)
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
-    return await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
+    answer = await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
+    _keep(state, body)  # a request that is refused says nothing of it
+    return answer
 
 
 def _names(body: CommonBody, prompt: str) -> dict[str, str]:
@@ -136,20 +136,20 @@ def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
 
 
 def _keep(state: ServerState, body: CommonBody) -> None:
-    """Where the model stays for good, only an empty prompt unloads it. Raises RequestError."""
+    """Where the model stays for good, only an empty prompt unloads it."""
     seconds, sleep = keep_seconds(body.keep_alive), state.client.sleep
-    if seconds is not None and sleep.by_itself and not (seconds == 0 and body.is_empty):
+    if seconds is not None and sleep.by_itself:
         sleep.keep(seconds)
 
 
 async def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response:
     """Raises RequestError; EngineError where it cannot be loaded."""
-    with named(_names(body, "prompt")):
-        validate(_sampling(state, body), state.engine.vocab_size)
+    validate(_sampling(state, body), state.engine.vocab_size)
     unloads = keep_seconds(body.keep_alive) == 0
     if unloads:
         state.client.sleep.soon()
     else:
+        _keep(state, body)
         await state.client.wake()
     reason = "unload" if unloads else "load"
     return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **said))

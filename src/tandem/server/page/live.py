@@ -43,12 +43,12 @@ class LiveView:
         )
 
     def _engine(self) -> dict[str, Any]:
-        up = self._state.client.ready and not self._state.draining
-        why = "the server is shutting down" if self._state.draining else self._state.client.why_down
-        sleep = self._state.client.sleep
+        client, draining = self._state.client, self._state.draining
+        up = client.ready and not draining
+        why = "the server is shutting down" if draining else client.why_down
         return {
             "up": up, "why_down": "" if up else why, "restarts": self._state.restarts(),
-            "asleep": self._state.client.takes_requests and not up, "wakes": sleep.wakes,
+            "asleep": client.takes_requests and not client.ready and not draining, "wakes": client.sleep.wakes,
         }  # fmt: skip
 
     async def _look(self) -> None:

@@ -73,7 +73,14 @@ def routes(state: ServerState) -> APIRouter:
 
 async def _respond(state: ServerState, store: ResponseStore, http: Request) -> HttpResponse:
     body, ignored = read_fields_as(await read_fields(http), ResponsesRequest)
-    state.admit()
+    with state.admitted():
+        answer = await _answer(state, store, http, body, ignored)
+    return name_ignored(answer, [*ignored, *_unserved(body.reasoning), *left_out(body)])
+
+
+async def _answer(
+    state: ServerState, store: ResponseStore, http: Request, body: ResponsesRequest, ignored: list[str]
+) -> HttpResponse:
     response_id = new_id("resp")
     earlier = _earlier(store, body)
     body = _resolved(store, body)
@@ -97,13 +104,12 @@ async def _respond(state: ServerState, store: ResponseStore, http: Request) -> H
             limited = cut_to_room(state, prepared.sampling, len(ids))
             request = GenerateRequest(id=response_id, prompt_ids=ids, sampling=limited)
             writer = ResponseWriter(start, prepared.new_parser(), offer, keep)
-            answer: HttpResponse = await Generation(state, http, [request]).answer(writer, body.stream)
+            return await Generation(state, http, [request]).answer(writer, body.stream)
     except RequestError as error:
         if not body.stream or error.code != TOO_LONG:
             raise
         # Agents shorten a conversation whose stream fails with this code. They give up when it is not begun.
-        answer = HttpResponse(refused(start, as_api_error(error)), media_type=EVENTS)
-    return name_ignored(answer, [*ignored, *_unserved(body.reasoning), *left_out(body)])
+        return HttpResponse(refused(start, as_api_error(error)), media_type=EVENTS)
 
 
 async def _count(state: ServerState, store: ResponseStore, http: Request) -> HttpResponse:
