@@ -67,8 +67,9 @@ def test_a_prompt_that_is_being_read_keeps_it_awake(path: str, held: asyncio.Eve
             await until(lambda: client._admitted)
             client.sleep.soon()
             await asyncio.sleep(A_WHILE)
-            assert not due() and not client.open_answers
-            held.set()
+            fell_asleep, submitted = due(), client.open_answers
+            held.set()  # first: else a failure would wait for it
+            assert not fell_asleep and not submitted
             assert (await answer).status_code == 200
             await until(due)
             assert not client._admitted
@@ -86,8 +87,9 @@ def test_keep_alive_counts_once_the_prompt_is_answered(path: str, stream: bool, 
             answer = asyncio.create_task(server.post(path, **ASKS[path], stream=stream, keep_alive=0))
             await until(lambda: client._admitted)
             await asyncio.sleep(A_WHILE)
-            assert not due() and client.sleep.seconds_left > 0
+            fell_asleep, left = due(), client.sleep.seconds_left
             held.set()
+            assert not fell_asleep and left > 0
             assert (await answer).status_code == 200
             await until(due)
 
