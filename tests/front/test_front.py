@@ -7,6 +7,8 @@ import dataclasses
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,9 @@ from fronts import Front, entry, events, front
 from supervision import until
 from tandem.server import supervisor
 from tandem.server.front import proxy
+from tandem.server.front.app import FrontApp
 from tandem.server.front.child import Life
+from tandem.server.front.dialects import wish_of
 from tandem.server.front.models_file import ModelsFile
 
 
@@ -320,3 +324,23 @@ def test_socket_paths_have_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert len(str(folder)) < 60 and folder.stat().st_mode & 0o777 == 0o700
 
 
+
+
+@pytest.mark.parametrize("status, kept", [(200, [0.0]), (400, [])])
+def test_keep_alive_counts_from_the_answer_and_not_from_a_refusal(status: int, kept: list[float]):
+    sent, said = list[str](), list[float]()
+    app: Any = FrontApp.__new__(FrontApp)
+    child: Any = SimpleNamespace(name="a", sleep=SimpleNamespace(by_itself=True, keep=said.append))
+
+    async def answer(child, scope, send, body, wish) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        assert not said  # the child is still at work
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message) -> None:
+        sent.append(message["type"])
+
+    app._proxy = SimpleNamespace(answer=answer)
+    wish = wish_of(b'{"model": "a", "prompt": "x", "keep_alive": 0}')
+    asyncio.run(app._answered(child, "/api/generate", {}, None, send, b"", wish))
+    assert said == kept and len(sent) == 2

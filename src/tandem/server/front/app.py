@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tandem.server.anthropic import errors as anthropic_errors
 from tandem.server.body import json_response, read_body
@@ -81,20 +81,28 @@ class FrontApp:
             await self._tell_all(scope, receive, send, body)
         elif not needs_model(path) or scope["method"] != "POST":
             await pass_on(self._loaded(name), scope, send, body)
-        elif (answer := self._kept(child := self._models.named(name), path, wish)) is not None:
-            await answer(scope, receive, send)
         else:
-            await self._proxy.answer(child, scope, send, body, wish)
+            await self._answered(self._models.named(name), path, scope, receive, send, body, wish)
 
-    def _kept(self, child: Child, path: str, wish: Wish) -> Response | None:
-        """Ollama's `keep_alive` is the front's. An answer: the model is to be unloaded."""
+    async def _answered(
+        self, child: Child, path: str, scope: Scope, receive: Receive, send: Send, body: bytes, wish: Wish
+    ) -> None:
+        """Ollama's `keep_alive` is the front's: it counts from the answer's end, and a refused body changes nothing."""
         seconds = keep_seconds(wish.keep_alive) if path in OLLAMA else None
         if seconds == 0 and is_empty(path, wish):
             child.sleep.soon()
-            return json_response(chunk(path, child.name) | {"done": True, "done_reason": "unload"})
-        if seconds is not None and child.sleep.by_itself:
+            unloads = chunk(path, child.name) | {"done": True, "done_reason": "unload"}
+            return await json_response(unloads)(scope, receive, send)
+        statuses = list[int]()
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        await self._proxy.answer(child, scope, noted, body, wish)
+        if seconds is not None and child.sleep.by_itself and statuses and statuses[0] < 400:
             child.sleep.keep(seconds)
-        return None
 
     def _loaded(self, name: str | None) -> Child:
         """Of routes that only look. Raises ApiError 503, 404, 400."""
