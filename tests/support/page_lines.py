@@ -22,6 +22,7 @@ NOT_RUN = {
     "source": "changes the shell that it runs in",
     "rm": "removes an environment",
     "npm": "downloads",
+    "lm_eval": "another project's program: tests/clients/test_lm_eval.py calls its library",
     "modelscope": "another project's program, which downloads",
     "nvidia-smi": "comes with NVIDIA's driver",
     "llama-server": "another project's program",
