@@ -103,8 +103,8 @@ def _gpu_since_ada() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= ADA
 
 
-def measured(files: dict[str, Path]) -> list[Row]:
-    """All of them in one pass over the model, so that the reference is computed once."""
+def measured(files: dict[str, Path]) -> Iterator[Row]:
+    """One after the other: all beside one reference would take 20 GB."""
     from tandem.checkpoint import demo_dir
     from tandem.config import Machine
     from tandem.engine.start.demo_model import prepare_demo
@@ -115,17 +115,16 @@ def measured(files: dict[str, Path]) -> list[Row]:
 
     demo = prepare_demo(demo_dir())
     windows = text.cut(Tokenizer.load(demo), text.default_text(), WINDOW, TOKENS)
-    with tempfile.TemporaryDirectory(prefix="tandem-quality-") as folder:
-        reference = LayerStream(Variant(demo), windows)
-        candidates, bits = [], {}
-        for name, size, variant in variants(demo, Path(folder), files):
-            print(f"{name} is ready", file=sys.stderr, flush=True)
-            candidates.append(Candidate(name, LayerStream(variant, windows, reference.pool)))
-            bits[name] = size
-        base, found = Comparison(windows, reference, candidates).run()
-    assert base is not None
     said = stamp(machine_name(Machine.detect()))
-    return [_row(each, bits[each.label], base) | said for each in found]
+    with tempfile.TemporaryDirectory(prefix="tandem-quality-") as folder:
+        for name, bits, variant in variants(demo, Path(folder), files):
+            reference = LayerStream(Variant(demo), windows)
+            candidate = Candidate(name, LayerStream(variant, windows, reference.pool))
+            base, (found,) = Comparison(windows, reference, [candidate]).run()
+            assert base is not None
+            row = _row(found, bits, base) | said
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            yield row
 
 
 def _row(each: Measured, bits: float, base: float) -> Row:
@@ -186,7 +185,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.measure:
         files = dict(each.split("=", 1) for each in asked.gguf)
-        keep(measured({name: Path(file) for name, file in files.items()}), asked.measure)
+        keep(list(measured({name: Path(file) for name, file in files.items()})), asked.measure)
     page = PAGE.read_text(encoding="utf-8")
     if asked.write:
         PAGE.write_text(filled(page), encoding="utf-8")
