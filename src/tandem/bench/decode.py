@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.bench.ceilings import measure_read_gbps
+from tandem.bench.known_quality import quality_lines
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
 from tandem.bench.rows import machine_name, of_bench, stamp, write
+from tandem.checkpoint import demo_dir, resolve_model
 from tandem.config import EngineConfig, Machine, Plan
 from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.engine import Engine
@@ -73,6 +75,9 @@ def run(request: Request, out: Path | None) -> None:
             console.print(_line(row), highlight=False)
             status.start()
     console.print(table(rows))
+    is_demo = resolve_model(request.model) == demo_dir()
+    for line in quality_lines(request.model, is_demo, request.formats):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if out is not None:
         found = [dataclasses.asdict(row) for row in rows]
         write([of_bench("decode", row) for row in found] if out.is_dir() else found, out)
