@@ -23,7 +23,7 @@ ADDED = SUPPORT / "added_family"
 EDITS = {
     "tandem/architectures/__init__.py": (
         ("    qwen2_moe,\n", "    quilted,\n    qwen2_moe,\n"),
-        ("    qwen2_moe.FAMILY,", "    quilted.FAMILY, qwen2_moe.FAMILY,"),
+        (" qwen2_moe.FAMILY,", " quilted.FAMILY, qwen2_moe.FAMILY,"),
     ),
     "tandem/config/mechanisms/scores.py": (
         ('    "sigmoid": ', '    "softsign": Score(lambda x: 0.5 + 0.5 * x / (1 + x.abs())),\n    "sigmoid": '),

@@ -44,7 +44,7 @@ class EngineConfig:
         "", "Directory, GGUF file, name of the hub, or `demo`.", group=MODEL, aliases=["--model-path"], essential=True
     )
     models: str | None = flag(
-        None, "Directory or TOML file of models: all are served, and loaded on demand.", group=MODEL
+        None, "Directory or TOML file of models, which are loaded on demand.", group=MODEL
     )
     served_model_name: str | None = flag(
         None, "Name in the API; default: the directory's name.", group=MODEL, essential=True

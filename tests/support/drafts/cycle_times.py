@@ -24,6 +24,7 @@ from tandem.bench.told.rows import Request, _config
 from tandem.bench.told.turns import Asked, Guesses, Turns
 from tandem.engine.engine import Engine
 from tandem.engine.sampling.logits import DeviceLogits, HostRows, best_of
+from tandem.engine.step.step import StepOutput
 
 SMALL = {
     "hidden_size": 256, "num_attention_heads": 2, "head_dim": 64, "q_lora_rank": 64, "qk_rope_head_dim": 16,
@@ -69,9 +70,10 @@ def as_on_gpu(engine: Engine, ends: Ends) -> None:
     runner, rows = engine._runner, HostRows(CPU)
     run: Any = runner.run
 
-    def logits(*args: Any) -> DeviceLogits:
-        made = torch.from_numpy(run(*args)._array)
-        return DeviceLogits(made, best_of(made), rows)
+    def logits(*args: Any) -> StepOutput:
+        output = run(*args)
+        made = torch.from_numpy(output.logits._array)
+        return StepOutput(output.step, DeviceLogits(made, best_of(made), rows))
 
     runner.run = logits  # type: ignore[method-assign, assignment]
     watched(runner, "run", "step", ends)

@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tandem import _core
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.step import Step
 from tandem.server.engine_process import LoadedEngine, load_engine
 
 LENGTH = 6  # of a command, in token ids below 256
@@ -97,11 +98,11 @@ def _obey(engine: Engine) -> None:
     runner: Any = engine._runner
     run = runner.run
 
-    def obeying(chunks: Sequence[Chunk], *others: Any) -> Any:
-        for chunk in chunks:
+    def obeying(step: Step, *others: Any) -> Any:
+        for chunk in step.chunks:
             if (asked := _asked(chunk)) is not None:
                 asked(engine)
-        return run(chunks, *others)
+        return run(step, *others)
 
     runner.run = obeying
 
