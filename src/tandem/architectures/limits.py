@@ -16,22 +16,22 @@ def of_layers(keys: JsonKeys, key: str, default: Any) -> list[Any]:
     values, count = keys.get(key) or [], layer_count(keys)
     if not isinstance(values, list) or 0 < len(values) < count:
         raise ConfigError(f"{keys.where}: {key} must be a list of {count}, one for each layer; or remove it")
-    found = [default if value is None else value for value in values[:count]]
-    return found or [default] * count
+    by_layer = [default if value is None else value for value in values[:count]]
+    return by_layer or [default] * count
 
 
 def limits(keys: JsonKeys, key: str) -> list[float]:
     """Numbers of each layer; 0: without a limit."""
-    found = of_layers(keys, key, 0.0)
-    if bad := [value for value in found if type(value) not in (int, float) or value < 0]:
+    by_layer = of_layers(keys, key, 0.0)
+    if bad := [value for value in by_layer if type(value) not in (int, float) or value < 0]:
         raise ConfigError(f"{keys.where}: {key} has {bad[0]!r}, and must have numbers of 0 or more")
-    return [float(value) for value in found]
+    return [float(value) for value in by_layer]
 
 
 def clamped(experts: Moe, routed: float, shared: float) -> Moe:
     """The same experts with limits of their own."""
-    beside = None if experts.shared is None else replace(experts.shared, activation=up_to(shared))
-    return replace(experts, experts=replace(experts.experts, activation=up_to(routed)), shared=beside)
+    shared_experts = None if experts.shared is None else replace(experts.shared, activation=up_to(shared))
+    return replace(experts, experts=replace(experts.experts, activation=up_to(routed)), shared=shared_experts)
 
 
 def up_to(limit: float) -> Activation:

@@ -67,15 +67,15 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     shared = keys.count("n_shared_experts", 1)
     keys.only("moe_shared_expert_intermediate_size", width * shared or None, "as wide as so many routed experts")
     router = sigmoid_router(keys, "num_experts", scale=2.5, groups=8, kept=4)
-    made = model(
+    ling = model(
         keys, generation, mixers.__getitem__, moe(router, width, width * shared), layers_after_dense(keys, 2)
     )
-    routed, beside = (limits(keys, key) for key in LIMITS)
-    made = replace(made, unread_keys=keys.unread)
-    if not any(routed + beside):
-        return made
-    layers = zip(made.layers, routed, beside, strict=True)
-    return replace(made, layers=tuple(_with_limits(*layer) for layer in layers))
+    routed_limits, shared_limits = (limits(keys, key) for key in LIMITS)
+    ling = replace(ling, unread_keys=keys.unread)
+    if not any(routed_limits + shared_limits):
+        return ling
+    layers = zip(ling.layers, routed_limits, shared_limits, strict=True)
+    return replace(ling, layers=tuple(_with_limits(*layer) for layer in layers))
 
 
 def _as_transformers(keys: JsonKeys) -> JsonKeys:
@@ -111,8 +111,8 @@ def _mixers(keys: JsonKeys) -> list[Mixer]:
 
 
 def _usual_kind(keys: JsonKeys) -> Any:
-    """Of a layer where `layer_types` is absent, as the vendor's code has it: the last of each group is attention, and
-    all of a group that is not whole. Transformers writes `layer_types`."""
+    """The kinds of layers where `layer_types` is absent, as the vendor's code has it: the last of each group is
+    attention, and all of a group that is not whole. Transformers writes `layer_types`."""
     size, count = keys.optional("layer_group_size", 6), layer_count(keys)
     if size < 1:
         raise ConfigError(f"{keys.where}: layer_group_size is {size}, and must be at least 1; try 6")
@@ -141,10 +141,10 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     if not keys.flag("kda.safe_gate", True):
         raise keys.refuse("kda.safe_gate", "is false, which is not supported")
     count = keys.depth
-    found = deepseek_gguf(keys)
-    experts = found.pop("n_routed_experts")
+    gguf = deepseek_gguf(keys)
+    experts = gguf.pop("n_routed_experts")
     key_heads = keys.layers("attention.head_count_kv", count)
-    return found | {
+    return gguf | {
         "model_type": "bailing_hybrid",
         "layer_types": [FULL if each else RECURRENT for each in key_heads],
         "num_key_value_heads": keys.need("attention.head_count"),
