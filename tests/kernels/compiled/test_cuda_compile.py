@@ -21,8 +21,9 @@ from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
 from tandem.kernels.gpu.delta import rows
 from tandem.kernels.gpu.mma import code_mma, expert_mma
 from tandem.kernels.gpu.mma.mma_source import Kind
-from tandem.kernels.gpu.nvrtc import COMMON
+from tandem.kernels.gpu.nvrtc import COMMON, cuda_source
 from tandem.kernels.gpu.prompts import code_product
+from tandem.kernels.gpu.ranks import lane
 
 GPUS = (80, 86, 89, 90, 100, 120)
 KINDS = [Kind(*each) for each in product(MMA_CODES, MMA_SCALES, (False, True))]
@@ -105,6 +106,11 @@ def test_every_kind_of_codes_compiles(kind: Kind, program: str) -> None:
 def test_every_card_has_machine_code(gpu: int) -> None:
     for source in one_of_each_source(ONE_OF_EACH[GPUS.index(gpu) % len(ONE_OF_EACH)]):
         assert compile_log(source, gpu) == ""
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_lanes_between_ranks_compile(gpu: int) -> None:
+    assert compile_log(cuda_source(lane.__file__), gpu) == ""
 
 
 def test_a_definition_that_comes_twice_is_found() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.errors import EngineError
+from tandem.kernels.gpu.cuda_driver import cuda_driver
 from tandem.kernels.packed.experts import PackedExperts
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class CudaCopies:
     ) -> None:
         """driver: `cuda.bindings.driver`, functions: addresses of its own; or what stands for them in a test."""
         self._held: dict[int, object] = {}
-        self._driver, self._device = driver or _cuda_driver(), device
+        self._driver, self._device = driver or cuda_driver(), device
         self._success = self._driver.CUresult.CUDA_SUCCESS
         self.functions = functions or driver_functions()
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -127,17 +128,6 @@ def driver_functions() -> tuple[int, int]:
     library = ctypes.CDLL("libcuda.so.1")
     copy, query = (ctypes.cast(f, ctypes.c_void_p) for f in (library.cuMemcpyAsync, library.cuStreamQuery))
     return copy.value or 0, query.value or 0
-
-
-def _cuda_driver() -> Any:
-    """Raises EngineError where it is not installed; the hand-off of `experts.handoff` needs it as well."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise EngineError(
-            "moving experts needs cuda-bindings: pip install cuda-core cuda-bindings"
-        ) from error
-    return driver
 
 
 def hold_all(

@@ -1,0 +1,1 @@
+"""Where ranks on several GPUs of one host meet."""

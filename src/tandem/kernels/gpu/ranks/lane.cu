@@ -1,0 +1,200 @@
+// Sums over ranks of one host. Every rank has a receiving memory, which the others write: on its GPU, or in CPU memory
+// that all GPUs have mapped. `memories` points to all of them, in the order of ranks, as this GPU sees them.
+//
+// A block owns one stretch of every memory, [2 halves][ranks][kLines] lines of 16 bytes, and numbers its own pieces.
+// Piece n lies in half n % 2. Two halves are enough: a rank begins piece n + 2 after it has received piece n + 1 of all
+// others, and each of them sent that after it had read piece n.
+//
+// Short messages carry their number in every line (8 bytes of data, twice 4 of number; a store of 8 bytes is never torn):
+// a line that shows it has arrived. Long ones are whole lines of data, and a number per piece behind a fence.
+//
+// A wait is bounded. After one that was not answered no rank waits again, and what is returned is NaN.
+enum { kThreads = 512, kLines = 2048, kEach = kLines / kThreads, kMostRanks = 8 };
+enum { BROKEN = 0, MISSING = 1, PATIENCE = 2, PIECES = 4 };  // of `state`, words in GPU memory; patience: 2 of them
+enum Kind { COPY = 0, BF16 = 1, F32 = 2 };
+
+#define MEMORIES uint4 *m0, uint4 *m1, uint4 *m2, uint4 *m3, uint4 *m4, uint4 *m5, uint4 *m6, uint4 *m7
+#define OF_RANKS {m0, m1, m2, m3, m4, m5, m6, m7}
+
+__device__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+__device__ uint4 read_line(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ void write_line(uint4* p, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" : : "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+__device__ u32 read_number(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ void write_number(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
+}
+
+// Whether to go on waiting for `rank`; looked at now and then. `told` is in CPU memory.
+__device__ bool goes_on(u32* state, u32* told, int rank, u64 since) {
+  volatile u32* words = state;
+  if (words[BROKEN]) return false;
+  const u64 patience = *(volatile u64*)(state + PATIENCE);
+  if (nanoseconds() - since <= patience) return true;
+  words[MISSING] = rank + 1;
+  words[BROKEN] = 1;
+  *(volatile u32*)told = rank + 1;
+  __threadfence_system();
+  return false;
+}
+
+__device__ uint4* memory_of(uint4* const* memories, int rank) {
+  uint4* found = memories[0];
+#pragma unroll
+  for (int i = 1; i < kMostRanks; ++i)
+    if (i == rank) found = memories[i];
+  return found;
+}
+
+// Sums in float32 of up to four words, each two bfloat16 or one float32.
+template <int WORDS>
+struct Sum {
+  float at[2 * WORDS];
+  __device__ void begin(const u32* v, int kind) {
+    for (int i = 0; i < WORDS; ++i) {
+      at[2 * i] = kind == F32 ? __uint_as_float(v[i]) : low_half(v[i]);
+      at[2 * i + 1] = kind == F32 ? 0.0f : high_half(v[i]);
+    }
+  }
+  __device__ void add(const u32* v, int kind) {
+    for (int i = 0; i < WORDS; ++i) {
+      at[2 * i] += kind == F32 ? __uint_as_float(v[i]) : low_half(v[i]);
+      at[2 * i + 1] += kind == F32 ? 0.0f : high_half(v[i]);
+    }
+  }
+  __device__ void end(u32* v, int kind) const {
+    for (int i = 0; i < WORDS; ++i)
+      v[i] = kind == F32 ? __float_as_uint(at[2 * i]) : rounded_pair(at[2 * i], at[2 * i + 1]);
+  }
+};
+
+// x, out: `units` of 8 bytes. COPY: out has all ranks' units, one rank's behind the other's; else their sum, and out may
+// be x. counts: pieces of each block so far.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    short_sum(const uint2* x, uint2* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int rank,
+              int ranks, int kind) {
+  const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
+  const u64 last = first + each < units ? first + each : units;
+  const u64 block = (u64)blockIdx.x * 2 * ranks * kLines;
+  const u64 since = nanoseconds();
+  uint4* const memories[kMostRanks] = OF_RANKS;
+  uint4* const here = memory_of(memories, rank) + block;
+  u32 number = counts[blockIdx.x];
+  for (u64 start = first; start < last; start += kLines) {
+    ++number;
+    const u64 half = (u64)(number & 1) * ranks * kLines;
+    if (start != first) __syncthreads();  // all have read the piece before
+    uint2 own[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const u64 i = start + k * kThreads + threadIdx.x;
+      if (i >= last) break;
+      own[k] = x[i];
+      const uint4 line = make_uint4(own[k].x, number, own[k].y, number);
+#pragma unroll
+      for (int other = 0; other < kMostRanks; ++other)
+        if (other < ranks && other != rank)
+          write_line(memories[other] + block + half + rank * kLines + (i - start), line);
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const u64 i = start + k * kThreads + threadIdx.x;
+      if (i >= last) break;
+      Sum<2> sum;
+      bool whole = true;
+      for (int from = 0; from < ranks; ++from) {
+        u32 v[2] = {own[k].x, own[k].y};
+        if (from != rank) {
+          const uint4* at = here + half + from * kLines + (i - start);
+          uint4 line = read_line(at);
+          for (u32 polls = 1; whole && (line.y != number || line.w != number); ++polls) {
+            if (polls % 64 == 0) whole = goes_on(state, told, from, since);
+            line = read_line(at);
+          }
+          v[0] = line.x, v[1] = line.z;
+        }
+        if (kind == COPY) out[from * units + i] = make_uint2(v[0], v[1]);
+        else if (from == 0) sum.begin(v, kind);
+        else sum.add(v, kind);
+      }
+      u32 v[2] = {0x7fffffffu, 0x7fffffffu};
+      if (whole && kind != COPY) sum.end(v, kind);
+      if (kind != COPY || !whole) out[i + (kind == COPY ? rank * units : 0)] = make_uint2(v[0], v[1]);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) counts[blockIdx.x] = number;
+}
+
+// The same for many units of 16 bytes. The memories of long messages are others; behind their lines lie the numbers of
+// pieces, [block][half][rank].
+extern "C" __global__ void __launch_bounds__(kThreads)
+    long_sum(const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int rank,
+             int ranks, int kind, u64 numbers_at) {
+  __shared__ int whole;
+  const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
+  const u64 last = first + each < units ? first + each : units;
+  const u64 block = (u64)blockIdx.x * 2 * ranks * kLines;
+  const u64 since = nanoseconds();
+  uint4* const memories[kMostRanks] = OF_RANKS;
+  uint4* const here = memory_of(memories, rank) + block;
+  u32 number = counts[blockIdx.x];
+  if (threadIdx.x == 0) whole = 1;
+  for (u64 start = first; start < last; start += kLines) {
+    ++number;
+    const u64 half = (u64)(number & 1) * ranks * kLines;
+    const u64 slot = ((u64)blockIdx.x * 2 + (number & 1)) * ranks;
+    uint4 own[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const u64 i = start + k * kThreads + threadIdx.x;
+      if (i >= last) break;
+      own[k] = x[i];
+#pragma unroll
+      for (int other = 0; other < kMostRanks; ++other)
+        if (other < ranks && other != rank) memories[other][block + half + rank * kLines + (i - start)] = own[k];
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x < ranks && threadIdx.x != rank) {
+      write_number((u32*)(memory_of(memories, threadIdx.x) + numbers_at) + slot + rank, number);
+      const u32* theirs = (const u32*)(memory_of(memories, rank) + numbers_at) + slot + threadIdx.x;
+      bool waits = true;
+      for (u32 polls = 1; waits && read_number(theirs) != number; ++polls)
+        if (polls % 64 == 0) waits = goes_on(state, told, threadIdx.x, since);
+      if (!waits) whole = 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const u64 i = start + k * kThreads + threadIdx.x;
+      if (i >= last) break;
+      Sum<4> sum;
+      for (int from = 0; from < ranks; ++from) {
+        const uint4 line = from == rank ? own[k] : __ldcv(here + half + from * kLines + (i - start));
+        const u32 v[4] = {line.x, line.y, line.z, line.w};
+        if (kind == COPY) out[from * units + i] = line;
+        else if (from == 0) sum.begin(v, kind);
+        else sum.add(v, kind);
+      }
+      u32 v[4] = {0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu};
+      if (whole && kind != COPY) sum.end(v, kind);
+      if (kind != COPY || !whole) out[i + (kind == COPY ? rank * units : 0)] = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) counts[blockIdx.x] = number;
+}
