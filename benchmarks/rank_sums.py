@@ -65,7 +65,7 @@ def own(lane: str, rank: int, ranks: int, folder: str) -> Any:
     from tandem.errors import EngineError
     from tandem.kernels.gpu.ranks.gpu_group import GpuGroup
     from tandem.kernels.gpu.ranks.lane import graph_seconds
-    from tandem.kernels.gpu.ranks.meeting import Meeting
+    from tandem.kernels.ranks.meeting import Meeting
 
     meeting = Meeting(rank, ranks, f"{folder}/sums", 60.0)
     device = torch.device("cuda", torch.cuda.current_device())

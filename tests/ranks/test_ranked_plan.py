@@ -8,7 +8,9 @@ import pytest
 
 from quantised_models import BLOCKS, everything, experts_only, save_quantised
 from tandem.config import EngineConfig, Machine, Plan
+from tandem.config.gpus import Gpu
 from tandem.config.machine import TIERS, Core
+from tandem.config.ranks.ranked import own_side
 from tandem.engine.start.planning import planned
 from tandem.errors import ConfigError
 from tiny import VARIANTS, TinyModels, settings
@@ -44,7 +46,6 @@ def test_threads_that_are_asked_for_are_all_ranks_together(tiny_models) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"device": "cuda"}, "ranks have no GPU yet; leave --tp out, .*or add --device cpu"),
         ({"speculative_algorithm": "NGRAM"}, "leave --speculative-algorithm out"),
         ({"kt_enable_dynamic_expert_update": True}, "leave --kt-enable-dynamic-expert-update out"),
         ({"packed_cache": "kept"}, "leave --packed-cache out"),
@@ -78,6 +79,40 @@ def test_groups_of_dense_matrices_stay_whole(tmp_path, choice, says) -> None:
     named = " and ".join(f"{each}, which have groups of 128," for each in says)
     with pytest.raises(ConfigError, match=f"4: {named} cannot be divided among 4 ranks; possible: 1, 2$"):
         of(path, tp=4)
+
+
+H200 = Gpu("NVIDIA H200", 141 << 30, 139 << 30, "gen5 x16", 0, "GPU-a", (9, 0))
+OTHER = replace(H200, name="NVIDIA H100", number=1, uuid="GPU-b")
+SECOND = replace(H200, number=1, uuid="GPU-b", free_bytes=100 << 30)
+
+
+def test_each_rank_has_a_gpu_and_the_same_plan(tiny_models) -> None:
+    machine = replace(MACHINE, gpus=(SECOND, H200))  # nvidia-smi's order is by free memory
+    config = EngineConfig.from_keywords(str(tiny_models["qwen3_moe"]), tp=2)
+    first, second = (own_side(config, machine, rank)[1] for rank in range(2))
+    assert [gpu.uuid for gpu in (*first.gpus, *second.gpus)] == ["GPU-a", "GPU-b"]
+    assert [gpu.free_bytes for gpu in (*first.gpus, *second.gpus)] == [100 << 30, 100 << 30]
+    plan = of(tiny_models["qwen3_moe"], machine, tp=2, device="auto")
+    assert plan.gpu is not None and plan.gpu.uuid == "GPU-a" and plan.gpu.prompt_sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "says"),
+    [
+        ((H200,), "each rank needs a GPU, and there is one; leave --tp out, .*or add --device cpu"),
+        ((H200, OTHER), "on equal GPUs, not on NVIDIA H100 and NVIDIA H200; .*CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_gpus_that_ranks_cannot_use_are_refused(tiny_models, gpus, says) -> None:
+    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2: .*{says}"):
+        of(tiny_models["qwen3_moe"], replace(MACHINE, gpus=gpus), tp=2, device="auto")
+
+
+def test_ranks_may_share_a_gpu_in_tests(tiny_models, monkeypatch) -> None:
+    monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    config = EngineConfig.from_keywords(str(tiny_models["qwen3_moe"]), tp=2)
+    both = [own_side(config, replace(MACHINE, gpus=(H200,)), rank)[1].gpus[0] for rank in range(2)]
+    assert [(gpu.uuid, gpu.free_bytes) for gpu in both] == [("GPU-a", H200.free_bytes // 2)] * 2
 
 
 def test_a_rank_needs_a_core(tiny_models) -> None:

@@ -44,6 +44,12 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def ranks_share_gpus() -> bool:
+    """TANDEM_RANKS_SHARE_GPU=1: several ranks may have the same GPU, as tests on a machine with one need it. Each waits
+    for the other's turn, so it is slow."""
+    return os.environ.get("TANDEM_RANKS_SHARE_GPU") == "1"
+
+
 def number_gpus_by_slot() -> None:
     """CUDA, once it starts in this process, will number GPUs as nvidia-smi does, unless it was told how."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

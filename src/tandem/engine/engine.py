@@ -13,20 +13,18 @@ from torch import Tensor
 
 from tandem.config import EngineConfig
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
-from tandem.config.state import StateLayout
 from tandem.engine.answer import Answers
 from tandem.engine.aside import Aside, Beside
-from tandem.engine.batch_arrays import StepShape
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.grammar.waiting import GrammarQueue
-from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.pace import PrefillPace
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
+from tandem.engine.runners import layout_of, runner_of, states_of
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
@@ -35,7 +33,6 @@ from tandem.engine.sequence import Chunk, Sequence, masks_of
 from tandem.engine.speculation.made import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
@@ -56,17 +53,8 @@ _NO_TOKEN = (
 )
 
 
-def _layout(parts: EngineParts) -> StateLayout:
-    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size, parts.plan.guesses)
-
-
-def _states(parts: EngineParts) -> StateArrays:
-    plan, device = parts.plan, None if parts.handoff is None else parts.handoff.device
-    return allocate(_layout(parts), plan.num_pages, device, plan.num_slots, plan.num_window_pages)
-
-
 def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
-    layout, count = _layout(parts), parts.plan.num_window_pages
+    layout, count = layout_of(parts), parts.plan.num_window_pages
     windows, pool = WindowPages(layout, count) if count else None, SlotPool(slots) if layout.slot_bytes else None
     if pool is not None and parts.leader is not None:
         pool.on_copy = parts.leader.lists.copied
@@ -82,39 +70,6 @@ def _pace(parts: EngineParts) -> PrefillPace:
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
     beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
     return PrefillPace(most, seconds is not None, whole, pieces, beside, 0 if gpu is None else gpu.shared_tokens)
-
-
-def _kind(parts: EngineParts) -> Callable[..., ModelRunner]:
-    """How a step runs where this process computes."""
-    if parts.leader is None:
-        return ModelRunner
-    from tandem.engine.ranks.leader import RankedRunner  # and sockets, which one rank has no use for
-
-    return partial(RankedRunner, parts.leader)
-
-
-def _runner(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
-    plan = parts.plan
-    if parts.handoff is None or plan.gpu is None:
-        return _kind(parts)(
-            parts.model,
-            states,
-            page_size=plan.page_size,
-            max_step_tokens=plan.max_step_tokens,
-            usage=parts.usage,
-            guessing=plan.guesses > 0,
-            windowed=plan.num_window_pages > 0,
-        )
-    graphs = GraphPlan(
-        plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
-        windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
-        splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
-        spared=plan.gpu.spared,
-    )  # fmt: skip
-    return GpuRunner(
-        parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
-        usage=parts.usage, live=parts.live, begin_step=parts.begin_step,
-    )  # fmt: skip
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:
@@ -150,9 +105,9 @@ class Engine:
         self.plan, self.model_config, self.tokenizer = plan, parts.model_config, parts.tokenizer
         self._workers, self._leader = parts.workers, parts.leader
         self._eos_ids = frozenset((*parts.model_config.eos_ids, *parts.tokenizer.eos_ids))
-        states = _states(parts)
+        states = states_of(parts)
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
-        self._runner = _runner(parts, states.arrays)
+        self._runner = runner_of(parts, states.arrays)
         self._speculation = speculation_of(parts, states, self._kv)
         self._scheduler = Scheduler(
             _store(parts, self._kv, states.slots),
@@ -161,7 +116,7 @@ class Engine:
             pace=_pace(parts),
             guesser=self._speculation,
         )
-        together = not _layout(parts).slot_bytes
+        together = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
         # GPU changes a sequence's slot for graphs and a pass at once.
         self._may_pause = not plan.drafts and (together or plan.gpu is None)

@@ -101,7 +101,8 @@ class GpuRunner:
         said: object = begin_step
         self._start = said if isinstance(said, PassStart) else None
         self._prompts = self._passes = self._splits = PromptGraphs(None)
-        apart = live is None and self._start is not None and self._start.pausable() and not graphs.drafting
+        apart = live is None and self._start is not None and self._start.pausable()
+        apart = apart and not graphs.drafting and not graphs.one_stream
         self._streams = Streams(handoff.device, apart, graphs.spared if graphs.prompts else 0)
         self._feeder = Feeder(partial(_on, self._device)) if apart else None
         self._streams.enter()

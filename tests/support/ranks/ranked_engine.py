@@ -15,7 +15,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.ranks.follower import Follower
 from tandem.engine.ranks.leader import Leader
 from tandem.engine.ranks.messages import StartRank, StepList
-from tandem.engine.start.loader import load_parts
+from tandem.engine.start.loader import load_parts, load_rank
 
 LOOK_MS = 20
 
@@ -41,8 +41,9 @@ class RankThread(Thread):
                 self.failed = str(error)  # not its frames, which would keep what a process would leave
 
     def _follow(self, socket: zmq.Socket[bytes]) -> None:
-        follower = Follower(msgspec.msgpack.decode(socket.recv(), type=StartRank), self._rank)
+        parts = load_rank(msgspec.msgpack.decode(socket.recv(), type=StartRank), self._rank)
         socket.send(b"")
+        follower = Follower(parts)
         while not self._stopping.is_set():
             if socket.poll(LOOK_MS):
                 self.steps.append(socket.recv())

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from tandem.config.choices.decision import Decision
 from tandem.config.engine_config import EngineConfig
+from tandem.config.env import ranks_share_gpus, visible_gpus
 from tandem.config.expert_format import expert_format_of
+from tandem.config.gpus import Gpu, is_new_enough
 from tandem.config.machine import Machine
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.ranks.cut import cut
@@ -37,12 +39,50 @@ def own_side(config: EngineConfig, machine: Machine, rank: int = 0) -> tuple[Eng
     ranks, threads = config.tensor_parallel_size, config.kt_cpuinfer
     if ranks == 1 or len(machine.cores) < ranks:
         return config, machine
+    machine = replace(machine, gpus=gpu_of_rank(machine, rank, ranks))
     if threads is not None:
         config = replace(config, kt_cpuinfer=max(1, threads // ranks))
     if config.kt_numa_nodes is not None and set(config.kt_numa_nodes) <= set(machine.nodes):
         machine = machine.on_nodes(config.kt_numa_nodes)
         config = replace(config, kt_numa_nodes=None)
     return config, machine.of_rank(rank, ranks)
+
+
+def gpu_of_rank(machine: Machine, rank: int, ranks: int) -> tuple[Gpu, ...]:
+    """The GPU of one rank, as if it had as much free memory as the one that has least: all ranks have one plan. ():
+    there is none."""
+    gpus = _gpus(machine, ranks)
+    if len(gpus) < ranks:
+        return ()
+    return (replace(gpus[rank], free_bytes=min(gpu.free_bytes for gpu in gpus[:ranks])),)
+
+
+def _gpus(machine: Machine, ranks: int) -> tuple[Gpu, ...]:
+    """In the order that the user gave, or of their numbers."""
+    gpus = tuple(filter(is_new_enough, machine.gpus))
+    if visible_gpus() is None:
+        gpus = tuple(sorted(gpus, key=lambda gpu: gpu.number))
+    if gpus and ranks_share_gpus():
+        return tuple(replace(gpus[rank % len(gpus)], free_bytes=gpus[0].free_bytes // ranks) for rank in range(ranks))
+    return gpus
+
+
+def _why_no_gpus(config: EngineConfig, machine: Machine, ranks: int) -> str:
+    """Why these GPUs are not one for each rank; "": they are, or none is asked for."""
+    if config.device == "cpu" or not machine.gpus:
+        return ""
+    gpus = _gpus(machine, ranks)
+    if len(gpus) < ranks:
+        found = "there is one" if len(gpus) == 1 else f"there are {len(gpus)}"
+        return f"each rank needs a GPU, and {found}; leave --tp out, which uses one GPU, or add --device cpu"
+    kinds = {(gpu.name, gpu.capability) for gpu in gpus[:ranks]}
+    if len(kinds) > 1:
+        names = " and ".join(sorted({gpu.name for gpu in gpus[:ranks]}))
+        return (
+            f"ranks compute equal parts with equal bits, on equal GPUs, not on {names}; choose equal ones with "
+            "CUDA_VISIBLE_DEVICES, or leave --tp out, which uses one GPU"
+        )
+    return ""
 
 
 def _expert_unit(config: EngineConfig, stored: StoredFormats) -> int:
@@ -54,8 +94,8 @@ def _expert_unit(config: EngineConfig, stored: StoredFormats) -> int:
 
 def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
     """What stands in the way, and what to do about it; "": nothing."""
-    if config.device != "cpu" and (config.device == "cuda" or machine.gpus):
-        return "ranks have no GPU yet; leave --tp out, which uses one GPU, or add --device cpu"
+    if why := _why_no_gpus(config, machine, ranks):
+        return why
     if config.speculative_algorithm is not None:
         return "ranks decode one token a step; leave --speculative-algorithm out"
     if config.kt_enable_dynamic_expert_update:

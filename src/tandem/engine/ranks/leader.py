@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 import zmq
@@ -15,11 +14,9 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine.ranks.lists import StepLists
 from tandem.engine.ranks.messages import StartRank, StepList
-from tandem.engine.runner import ModelRunner
 from tandem.engine.sequence import Chunk
-from tandem.engine.step.step import Step, StepOutput
 from tandem.errors import EngineError
-from tandem.kernels.ranks.group import Group
+from tandem.kernels.ranks.meeting import Meeting
 
 MEET_SECONDS = 60.0  # the others were started with this process
 _FILE = ".ranks"  # beside the socket
@@ -37,23 +34,21 @@ class Leader:
         self._others: list[bytes] = []
         self.lists = StepLists()
 
-    def start(self, config: EngineConfig, plan: Plan) -> Group:
+    def start(self, config: EngineConfig, plan: Plan) -> Meeting:
         """Before weights are read. Raises EngineError where a rank does not come."""
         self._others = self._heard(MEET_SECONDS)
         file = self._endpoint.removeprefix("ipc://") + _FILE
         self._tell(StartRank(config=config, plan=plan, file=file))
-        from tandem.kernels.ranks.gloo import GlooGroup  # not every build of torch has it
-
-        return GlooGroup(0, self.ranks, file)
+        return Meeting(0, self.ranks, file)
 
     def loaded(self) -> None:
         """Waits until the others have read their shards: before that, this rank is not ready either. One that ends
         meanwhile is the supervisor's, which ends all."""
         self._heard(None)
 
-    def step(self, chunks: Rows[Chunk]) -> None:
-        """The others run them as well."""
-        self._tell(self.lists.of(chunks))
+    def step(self, chunks: Rows[Chunk], warms: bool = False) -> None:
+        """The others run them as well. warms: as in `StepList`."""
+        self._tell(self.lists.of(chunks, warms))
 
     def close(self) -> None:
         self._socket.close()
@@ -84,27 +79,3 @@ def leading(endpoint: str, ranks: int) -> Iterator[Leader | None]:
         if leader is not None:
             leader.close()
         raise
-
-
-class RankedRunner(ModelRunner):
-    """Every step is told to the other ranks first. Passes do not pause: what runs between two pieces would meet what
-    the others run."""
-
-    def __init__(self, leader: Leader, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._leader, self._under_way = leader, False
-
-    def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
-        self._under_way = True
-        self._leader.step(step.chunks)
-        output = super().run(step, meanwhile)
-        self._under_way = False
-        return output
-
-    def pause(self, chunks: list[Chunk]) -> None:
-        return None
-
-    def after_failure(self) -> None:
-        """Raises EngineError where ranks may stand in different places of a step."""
-        if self._under_way:
-            raise EngineError("a step of several ranks failed, and they would not meet again")

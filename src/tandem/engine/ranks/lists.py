@@ -38,11 +38,11 @@ class StepLists:
         """Slot `target` became what `source` is, after the last list."""
         self._copies.append((source, target))
 
-    def of(self, chunks: Several[Chunk]) -> StepList:
+    def of(self, chunks: Several[Chunk], warms: bool = False) -> StepList:
         ended = [self._said.pop(s).number for s in list(self._said) if s.status is Status.FINISHED]
         self._steps += 1
         copies, self._copies = self._copies, []
-        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies)
+        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, warms)
 
     def _rows(self, chunk: Chunk) -> Rows:
         sequence = chunk.sequence
@@ -67,6 +67,8 @@ def _changed(said: Table, now: Table) -> list[Place]:
 
 class Mirrored:
     """What a batch is made from, of a sequence."""
+
+    matcher = None  # the first rank chooses tokens
 
     def __init__(self, places: int) -> None:
         self.page_table = np.zeros(places, dtype=np.int32)

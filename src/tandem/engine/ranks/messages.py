@@ -37,9 +37,11 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepList(msgspec.Struct, frozen=True, array_like=True):
-    """Copies of slots, from and to, then a step. ended: sequences that no later list names."""
+    """Copies of slots, from and to, then a step. ended: sequences that no later list names. warms: it loads GPU kernels
+    before the start, through one layer of each kind."""
 
     number: int
     rows: list[Rows]
     ended: list[int]
     copies: list[tuple[int, int]]
+    warms: bool = False

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tandem import models
+from tandem._core import WorkerPool
 from tandem.checkpoint import (
     Checkpoint,
     demo_dir,
@@ -25,7 +26,7 @@ from tandem.checkpoint import (
     with_experts,
 )
 from tandem.checkpoint.demo import build_demo
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config import EngineConfig, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.choices.cached import cached_as
 from tandem.config.choices.threads import plan_threads
 from tandem.config.in_place import stored_in
@@ -33,6 +34,8 @@ from tandem.config.planner.resolve import machine_refusals
 from tandem.config.ranks.ranked import check_alone, own_side, ranked
 from tandem.config.speculation.choice import drafting
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
+from tandem.engine.ranks.joined import cpu_group, gpu_group
+from tandem.engine.ranks.messages import StartRank
 from tandem.engine.start.model_files import fetch
 from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
@@ -45,6 +48,7 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.hub.names import hub_name
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
+from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
 
@@ -75,6 +79,31 @@ def for_loading() -> Iterator[None]:
             gc.enable()
 
 
+class Stored(NamedTuple):
+    """A model as its files are, before it is divided among ranks."""
+
+    directory: Path
+    model: ModelConfig
+    checkpoint: Checkpoint
+    formats: StoredFormats
+
+    @classmethod
+    def at(cls, config: EngineConfig, directory: Path) -> Stored:
+        """Raises CheckpointError, ConfigError."""
+        model = with_draft_config(load_model_config(directory), config)
+        checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model)
+        checkpoint = with_draft_layer(checkpoint, config)
+        model = models.with_stored_drafts(model, checkpoint, config.speculative_algorithm)
+        model = cached_as(config, drafting(config, model))
+        return cls(directory, model, checkpoint, stored_in(checkpoint.formats(), *checkpoint.expert_files()))
+
+    def tokenizer(self, config: EngineConfig) -> Tokenizer:
+        tokenizer = Tokenizer.load(self.directory)
+        if config.chat_template is not None:
+            tokenizer.use_chat_template(chat_template_text(config.chat_template))
+        return tokenizer
+
+
 @for_loading()
 def load_parts(
     config: EngineConfig,
@@ -100,32 +129,56 @@ def load_parts(
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        model_config = with_draft_config(load_model_config(directory), config)
-        checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model_config)
-        checkpoint = with_draft_layer(checkpoint, config)
-        model_config = models.with_stored_drafts(model_config, checkpoint, config.speculative_algorithm)
-        model_config = cached_as(config, drafting(config, model_config))
-        stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
-        plan = resolve(config, model_config, whole.result(), stored)
-        model_config = ranked(config, model_config, machine, stored)[1]
+        stored = Stored.at(config, directory)
+        plan = resolve(config, stored.model, whole.result(), stored.formats)
+        model = ranked(config, stored.model, machine, stored.formats)[1]
         if planned is not None:
             planned(plan)
-        ops = CpuOps(
-            workers, plan.tier, plan.int8_activations, plan.experts_in_place, plan.deterministic
-        )
-        if leader is not None:
-            ops.group = leader.start(config, plan)
-        packed.open(plan, model_config, checkpoint, ops)
-        if packed.cache is None or not packed.cache.mapped:
-            models.check_headers(model_config, plan, checkpoint)
-        tokenizer = Tokenizer.load(directory)
-        if config.chat_template is not None:
-            tokenizer.use_chat_template(chat_template_text(config.chat_template))
-        start = Start(config, plan, model_config, checkpoint, tokenizer, ops, packed, progress)
-        parts = start.on_cpu() if plan.gpu is None else start.on_gpu()
+        meeting = None if leader is None else leader.start(config, plan)
+        parts = _loaded(config, plan, model, stored, workers, packed, progress, meeting)
         if leader is not None:
             leader.loaded()
         return replace(parts, leader=leader)
+
+
+@for_loading()
+def load_rank(start: StartRank, rank: int) -> EngineParts:
+    """Another rank's part of the model, by the first one's plan. Raises as `load_parts`."""
+    use_one_torch_thread()
+    config, directory, machine = start.config, model_directory(start.config.model), these_cpus()
+    if start.plan.gpu is not None:
+        machine = machine.with_gpus()
+    stored = Stored.at(config, directory)
+    own, model, machine = ranked(config, stored.model, machine, stored.formats, rank)
+    threads = plan_threads(own, machine)
+    plan = replace(start.plan, cpus=threads.cpus, parts=threads.parts, part_nodes=threads.part_nodes)
+    if plan.gpu is not None:
+        plan = replace(plan, gpu=replace(plan.gpu, uuid=machine.gpus[0].uuid))
+    workers, meeting = planned_pool(threads), Meeting(rank, config.tensor_parallel_size, start.file)
+    with PackedStart(config, directory, workers, None) as packed:
+        return _loaded(config, plan, model, stored, workers, packed, None, meeting)
+
+
+def _loaded(
+    config: EngineConfig,
+    plan: Plan,
+    model: ModelConfig,
+    stored: Stored,
+    workers: WorkerPool,
+    packed: PackedStart,
+    progress: models.Progress | None,
+    meeting: Meeting | None,
+) -> EngineParts:
+    """model: this rank's part of it. meeting: with the other ranks; None: there are none."""
+    checkpoint = stored.checkpoint
+    ops = CpuOps(workers, plan.tier, plan.int8_activations, plan.experts_in_place, plan.deterministic)
+    if meeting is not None and plan.gpu is None:
+        ops.group = cpu_group(meeting)
+    packed.open(plan, model, checkpoint, ops)
+    if packed.cache is None or not packed.cache.mapped:
+        models.check_headers(model, plan, checkpoint)
+    start = Start(config, plan, model, checkpoint, stored.tokenizer(config), ops, packed, progress, meeting)
+    return start.on_cpu() if plan.gpu is None else start.on_gpu()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +193,7 @@ class Start:
     ops: CpuOps
     packed: PackedStart
     progress: models.Progress | None
+    meeting: Meeting | None = None  # with the other ranks
 
     def on_cpu(self) -> EngineParts:
         usage = expert_usage(self.config, self.plan, self.model_config)
@@ -157,6 +211,8 @@ class Start:
         )
 
         gpu = gpu_side(self.plan, self.model_config, self.ops)
+        group = None if self.meeting is None else gpu_group(self.meeting, gpu.ops.device)
+        gpu.ops.group = group
         on_gpu = gpu.placement.on_gpu
         usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, on_gpu)
         self.packed.confirm()  # experts are copied to where they live
@@ -165,7 +221,7 @@ class Start:
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
         stream = expert_stream(self.plan, gpu, copies, live, usage)
-        parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream))
+        parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream), group=group)
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))
         return replace(parts, stream_seconds=stream.step_seconds)

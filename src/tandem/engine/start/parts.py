@@ -18,6 +18,7 @@ from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
 
 if TYPE_CHECKING:
     from tandem.engine.ranks.leader import Leader
+    from tandem.kernels.gpu.ranks.gpu_group import GpuGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class EngineParts:
     drafter: Drafter | None = None  # who guesses, where the plan wants it; None: whom that names. A layer works anyway
     stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does
 
-    leader: Leader | None = None  # of other ranks; None: this process has all of the model
+    leader: Leader | None = None  # of other ranks; None: this process has all of the model, or is not the first rank
+    group: GpuGroup | None = None  # of the GPUs of several ranks
 
     @property
     def prompts_alone(self) -> bool:

@@ -8,7 +8,9 @@ each kind is run; and the CPU computes no experts for them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any
@@ -19,7 +21,7 @@ from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sampling.masks import RowMasks, bits_but
-from tandem.engine.sequence import Chunk, Sequence
+from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.start.parts import EngineParts
 from tandem.kernels.kernel_loads import kernel_loads
 from tandem.models.batch import ForwardBatch
@@ -79,17 +81,13 @@ def row_counts(most: int) -> list[int]:
 def warm_kernels(runner: GpuRunner, parts: EngineParts, seconds: float = MOST_SECONDS) -> None:
     """Ends after about so many seconds, besides those in compilers. What is missing then is loaded when it is needed,
     and counts as late."""
-    plan, model, handoff = parts.plan, parts.model, parts.handoff
-    assert handoff is not None
-    cut: Any = model
-    if isinstance(model, PausingModel) and hasattr(model, "layers"):
-        cut = SomeLayers(model, kinds_of_layers(model, parts.model_config.layers))
+    plan = parts.plan
     most = min(plan.max_step_tokens, plan.context_length - 1)
     prompts = [(rows, False) for rows in row_counts(most)]
     batches = [(rows, True) for rows in row_counts(plan.max_running_requests)]
     steps = [step for pair in zip_longest(prompts, batches) for step in pair if step is not None]
     started, done = perf_counter() - kernel_loads.seconds, 0  # on a clock that compilers stop
-    with runner.unseen(cut), handoff.computing_nothing():
+    with warming(runner, parts):
         for rows, decodes in steps:
             if perf_counter() - kernel_loads.seconds - started > seconds:
                 break
@@ -103,6 +101,17 @@ def warm_kernels(runner: GpuRunner, parts: EngineParts, seconds: float = MOST_SE
     _log.info("ran steps of %d of %d sizes in %.1f s, besides compiling", done, len(steps), took)
 
 
+@contextmanager
+def warming(runner: GpuRunner, parts: EngineParts) -> Iterator[None]:
+    """Meanwhile its steps run through one layer of each kind, nobody counts them, and the CPU computes no experts."""
+    model, cut, handoff = parts.model, parts.model, parts.handoff
+    assert handoff is not None
+    if isinstance(model, PausingModel) and hasattr(model, "layers"):
+        cut = SomeLayers(model, kinds_of_layers(model, parts.model_config.layers))
+    with runner.unseen(cut), handoff.computing_nothing():
+        yield
+
+
 def _run(runner: GpuRunner, parts: EngineParts, rows: int, decodes: bool) -> None:
     lengths = [1] * rows if decodes else [rows]
     samplings = [_SAMPLINGS[i % len(_SAMPLINGS)] if decodes else _ROW for i in range(len(lengths))]
@@ -114,6 +123,8 @@ def _run(runner: GpuRunner, parts: EngineParts, rows: int, decodes: bool) -> Non
     asked: tuple[RowMasks, ...] = ((), masks) if decodes else ((),)
     for each in asked:
         logits.chosen(list(range(len(sequences))), sequences, (), each)
+    for chunk in chunks:
+        chunk.sequence.status = Status.FINISHED  # other ranks forget it
 
 
 def _chunk(parts: EngineParts, length: int, sampling: SamplingParams) -> Chunk:

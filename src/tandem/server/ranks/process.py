@@ -16,8 +16,9 @@ import zmq
 
 from tandem.engine.ranks.follower import Follower
 from tandem.engine.ranks.messages import StartRank, StepList
+from tandem.engine.start.loader import load_rank
 from tandem.errors import TandemError
-from tandem.server.engine_process import describe, pin_main_thread, tie_to_parent
+from tandem.server.engine_process import describe, take_cpus, tie_to_parent
 from tandem.server.terminal import outlive_terminal
 
 
@@ -46,9 +47,10 @@ def follow(endpoint: str, rank: int) -> None:
     socket.setsockopt(zmq.IDENTITY, b"rank %d" % rank)
     socket.connect(endpoint)
     socket.send(b"")
-    follower = Follower(msgspec.msgpack.decode(socket.recv(), type=StartRank), rank)
-    pin_main_thread(follower.cpu)
+    parts = load_rank(msgspec.msgpack.decode(socket.recv(), type=StartRank), rank)
+    take_cpus(parts)
     socket.send(b"")  # the shard is read
+    follower = Follower(parts)
     steps = msgspec.msgpack.Decoder(StepList)
     while True:
         follower.step(steps.decode(socket.recv()))

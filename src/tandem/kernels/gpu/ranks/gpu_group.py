@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.errors import EngineError, RankLost
 from tandem.kernels.gpu.ranks.lane import BF16, COPY, F32, MOST_RANKS, SHORT_BYTES, Lane, graph_seconds
 from tandem.kernels.gpu.ranks.lane_memory import LANES
-from tandem.kernels.gpu.ranks.meeting import Meeting
+from tandem.kernels.ranks.meeting import Meeting
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class GpuGroup:
 
     def _is_right(self, lane: Lane) -> bool:
         """Whether sums of both kinds of messages are. Memory of peers may be reachable and not be what was written."""
-        for nbytes in (16, TRIED_BYTES, SHORT_BYTES, 4 * SHORT_BYTES + 16):
+        for nbytes in (16, TRIED_BYTES, SHORT_BYTES[lane.name], (4 << 20) + 16):
             each = [self._example(rank, nbytes) for rank in range(self._ranks)]
             expected = self._example(0, nbytes).float()
             for other in each[1:]:

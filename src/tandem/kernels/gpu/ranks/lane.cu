@@ -38,12 +38,14 @@ __device__ void write_number(u32* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
 }
 
-// Whether to go on waiting for `rank`; looked at now and then. `told` is in CPU memory.
-__device__ bool goes_on(u32* state, u32* told, int rank, u64 since) {
+// Whether to go on waiting for `rank`; looked at now and then. since: 0 at first; reading the clock takes a microsecond.
+// `told` is in CPU memory.
+__device__ bool goes_on(u32* state, u32* told, int rank, u64& since) {
   volatile u32* words = state;
   if (words[BROKEN]) return false;
-  const u64 patience = *(volatile u64*)(state + PATIENCE);
-  if (nanoseconds() - since <= patience) return true;
+  const u64 now = nanoseconds(), patience = *(volatile u64*)(state + PATIENCE);
+  if (!since) since = now;
+  if (now - since <= patience) return true;
   words[MISSING] = rank + 1;
   words[BROKEN] = 1;
   *(volatile u32*)told = rank + 1;
@@ -89,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
   const u64 last = first + each < units ? first + each : units;
   const u64 block = (u64)blockIdx.x * 2 * ranks * kLines;
-  const u64 since = nanoseconds();
+  u64 since = 0;
   uint4* const memories[kMostRanks] = OF_RANKS;
   uint4* const here = memory_of(memories, rank) + block;
   u32 number = counts[blockIdx.x];
@@ -148,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
   const u64 last = first + each < units ? first + each : units;
   const u64 block = (u64)blockIdx.x * 2 * ranks * kLines;
-  const u64 since = nanoseconds();
+  u64 since = 0;
   uint4* const memories[kMostRanks] = OF_RANKS;
   uint4* const here = memory_of(memories, rank) + block;
   u32 number = counts[blockIdx.x];
@@ -170,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x < ranks && threadIdx.x != rank) {
-      write_number((u32*)(memory_of(memories, threadIdx.x) + numbers_at) + slot + rank, number);
-      const u32* theirs = (const u32*)(memory_of(memories, rank) + numbers_at) + slot + threadIdx.x;
+      write_number((u32*)((char*)memory_of(memories, threadIdx.x) + numbers_at) + slot + rank, number);
+      const u32* theirs = (const u32*)((char*)memory_of(memories, rank) + numbers_at) + slot + threadIdx.x;
       bool waits = true;
       for (u32 polls = 1; waits && read_number(theirs) != number; ++polls)
         if (polls % 64 == 0) waits = goes_on(state, told, threadIdx.x, since);

@@ -14,12 +14,13 @@ from torch import Tensor
 from tandem.errors import RankLost
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source, launch
 from tandem.kernels.gpu.ranks.lane_memory import LaneMemory
-from tandem.kernels.gpu.ranks.meeting import Meeting
+from tandem.kernels.ranks.meeting import Meeting
 
 MOST_RANKS = 8
 THREADS, LINES, LINE_BYTES = 512, 2048, 16  # of a block and of one of its pieces, as in lane.cu
-SHORT_BLOCKS, LONG_BLOCKS = 32, 64
-SHORT_BYTES = 1 << 20  # messages up to here carry a number in every line: twice the bytes, one way less
+SHORT_BLOCKS, LONG_BLOCKS = 32, 128
+SHORT_BYTES = {"peer": 512 << 10, "host": 128 << 10}
+"""Messages up to here carry a number in every line: twice the bytes, one way less."""
 COPY, BF16, F32 = range(3)
 PATIENCE, STATE_WORDS = 2, 4
 START_SECONDS = 120.0  # of patience, until every rank has compiled its kernels
@@ -71,7 +72,7 @@ class Lane:
     def send(self, x: Tensor, out: Tensor, kind: int) -> None:
         """x: contiguous, of a multiple of 16 bytes. Starts the kernel on the current stream."""
         nbytes = x.numel() * x.element_size()
-        short = nbytes <= SHORT_BYTES
+        short = nbytes <= SHORT_BYTES[self.name]
         kernel, unit, most = (self._short, 8, SHORT_BLOCKS) if short else (self._long, 16, LONG_BLOCKS)
         units = nbytes // unit
         blocks = min(most, -(-units // (THREADS if short else LINES)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.errors import EngineError
 from tandem.kernels.gpu.cuda_driver import cuda_driver
-from tandem.kernels.gpu.ranks.meeting import Meeting
+from tandem.kernels.ranks.meeting import Meeting
 
 LANES = ("peer", "host")
 

@@ -17,7 +17,7 @@ class Meeting:
 
     def __init__(self, rank: int, ranks: int, file: str, seconds: float = JOIN_SECONDS) -> None:
         """file: its beginning, the same on all ranks, in a folder that nobody else writes to and that is new."""
-        self.rank, self.ranks, self._file, self._seconds = rank, ranks, file, seconds
+        self.rank, self.ranks, self.file, self._seconds = rank, ranks, file, seconds
 
     def share(self, name: str, content: bytes) -> list[bytes]:
         """Every rank's content, in their order. Raises RankLost."""
@@ -41,4 +41,4 @@ class Meeting:
         return path.read_bytes()
 
     def _path(self, name: str, rank: int) -> Path:
-        return Path(f"{self._file}.{name}.{rank}")
+        return Path(f"{self.file}.{name}.{rank}")

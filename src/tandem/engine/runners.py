@@ -1,0 +1,66 @@
+"""What runs an engine's steps: on the CPU or on a GPU, alone or as the first of several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tandem.config.state import StateLayout
+from tandem.engine.batch_arrays import StepShape
+from tandem.engine.gpu_runner import GpuRunner
+from tandem.engine.graphs.inputs import GraphPlan
+from tandem.engine.runner import ModelRunner
+from tandem.engine.start.parts import EngineParts
+from tandem.engine.state.arrays import StateArrays, allocate
+
+
+def layout_of(parts: EngineParts) -> StateLayout:
+    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size, parts.plan.guesses)
+
+
+def states_of(parts: EngineParts) -> StateArrays:
+    plan, device = parts.plan, None if parts.handoff is None else parts.handoff.device
+    return allocate(layout_of(parts), plan.num_pages, device, plan.num_slots, plan.num_window_pages)
+
+
+def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
+    """It tells the other ranks each step, where this is the first of several."""
+    make: Any = ModelRunner if parts.handoff is None or parts.plan.gpu is None else GpuRunner
+    if parts.leader is not None:
+        from tandem.engine.ranks.ranked_runner import ranked  # and sockets, which one rank has no use for
+
+        make = ranked(make, parts.leader, parts.group)
+    return _on_cpu(make, parts, states) if parts.handoff is None else _on_gpu(make, parts, states)
+
+
+def _on_cpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner:
+    plan = parts.plan
+    runner: ModelRunner = make(
+        parts.model,
+        states,
+        page_size=plan.page_size,
+        max_step_tokens=plan.max_step_tokens,
+        usage=parts.usage,
+        guessing=plan.guesses > 0,
+        windowed=plan.num_window_pages > 0,
+    )
+    return runner
+
+
+def _on_gpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> GpuRunner:
+    plan = parts.plan
+    assert plan.gpu is not None
+    graphs = GraphPlan(
+        plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
+        windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
+        splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
+        spared=plan.gpu.spared, one_stream=parts.group is not None,
+    )  # fmt: skip
+    runner: GpuRunner = make(
+        parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
+        usage=parts.usage, live=parts.live, begin_step=parts.begin_step,
+    )  # fmt: skip
+    if parts.group is not None:  # all graphs are captured, and what they need is compiled
+        parts.group.be_patient(plan.gpu.patience_seconds)
+    return runner
