@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from quiet_clock import PATIENCE
+from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
 from tandem import LLM, SamplingParams
 from tandem.config import Machine
@@ -32,13 +33,12 @@ if "tandem.server.ranks.process" in sys.orig_argv:
 LAST = """
 import sys, time
 if "tandem.server.ranks.process" in sys.orig_argv:
-    from tandem.engine.ranks import follower
+    from tandem.engine import runners
     def refuse(*given):
         time.sleep(8)
         raise RuntimeError("no memory for a shard")
-    follower.allocate = refuse  # the last one
+    runners.allocate = refuse  # the last one
 """
-NAMES = ("server.engine_process", "server.ranks.process")
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +60,6 @@ def asked(server: ServerProcess, tokens: int = 20) -> httpx.Response:
     return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE)
 
 
-def ranks(server: ServerProcess) -> list[psutil.Process]:
-    """Of each rank its process."""
-    children = psutil.Process(server.process.pid).children()
-    found = [[each for each in children if any(name in word for word in each.cmdline())] for name in NAMES]
-    assert [len(each) for each in found] == [1, 1], children
-    return [each[0] for each in found]
-
-
 def all_ended(processes: list[psutil.Process]) -> None:
     assert not psutil.wait_procs(processes, PATIENCE)[1]
 
@@ -84,7 +76,7 @@ def test_two_ranks_answer_as_one(server, expected) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_other_and_both_come_back(server, expected, rank) -> None:
     server.wait_until_ready()
-    before = ranks(server)
+    before = processes_of_ranks(server)
     with ThreadPoolExecutor(1) as other:
         answer = other.submit(asked, server, 110)
         while not server.info()["stats"]["running"]:
@@ -98,7 +90,7 @@ def test_a_killed_rank_ends_the_other_and_both_come_back(server, expected, rank)
     server.wait_until_ready()
     assert asked(server).json()["output_ids"] == expected
     assert f"the engine process ended (rank {rank} ended: SIGKILL" in server.log.read_text()
-    assert not {each.pid for each in ranks(server)} & {each.pid for each in before}
+    assert not {each.pid for each in processes_of_ranks(server)} & {each.pid for each in before}
     assert "Traceback" not in server.log.read_text()
 
 
@@ -106,7 +98,7 @@ def test_a_killed_rank_ends_the_other_and_both_come_back(server, expected, rank)
 def test_a_rank_that_stands_still_is_noticed(tiny_models, tmp_path) -> None:
     flags = (*FLAGS, "--watchdog-timeout", "5")
     with running(spawn_real(tiny_models["glm4_moe"], tmp_path / "log", *flags)) as server:
-        before = ranks(server)
+        before = processes_of_ranks(server)
         before[1].suspend()
         assert asked(server).status_code == 503
         all_ended(before)
@@ -116,7 +108,7 @@ def test_a_rank_that_stands_still_is_noticed(tiny_models, tmp_path) -> None:
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])
 def test_no_rank_outlives_the_server(tiny_models, tmp_path, how) -> None:
     with running(spawn_real(tiny_models["glm4_moe"], tmp_path / "log", *FLAGS)) as server:
-        processes = ranks(server)
+        processes = processes_of_ranks(server)
         server.process.send_signal(how)
         server.process.wait(PATIENCE)
         all_ended(processes)

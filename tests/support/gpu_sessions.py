@@ -14,7 +14,10 @@ from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
+from tandem.config.ranks.cut import cut
+from tandem.config.ranks.shard import Shard
 from tandem.engine.llm import Generation
+from tandem.engine.ranks.joined import gpu_group
 from tandem.engine.state.arrays import allocate
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
@@ -22,6 +25,7 @@ from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.live.policy import Exchange, LivePolicy, PolicySettings
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ranks.meeting import Meeting
 from tandem.models import ForwardBatch, build
 from tiny import VOCAB
 
@@ -90,6 +94,14 @@ def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
     return LiveExperts(policy, exchange, usage)
 
 
+def gpu_of(meeting: Meeting | None) -> str:
+    """A rank's own, as far as there are so many; "": any."""
+    if meeting is None:
+        return ""
+    number = meeting.rank % torch.cuda.device_count()
+    return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
+
+
 class Session:
     """Eight sequences of a prompt and teacher-forced tokens, on the GPU side that `share` and `graphs` say."""
 
@@ -105,18 +117,23 @@ class Session:
         late: int = 0,
         prompts: tuple[int, ...] = (),
         spared: int = 0,
+        meeting: Meeting | None = None,
     ) -> None:
+        """meeting: with other ranks, each of which has a part of the model."""
         from tandem.engine.batch_arrays import StepShape
         from tandem.engine.gpu_runner import GpuRunner
         from tandem.engine.graphs.inputs import GraphPlan
         from tandem.engine.start.gpu_side import begin_step, gpu_side, order_posts
 
         config = ModelConfig.load(path)
+        config = config if meeting is None else cut(config, Shard(meeting.rank, meeting.ranks))
         experts = config.routed_experts
         made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
-        made = replace(made, gpu=replace(made.gpu, deferred=late))
+        made = replace(made, gpu=replace(made.gpu, deferred=late, uuid=gpu_of(meeting)))
         self.pool = _core.WorkerPool([-1, -1])
         self.side = gpu_side(made, config, CpuOps(self.pool, made.tier))
+        self.group = None if meeting is None else gpu_group(meeting, self.side.ops.device)
+        self.side.ops.group = self.group
         self.usage = ExpertUsage(
             len(config.moe_layers), config.moe.router.num_experts,
             device=self.side.ops.device, padded=True, on_gpu=self.side.placement.on_gpu,
@@ -130,7 +147,8 @@ class Session:
         kept = allocate(layout, ROWS * PAGES, torch.device("cuda"), ROWS + 2)
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
-            self.model, kept.arrays, self.side.handoff, GraphPlan(graphs, PAGES, prompts=prompts, spared=spared),
+            self.model, kept.arrays, self.side.handoff,
+            GraphPlan(graphs, PAGES, prompts=prompts, spared=spared, one_stream=meeting is not None),
             StepShape(PAGE, 256), usage=self.usage, live=restless(self.side, self.usage) if moving else None,
             begin_step=begin_step(self.side, None),
         )  # fmt: skip
