@@ -1,4 +1,4 @@
-"""`kt serve demo --tp 2` on GPUs: it answers, as one rank does; whichever ends, both do, and come back."""
+"""`kt serve --tp 2` on GPUs: its tokens are as probable as one rank's; whichever ends, both do, and come back."""
 
 from __future__ import annotations
 
@@ -7,48 +7,47 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from gpu import needs_cuda
+from gpu_sessions import logprobs, rms
 from quiet_clock import PATIENCE
 from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
-from tandem.engine.start.loader import model_directory
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-FLAGS = ("--tp", "2", "--mem-fraction-static", "0.3", "--kt-gpu-experts-ratio", "0.5", "--max-total-tokens", "4096")
-PROMPT = "The capital of France is"
+FLAGS = ("--tp", "2", "--mem-fraction-static", "0.3", "--kt-gpu-experts-ratio", "0.5", "--max-total-tokens", "8192")
+PROMPT = [7, 8, 9, 10, 11]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[ServerProcess]:
+def server(tiny_models, tmp_path_factory) -> Iterator[ServerProcess]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
         log = tmp_path_factory.mktemp("ranks") / "log"
-        with running(spawn_real(Path(model_directory("demo")), log, *FLAGS)) as started:
+        with running(spawn_real(tiny_models["qwen3_moe-gpu"], log, *FLAGS)) as started:
             yield started
 
 
 def asked(server: ServerProcess, tokens: int = 12) -> httpx.Response:
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    return httpx.post(
-        f"{server.url}/generate", json={"text": PROMPT, "sampling_params": sampling}, timeout=PATIENCE
-    )
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE)
 
 
-def test_it_answers_alone_and_beside_others(server) -> None:
+def test_it_answers_alone_and_beside_others(server, tiny_models) -> None:
     server.wait_until_ready()
-    alone = asked(server).json()["text"]
-    assert "Paris" in alone
     with ThreadPoolExecutor(24) as several:
-        answers = [several.submit(asked, server) for _ in range(64)]
-        assert all("Paris" in each.result().json()["text"] for each in answers)
-    text = server.log.read_text()
-    assert "sums of 2 ranks go through" in text or "ranks                    2" in text
-    assert "Traceback" not in text
+        answers = [each.result().json() for each in [several.submit(asked, server) for _ in range(64)]]
+    answers.append(asked(server).json())
+    got = torch.tensor([[each[0] for each in one["meta_info"]["output_token_logprobs"]] for one in answers])
+    texts = [PROMPT + one["output_ids"] for one in answers]
+    exact, theirs = (logprobs(tiny_models["qwen3_moe-gpu"], dtype, texts, 12) for dtype in ("float32", "bfloat16"))
+    assert rms(got, exact) < 2 * rms(theirs, exact)
+    assert "ranks                    2" in server.log.read_text() and "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -56,7 +55,7 @@ def test_a_killed_rank_ends_the_other_and_both_come_back(server, rank) -> None:
     server.wait_until_ready()
     before = processes_of_ranks(server)
     with ThreadPoolExecutor(1) as other:
-        answer = other.submit(asked, server, 3000)
+        answer = other.submit(asked, server, 110)
         while not server.info()["stats"]["running"]:
             assert not answer.done(), answer.result().text
             time.sleep(0.01)
@@ -64,4 +63,4 @@ def test_a_killed_rank_ends_the_other_and_both_come_back(server, rank) -> None:
         failed = answer.result()
     assert failed.status_code == 503 and f"rank {rank} ended: SIGKILL" in failed.text
     server.wait_until_ready()
-    assert "Paris" in asked(server).json()["text"]
+    assert len(asked(server).json()["output_ids"]) == 12
