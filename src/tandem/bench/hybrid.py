@@ -38,12 +38,14 @@ from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.cuda_graphs import split_sizes
 from tandem.config.forecast.bound import experts_seconds
+from tandem.config.ranks.ranked import ranked
 from tandem.engine.batch_arrays import StepShape
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
+from tandem.engine.ranks.joined import gpu_group
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
-from tandem.engine.start.loader import use_one_torch_thread
+from tandem.engine.start.loader import rank_plan, use_one_torch_thread
 from tandem.engine.state.arrays import allocate
 from tandem.engine.step.hooks import BeginStep
 from tandem.errors import ConfigError
@@ -53,6 +55,7 @@ from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.stream import ExpertStream
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import caller_on, planned_pool
 from tandem.models import ForwardBatch
@@ -229,11 +232,14 @@ def build(
     chosen: Tensor | None = None,
     live: MakeLive | None = None,
     placement: ExpertPlacement | None = None,
+    meeting: Meeting | None = None,
+    machine: Machine | None = None,
     **flags: Any,
 ) -> Built:
     """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen. chosen: what is
     computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
-    every expert. flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
+    every expert. meeting: with other ranks, which build the same at the same time. machine: this one.
+    flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
     flags = {"kt_gpu_prefill_token_threshold": 0} | flags
     config = named_config(request.config, request.layers)
     positions = max(config.max_positions, request.context + 1024)  # of made-up weights, any
@@ -243,17 +249,23 @@ def build(
         kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
         disable_expert_foresight=request.foresight[0] is False,
         context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
-        device="cuda", disable_radix_cache=True, **flags,
+        device="cuda", disable_radix_cache=True, tp=1 if meeting is None else meeting.ranks, **flags,
     )  # fmt: skip
-    plan = resolve(asked, config, this_machine(), stored_as(config, request.dense, experts_of(fmt)))
+    stored, machine = stored_as(config, request.dense, experts_of(fmt)), machine or this_machine()
+    plan = resolve(asked, config, machine, stored)
+    if meeting is not None:
+        own, config, machine = ranked(asked, config, machine, stored, meeting.rank)
+        plan = rank_plan(plan, own, machine)
     plan = dataclasses.replace(plan, num_window_pages=0)  # `decoder` gives all layers one table
     workers = planned_pool(plan)
     side = gpu_side(plan, config, CpuOps(workers, plan.tier, deterministic=plan.deterministic))
+    if meeting is not None:
+        side.ops.group = gpu_group(meeting, side.ops.device)
     if placement is not None:
-        own = HybridStore(
+        whole = HybridStore(
             side.ops, placement, side.handoff, config.expert_channels, plan.gpu is not None and plan.gpu.live
         )
-        side = dataclasses.replace(side, placement=placement, store=own)
+        side = dataclasses.replace(side, placement=placement, store=whole)
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
     usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
     usage = usage if counted else None
@@ -263,7 +275,8 @@ def build(
     copies = registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None
     stream = expert_stream(plan, side, copies, usage=usage)
     sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None else ()
-    prompts = {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
+    prompts: dict[str, Any] = {"one_stream": meeting is not None}
+    prompts |= {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
     runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), prompts)
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner, stream)
 

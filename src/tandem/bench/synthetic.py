@@ -9,11 +9,13 @@ import math
 import re
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from tandem.bench.formats import as_stored
+from tandem.bench.stored import FORMATS
 from tandem.checkpoint.parts import is_expert
 from tandem.config.layers import SILU, Activation
 from tandem.config.ranks.shard import ALL
@@ -24,6 +26,7 @@ from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import stacked
+from tandem.formats.quant_format import QuantFormat
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import ExpertBiases, Lookup, Routing, SureRead
@@ -61,7 +64,7 @@ class SyntheticCheckpoint:
     def get(self, name: str, shape: tuple[int, ...], *, whole: bool = False) -> Tensor:
         if whole:  # a token's row names as many different experts
             return torch.arange(math.prod(shape)).remainder(8 * shape[-1]).view(shape)
-        size, first = math.prod(shape), hash(name) % 4096 * 64
+        size, first = math.prod(shape), crc32(name.encode()) % 4096 * 64  # the same on all ranks
         if "norm" in name:
             return torch.ones(shape, dtype=torch.bfloat16)
         room = POOL_WEIGHTS - 4096 * 64
@@ -69,14 +72,21 @@ class SyntheticCheckpoint:
         return (numbers if size <= room else numbers.repeat(-(-size // room))[:size]).view(shape)
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
-        assert rows == columns == ALL, "one rank"
-        numbers = self.get(module + ".weight", shape)
-        name = self._experts if is_expert(module) else self._dense
-        if name == "bf16" or not _is_projection(module.rpartition(".")[2]):
+        own = len(range(*rows.indices(shape[0]))), len(range(*columns.indices(shape[1])))
+        numbers, shape = self.get(module + ".weight", own), own
+        name = self._stored(module)
+        if name == "bf16":
             return numbers
         if (*shape, name) not in self._codes:
             self._codes[*shape, name] = _repeated(numbers, name)
         return self._codes[*shape, name]
+
+    def _stored(self, module: str) -> str:
+        name = self._experts if is_expert(module) else self._dense
+        return name if _is_projection(module.rpartition(".")[2]) else "bf16"
+
+    def format(self, module: str) -> QuantFormat:
+        return FORMATS[self._stored(module)]
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         table = self.get(name, shape)

@@ -21,7 +21,7 @@ from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
 from tandem.kernels.gpu.delta import rows
 from tandem.kernels.gpu.mma import code_mma, expert_mma
 from tandem.kernels.gpu.mma.mma_source import Kind
-from tandem.kernels.gpu.nvrtc import COMMON, cuda_source
+from tandem.kernels.gpu.nvrtc import COMMON
 from tandem.kernels.gpu.prompts import code_product
 from tandem.kernels.gpu.ranks import lane
 
@@ -110,7 +110,7 @@ def test_every_card_has_machine_code(gpu: int) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_lanes_between_ranks_compile(gpu: int) -> None:
-    assert compile_log(cuda_source(lane.__file__), gpu) == ""
+    assert compile_log(lane.source(1, 4), gpu) == ""
 
 
 def test_a_definition_that_comes_twice_is_found() -> None:

@@ -29,7 +29,7 @@ def main(folder: Path, rank: int, ranks: int, paths: list[Path]) -> None:
             session = Session(path, share, graphs, meeting=meeting)
             logits = session.logits(together=True)
             session.group.check()
-            torch.save((logits, session.usage.tokens()), folder / f"{name}.{rank}.pt")
+            torch.save((logits, session.usage.tokens), folder / f"{name}.{rank}.pt")
             meeting.share("computed", b"-")
             print(name, "rank", rank, session.group.text(), flush=True)
 

@@ -26,7 +26,7 @@ from tandem.checkpoint import (
     with_experts,
 )
 from tandem.checkpoint.demo import build_demo
-from tandem.config import EngineConfig, ModelConfig, Plan, StoredFormats, resolve
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
 from tandem.config.choices.cached import cached_as
 from tandem.config.choices.threads import plan_threads
 from tandem.config.in_place import stored_in
@@ -150,13 +150,17 @@ def load_rank(start: StartRank, rank: int) -> EngineParts:
         machine = machine.with_gpus()
     stored = Stored.at(config, directory)
     own, model, machine = ranked(config, stored.model, machine, stored.formats, rank)
-    threads = plan_threads(own, machine)
-    plan = replace(start.plan, cpus=threads.cpus, parts=threads.parts, part_nodes=threads.part_nodes)
-    if plan.gpu is not None:
-        plan = replace(plan, gpu=replace(plan.gpu, uuid=machine.gpus[0].uuid))
-    workers, meeting = planned_pool(threads), Meeting(rank, config.tensor_parallel_size, start.file)
+    plan = rank_plan(start.plan, own, machine)
+    workers, meeting = planned_pool(plan), Meeting(rank, config.tensor_parallel_size, start.file)
     with PackedStart(config, directory, workers, None) as packed:
         return _loaded(config, plan, model, stored, workers, packed, None, meeting)
+
+
+def rank_plan(plan: Plan, config: EngineConfig, machine: Machine) -> Plan:
+    """The first rank's plan with another's threads and GPU. config, machine: that one's, of `ranked`."""
+    threads = plan_threads(config, machine)
+    plan = replace(plan, cpus=threads.cpus, parts=threads.parts, part_nodes=threads.part_nodes)
+    return plan if plan.gpu is None else replace(plan, gpu=replace(plan.gpu, uuid=machine.gpus[0].uuid))
 
 
 def _loaded(

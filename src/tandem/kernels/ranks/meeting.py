@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem.errors import RankLost
 
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.001
 JOIN_SECONDS = 600.0  # ranks load at different speeds; the supervisor sees one that ends at once
 
 

@@ -1,16 +1,17 @@
-// Sums over ranks of one host. Every rank has a receiving memory, which the others write: on its GPU, or in CPU memory
-// that all GPUs have mapped. `memories` points to all of them, in the order of ranks, as this GPU sees them.
+// Sums over the ranks of one host; kRank and kRanks are compiled in (lane.py). Every rank has a receiving memory, which
+// the others write: on its GPU, or in CPU memory that all GPUs have mapped. m0 ... are all of them, in the order of ranks,
+// as this GPU sees them.
 //
-// A block owns one stretch of every memory, [2 halves][ranks][kLines] lines of 16 bytes, and numbers its own pieces.
-// Piece n lies in half n % 2. Two halves are enough: a rank begins piece n + 2 after it has received piece n + 1 of all
-// others, and each of them sent that after it had read piece n.
+// A block owns one stretch of every memory, [2 halves][kRanks] pieces of lines of 16 bytes, and numbers its pieces. Piece
+// n lies in half n % 2. Two halves are enough: a rank begins piece n + 2 after it has received piece n + 1 of all others,
+// which each of them sent after all of its block had read piece n.
 //
 // Short messages carry their number in every line (8 bytes of data, twice 4 of number; a store of 8 bytes is never torn):
 // a line that shows it has arrived. Long ones are whole lines of data, and a number per piece behind a fence.
 //
 // A wait is bounded. After one that was not answered no rank waits again, and what is returned is NaN.
-enum { kThreads = 512, kLines = 2048, kEach = kLines / kThreads, kMostRanks = 8 };
-enum { BROKEN = 0, MISSING = 1, PATIENCE = 2, PIECES = 4 };  // of `state`, words in GPU memory; patience: 2 of them
+enum { kThreads = 512, kEach = 4, kLines = kEach * kThreads, kMostRanks = 8 };
+enum { BROKEN = 0, MISSING = 1, PATIENCE = 2 };  // of `state`, words in GPU memory; patience: two of them, nanoseconds
 enum Kind { COPY = 0, BF16 = 1, F32 = 2 };
 
 #define MEMORIES uint4 *m0, uint4 *m1, uint4 *m2, uint4 *m3, uint4 *m4, uint4 *m5, uint4 *m6, uint4 *m7
@@ -38,14 +39,14 @@ __device__ void write_number(u32* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
 }
 
-// Whether to go on waiting for `rank`; looked at now and then. since: 0 at first; reading the clock takes a microsecond.
-// `told` is in CPU memory.
-__device__ bool goes_on(u32* state, u32* told, int rank, u64& since) {
+// Whether to go on waiting for `rank`; looked at now and then. since: 0 at first; reading the clock takes long. `told` is
+// in CPU memory.
+__device__ __noinline__ bool goes_on(u32* state, u32* told, int rank, u64* since) {
   volatile u32* words = state;
   if (words[BROKEN]) return false;
   const u64 now = nanoseconds(), patience = *(volatile u64*)(state + PATIENCE);
-  if (!since) since = now;
-  if (now - since <= patience) return true;
+  if (!*since) *since = now;
+  if (now - *since <= patience) return true;
   words[MISSING] = rank + 1;
   words[BROKEN] = 1;
   *(volatile u32*)told = rank + 1;
@@ -53,15 +54,7 @@ __device__ bool goes_on(u32* state, u32* told, int rank, u64& since) {
   return false;
 }
 
-__device__ uint4* memory_of(uint4* const* memories, int rank) {
-  uint4* found = memories[0];
-#pragma unroll
-  for (int i = 1; i < kMostRanks; ++i)
-    if (i == rank) found = memories[i];
-  return found;
-}
-
-// Sums in float32 of up to four words, each two bfloat16 or one float32.
+// Sums in float32 of words, each two bfloat16 or one float32.
 template <int WORDS>
 struct Sum {
   float at[2 * WORDS];
@@ -83,110 +76,100 @@ struct Sum {
   }
 };
 
-// x, out: `units` of 8 bytes. COPY: out has all ranks' units, one rank's behind the other's; else their sum, and out may
-// be x. counts: pieces of each block so far.
+// x, out: `units` of 8 bytes, one a thread. COPY: out has all ranks' units, one rank's behind the other's; else their
+// sum, and out may be x. counts: pieces of each block so far.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    short_sum(const uint2* x, uint2* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int rank,
-              int ranks, int kind) {
-  const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
-  const u64 last = first + each < units ? first + each : units;
-  const u64 block = (u64)blockIdx.x * 2 * ranks * kLines;
-  u64 since = 0;
+    short_sum(const uint2* x, uint2* out, MEMORIES, u32* state, u32* counts, u32* told, u32 units, int kind) {
+  wait_for_previous();
+  start_next();
   uint4* const memories[kMostRanks] = OF_RANKS;
-  uint4* const here = memory_of(memories, rank) + block;
-  u32 number = counts[blockIdx.x];
-  for (u64 start = first; start < last; start += kLines) {
-    ++number;
-    const u64 half = (u64)(number & 1) * ranks * kLines;
-    if (start != first) __syncthreads();  // all have read the piece before
-    uint2 own[kEach];
+  const u32 i = blockIdx.x * kThreads + threadIdx.x;
+  const u32 number = counts[blockIdx.x] + 1;
+  const u32 piece = (blockIdx.x * 2 + (number & 1)) * kRanks;
+  if (i < units) {
+    const uint2 own = x[i];
+    const uint4 line = make_uint4(own.x, number, own.y, number);
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      const u64 i = start + k * kThreads + threadIdx.x;
-      if (i >= last) break;
-      own[k] = x[i];
-      const uint4 line = make_uint4(own[k].x, number, own[k].y, number);
+    for (int other = 0; other < kRanks; ++other)
+      if (other != kRank) write_line(memories[other] + (piece + kRank) * kThreads + threadIdx.x, line);
+    Sum<2> sum;
+    bool whole = true;
+    u64 since = 0;
 #pragma unroll
-      for (int other = 0; other < kMostRanks; ++other)
-        if (other < ranks && other != rank)
-          write_line(memories[other] + block + half + rank * kLines + (i - start), line);
-    }
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      const u64 i = start + k * kThreads + threadIdx.x;
-      if (i >= last) break;
-      Sum<2> sum;
-      bool whole = true;
-      for (int from = 0; from < ranks; ++from) {
-        u32 v[2] = {own[k].x, own[k].y};
-        if (from != rank) {
-          const uint4* at = here + half + from * kLines + (i - start);
-          uint4 line = read_line(at);
-          for (u32 polls = 1; whole && (line.y != number || line.w != number); ++polls) {
-            if (polls % 64 == 0) whole = goes_on(state, told, from, since);
-            line = read_line(at);
-          }
-          v[0] = line.x, v[1] = line.z;
+    for (int from = 0; from < kRanks; ++from) {
+      u32 v[2] = {own.x, own.y};
+      if (from != kRank) {
+        const uint4* at = memories[kRank] + (piece + from) * kThreads + threadIdx.x;
+        uint4 read = read_line(at);
+        for (u32 polls = 1; whole && (read.y != number || read.w != number); ++polls) {
+          if (polls % 64 == 0) whole = goes_on(state, told, from, &since);
+          read = read_line(at);
         }
-        if (kind == COPY) out[from * units + i] = make_uint2(v[0], v[1]);
-        else if (from == 0) sum.begin(v, kind);
-        else sum.add(v, kind);
+        v[0] = read.x, v[1] = read.z;
       }
-      u32 v[2] = {0x7fffffffu, 0x7fffffffu};
-      if (whole && kind != COPY) sum.end(v, kind);
-      if (kind != COPY || !whole) out[i + (kind == COPY ? rank * units : 0)] = make_uint2(v[0], v[1]);
+      if (kind == COPY) out[(u64)from * units + i] = make_uint2(v[0], v[1]);
+      else if (from == 0) sum.begin(v, kind);
+      else sum.add(v, kind);
     }
+    u32 v[2] = {0x7fffffffu, 0x7fffffffu};
+    if (whole && kind != COPY) sum.end(v, kind);
+    if (kind != COPY || !whole) out[i + (kind == COPY ? (u64)kRank * units : 0)] = make_uint2(v[0], v[1]);
   }
-  __syncthreads();
+  __syncthreads();  // all have read the count
   if (threadIdx.x == 0) counts[blockIdx.x] = number;
 }
 
-// The same for many units of 16 bytes. The memories of long messages are others; behind their lines lie the numbers of
-// pieces, [block][half][rank].
+// The same for many units of 16 bytes, piece after piece. The memories of long messages are others; behind their lines lie
+// the numbers of pieces, [block][half][rank].
 extern "C" __global__ void __launch_bounds__(kThreads)
-    long_sum(const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int rank,
-             int ranks, int kind, u64 numbers_at) {
+    long_sum(const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int kind,
+             u64 numbers_at) {
   __shared__ int whole;
+  wait_for_previous();
+  start_next();
+  uint4* const memories[kMostRanks] = OF_RANKS;
   const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
   const u64 last = first + each < units ? first + each : units;
-  const u64 block = (u64)blockIdx.x * 2 * ranks * kLines;
   u64 since = 0;
-  uint4* const memories[kMostRanks] = OF_RANKS;
-  uint4* const here = memory_of(memories, rank) + block;
   u32 number = counts[blockIdx.x];
   if (threadIdx.x == 0) whole = 1;
   for (u64 start = first; start < last; start += kLines) {
     ++number;
-    const u64 half = (u64)(number & 1) * ranks * kLines;
-    const u64 slot = ((u64)blockIdx.x * 2 + (number & 1)) * ranks;
+    const u64 piece = (blockIdx.x * 2 + (number & 1)) * kRanks;
     uint4 own[kEach];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const u64 i = start + k * kThreads + threadIdx.x;
-      if (i >= last) break;
-      own[k] = x[i];
-#pragma unroll
-      for (int other = 0; other < kMostRanks; ++other)
-        if (other < ranks && other != rank) memories[other][block + half + rank * kLines + (i - start)] = own[k];
+      if (i < last) own[k] = x[i];
     }
+#pragma unroll
+    for (int other = 0; other < kRanks; ++other)
+#pragma unroll
+      for (int k = 0; k < kEach; ++k)
+        if (other != kRank && start + k * kThreads + threadIdx.x < last)
+          memories[other][(piece + kRank) * kLines + k * kThreads + threadIdx.x] = own[k];
     __threadfence_system();
     __syncthreads();
-    if (threadIdx.x < ranks && threadIdx.x != rank) {
-      write_number((u32*)((char*)memory_of(memories, threadIdx.x) + numbers_at) + slot + rank, number);
-      const u32* theirs = (const u32*)((char*)memory_of(memories, rank) + numbers_at) + slot + threadIdx.x;
-      bool waits = true;
-      for (u32 polls = 1; waits && read_number(theirs) != number; ++polls)
-        if (polls % 64 == 0) waits = goes_on(state, told, threadIdx.x, since);
-      if (!waits) whole = 0;
-    }
+#pragma unroll
+    for (int other = 0; other < kRanks; ++other)
+      if (other != kRank && threadIdx.x == other) {
+        write_number((u32*)((char*)memories[other] + numbers_at) + piece + kRank, number);
+        const u32* theirs = (const u32*)((char*)memories[kRank] + numbers_at) + piece + other;
+        bool waits = true;
+        for (u32 polls = 1; waits && read_number(theirs) != number; ++polls)
+          if (polls % 64 == 0) waits = goes_on(state, told, other, &since);
+        if (!waits) whole = 0;
+      }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const u64 i = start + k * kThreads + threadIdx.x;
       if (i >= last) break;
       Sum<4> sum;
-      for (int from = 0; from < ranks; ++from) {
-        const uint4 line = from == rank ? own[k] : __ldcv(here + half + from * kLines + (i - start));
+#pragma unroll
+      for (int from = 0; from < kRanks; ++from) {
+        const uint4* at = memories[kRank] + (piece + from) * kLines + k * kThreads + threadIdx.x;
+        const uint4 line = from == kRank ? own[k] : __ldcv(at);
         const u32 v[4] = {line.x, line.y, line.z, line.w};
         if (kind == COPY) out[from * units + i] = line;
         else if (from == 0) sum.begin(v, kind);
@@ -194,9 +177,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
       u32 v[4] = {0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu};
       if (whole && kind != COPY) sum.end(v, kind);
-      if (kind != COPY || !whole) out[i + (kind == COPY ? rank * units : 0)] = make_uint4(v[0], v[1], v[2], v[3]);
+      if (kind != COPY || !whole) out[i + (kind == COPY ? kRank * units : 0)] = make_uint4(v[0], v[1], v[2], v[3]);
     }
-    __syncthreads();
+    __syncthreads();  // all have read the piece
   }
   if (threadIdx.x == 0) counts[blockIdx.x] = number;
 }

@@ -13,23 +13,28 @@ from torch import Tensor
 
 from tandem.errors import RankLost
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source, launch
+from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.ranks.lane_memory import LaneMemory
 from tandem.kernels.ranks.meeting import Meeting
 
 MOST_RANKS = 8
-THREADS, LINES, LINE_BYTES = 512, 2048, 16  # of a block and of one of its pieces, as in lane.cu
-SHORT_BLOCKS, LONG_BLOCKS = 32, 128
-SHORT_BYTES = {"peer": 512 << 10, "host": 128 << 10}
-"""Messages up to here carry a number in every line: twice the bytes, one way less."""
+THREADS, LINES, LINE_BYTES = 512, 2048, 16  # of a block, and of a piece of a long message, as in lane.cu
+SHORT_BLOCKS, LONG_BLOCKS = 64, 128
+SHORT_BYTES = {"peer": 256 << 10, "host": 128 << 10}
+"""Messages up to here carry a number in every line: twice the bytes, one way less. SHORT_BLOCKS have room for them."""
 COPY, BF16, F32 = range(3)
 PATIENCE, STATE_WORDS = 2, 4
 START_SECONDS = 120.0  # of patience, until every rank has compiled its kernels
 
 
+def source(rank: int, ranks: int) -> str:
+    return f"enum {{ kRank = {rank}, kRanks = {ranks} }};\n{cuda_source(__file__)}"
+
+
 @cache
-def kernels(device_index: int | None) -> list[Any]:
+def kernels(device_index: int | None, rank: int, ranks: int) -> list[Any]:
     """short_sum and long_sum, on a device; None: the current one."""
-    return compiled(cuda_source(__file__), ("short_sum", "long_sum"), device_index)
+    return compiled(source(rank, ranks), ("short_sum", "long_sum"), device_index)
 
 
 def graph_seconds(run: Callable[[], object], times: int, replays: int = 5) -> float:
@@ -54,10 +59,10 @@ class Lane:
     def __init__(self, lane: str, meeting: Meeting, device: torch.device) -> None:
         """Raises EngineError on every rank where one of them cannot use it."""
         self.name, self.ranks, self.rank, self.device = lane, meeting.ranks, meeting.rank, device
-        self._short, self._long = kernels(device.index)
-        pieces = 2 * self.ranks * LINES * LINE_BYTES  # of a block
-        self._numbers = LONG_BLOCKS * pieces
-        self._long_at = SHORT_BLOCKS * pieces
+        self._short, self._long = kernels(device.index, self.rank, self.ranks)
+        pieces = 2 * self.ranks * LINE_BYTES  # of a block, and a line
+        self._numbers = LONG_BLOCKS * LINES * pieces
+        self._long_at = SHORT_BLOCKS * THREADS * pieces
         nbytes = self._long_at + self._numbers + LONG_BLOCKS * 2 * self.ranks * 4
         self._memory = LaneMemory(lane, nbytes, meeting)
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
@@ -72,17 +77,18 @@ class Lane:
     def send(self, x: Tensor, out: Tensor, kind: int) -> None:
         """x: contiguous, of a multiple of 16 bytes. Starts the kernel on the current stream."""
         nbytes = x.numel() * x.element_size()
-        short = nbytes <= SHORT_BYTES[self.name]
-        kernel, unit, most = (self._short, 8, SHORT_BLOCKS) if short else (self._long, 16, LONG_BLOCKS)
-        units = nbytes // unit
-        blocks = min(most, -(-units // (THREADS if short else LINES)))
-        start = 0 if short else self._long_at
-        memories = [each + start for each in self._memory.addresses]
+        if nbytes <= SHORT_BYTES[self.name]:
+            blocks, start, kernel = -(-nbytes // (8 * THREADS)), 0, self._short
+            sizes: list[Any] = [np.uint32(nbytes // 8), np.int32(kind)]
+        else:
+            blocks, start, kernel = min(LONG_BLOCKS, -(-nbytes // (16 * LINES))), self._long_at, self._long
+            sizes = [np.uint64(nbytes // 16), np.int32(kind), np.uint64(self._numbers)]
+        memories = [each + start for each in self._memory.addresses] + [0] * (MOST_RANKS - self.ranks)
         launch(
             kernel, blocks, THREADS, torch.cuda.current_stream(self.device).cuda_stream,
-            x.data_ptr(), out.data_ptr(), *memories, *[0] * (MOST_RANKS - self.ranks), self._state.data_ptr(),
-            self._counts[0 if short else 1].data_ptr(), self._told.data_ptr(), np.uint64(units), np.int32(self.rank),
-            np.int32(self.ranks), np.int32(kind), *([] if short else [np.uint64(self._numbers)]),
+            x.data_ptr(), out.data_ptr(), *memories, self._state.data_ptr(),
+            self._counts[0 if start == 0 else 1].data_ptr(), self._told.data_ptr(), *sizes,
+            overlap=can_overlap(self.device),
         )  # fmt: skip
 
     def check(self) -> None:
