@@ -16,15 +16,17 @@ from tandem.kernels.gpu.cuda_driver import cuda_driver
 from tandem.kernels.ranks.meeting import Meeting
 
 LANES = ("peer", "host")
+_kept: list[object] = []
+"""CPU memory that CUDA has mapped, until the process ends: others may still write to it, and CUDA fails to allocate where
+it is unmapped behind its back."""
 
 
 class LaneMemory:
-    """Zeros at first. Stays until the process ends: others may still write to it."""
+    """Zeros at first. Stays until the process ends."""
 
     def __init__(self, lane: str, nbytes: int, meeting: Meeting) -> None:
         """Raises EngineError on every rank where any rank cannot have it."""
         self.lane, self.nbytes, self._meeting, self._driver = lane, nbytes, meeting, cuda_driver()
-        self._kept: list[object] = []
         failure = ""
         try:
             handle = self._own_on_gpu() if lane == "peer" else self._own_in_ram()
@@ -48,7 +50,7 @@ class LaneMemory:
     def _own_in_ram(self) -> bytes:
         descriptor = os.memfd_create("tandem-rank")
         os.ftruncate(descriptor, self.nbytes)
-        self._kept.append(descriptor)
+        _kept.append(descriptor)
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode()
 
     def _seen(self, rank: int, handle: bytes) -> int:
@@ -66,7 +68,7 @@ class LaneMemory:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), self.nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._kept.append(memory)
+        _kept.append(memory)
         flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
         self._call("cuMemHostRegister", address, self.nbytes, flags)
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
