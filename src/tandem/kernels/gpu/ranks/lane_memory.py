@@ -17,8 +17,8 @@ from tandem.kernels.ranks.meeting import Meeting
 
 LANES = ("peer", "host")
 _kept: list[object] = []
-"""CPU memory that CUDA has mapped, until the process ends: others may still write to it, and CUDA fails to allocate where
-it is unmapped behind its back."""
+"""CPU memory that CUDA has mapped, until the process ends: others may still write to it, and CUDA fails to allocate
+where it is unmapped behind its back."""
 
 
 class LaneMemory:
