@@ -19,5 +19,6 @@ void bind_streams(nanobind::module_& m);  // streams.cc: Streams
 void bind_token_index(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);  // mailbox.cc: Mailbox
 void bind_live(nanobind::module_& m);     // live.cc: MovingLayers, ExpertMoves, what live placement counts
+void bind_ranks(nanobind::module_& m);    // ranks.cc: ShmLane
 
 }  // namespace tandem

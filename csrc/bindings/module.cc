@@ -2,6 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "runtime/files/readable_file.h"
+#include "runtime/ranks/shm_lane.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "Tandem's C++ core.";
@@ -15,6 +16,9 @@ NB_MODULE(_core, m) {
       PyErr_SetString(type.ptr(), e.what());
     } catch (const tandem::UnreadableFile& e) {
       const nanobind::object type = nanobind::module_::import_("tandem.errors").attr("CheckpointError");
+      PyErr_SetString(type.ptr(), e.what());
+    } catch (const tandem::RankMissing& e) {
+      const nanobind::object type = nanobind::module_::import_("tandem.errors").attr("RankLost");
       PyErr_SetString(type.ptr(), e.what());
     }
   });
@@ -32,4 +36,5 @@ NB_MODULE(_core, m) {
   tandem::bind_recording(m);
   tandem::bind_mailbox(m);
   tandem::bind_live(m);
+  tandem::bind_ranks(m);
 }

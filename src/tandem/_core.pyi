@@ -838,3 +838,25 @@ def note_exchanges(
 ) -> None: ...
 def copy_async(copy: int, source: int, target: int, bytes: int, stream: int) -> int:
     """Calls CUDA's cuMemcpyAsync at the address `copy`; 0, or its error."""
+
+class ShmLane:
+    """Sums between processes, see csrc/runtime/ranks/shm_lane.h."""
+
+    def __init__(
+        self,
+        memory: object,
+        rank: int,
+        ranks: int,
+        bytes: int,
+        file: int,
+        seconds: float,
+        yields: bool,
+        call: int = 0,
+    ) -> None: ...
+    def sum(self, rows: object) -> None:
+        """Over rows [T, n], in place. Raises RankLost."""
+
+    def gather(self, own: object, out: object, each: int) -> None:
+        """own [T, bytes of this rank] -> out [T, bytes of all]. Raises RankLost."""
+
+def shm_lane_bytes(ranks: int, bytes: int) -> int: ...

@@ -160,7 +160,7 @@ def test_who_comes_while_a_step_runs_is_handled_after_it() -> None:
 
 
 def test_a_lost_rank_is_a_line_of_the_log_and_no_trace() -> None:
-    """gloo's trace would hide what the server says of it. What else goes wrong keeps its trace."""
+    """Its trace would hide what the server says of it. What else goes wrong keeps its trace."""
     code = (
         "import logging; from tandem.errors import EngineError, RankLost; "
         "from tandem.server.terminal import tell_lost_ranks; tell_lost_ranks(); log = logging.getLogger('tandem')\n"

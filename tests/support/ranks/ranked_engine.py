@@ -1,4 +1,4 @@
-"""An engine whose other ranks are threads of this process, joined as processes are: by ZeroMQ and gloo."""
+"""An engine whose other ranks are threads of this process, joined as processes are: by ZeroMQ and shared memory."""
 
 from __future__ import annotations
 

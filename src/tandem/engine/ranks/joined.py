@@ -8,15 +8,17 @@ import torch
 
 from tandem.kernels.ranks.group import Group
 from tandem.kernels.ranks.meeting import Meeting
+from tandem.kernels.ranks.shm import ShmGroup
 
 if TYPE_CHECKING:
     from tandem.kernels.gpu.ranks.gpu_group import GpuGroup
 
 
 def cpu_group(meeting: Meeting) -> Group:
-    from tandem.kernels.ranks.gloo import GlooGroup  # not every build of torch has it
-
-    return GlooGroup(meeting.rank, meeting.ranks, meeting.file)
+    """Raises EngineError where there is no memory to share."""
+    own = ShmGroup(0, meeting.ranks) if meeting.rank == 0 else None
+    path = meeting.share("memory", b"" if own is None else own.path.encode())[0].decode()
+    return own or ShmGroup(meeting.rank, meeting.ranks, path)
 
 
 def gpu_group(meeting: Meeting, device: torch.device) -> GpuGroup:

@@ -18,6 +18,7 @@ from tandem.engine.ranks.follower import Follower
 from tandem.engine.ranks.messages import StartRank, StepList
 from tandem.engine.start.loader import load_rank
 from tandem.errors import TandemError
+from tandem.kernels.free_memory import keep_free_memory, return_free_memory
 from tandem.server.engine_process import describe, take_cpus, tie_to_parent
 from tandem.server.terminal import outlive_terminal
 
@@ -51,6 +52,8 @@ def follow(endpoint: str, rank: int) -> None:
     take_cpus(parts)
     socket.send(b"")  # the shard is read
     follower = Follower(parts)
+    return_free_memory()  # what loading took
+    keep_free_memory()
     steps = msgspec.msgpack.Decoder(StepList)
     while True:
         follower.step(steps.decode(socket.recv()))
