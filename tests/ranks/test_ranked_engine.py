@@ -8,6 +8,7 @@ import pytest
 from ranked_engine import ranked_engine
 from tandem import LLM, SamplingParams
 from tandem.config import EngineConfig, Machine
+from tandem.engine.protocol import Grammar
 from tandem.engine.ranks.messages import StepList
 from tandem.errors import ConfigError
 
@@ -41,6 +42,32 @@ def test_answers_are_those_of_one_rank(tiny_models, tmp_path, variant) -> None:
         stats = engine.stats()
         assert stats.cached_tokens == alone.engine.stats().cached_tokens > 0
         assert (stats.preemptions > 0) == ("max_total_tokens" in flags)
+
+
+REPEATED = [[*range(40, 52)] * 3, [7, 8, 9] * 8, [60, 61] * 12]
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe", "qwen3_next", "mixtral-window", "deepseek_v4-every"])
+def test_drafts_of_n_grams_are_computed_by_all_ranks(tiny_models, tmp_path, variant) -> None:
+    """Wrong ones are dropped on all alike: later tokens are those without drafts."""
+    path, drafts = str(tiny_models[variant]), {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    few = dict.fromkeys(range(40, 44), 20.0)  # tokens to choose from, so that drafts come true now and then
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias=few)
+    expected = [one.token_ids for one in LLM(path, **FLAGS).generate(REPEATED, long, progress=False)]
+    with ranked_engine(EngineConfig.from_keywords(path, tp=2, **FLAGS, **drafts), tmp_path) as (engine, (other,)):
+        found = LLM.from_engine(engine).generate(REPEATED, long, progress=False)
+    assert [one.token_ids for one in found] == expected
+    steps = [msgspec.msgpack.decode(data, type=StepList) for data in other.steps]
+    assert sum(rows.guesses for step in steps for rows in step.rows) > 0
+
+
+def test_answers_with_a_grammar_are_those_of_one_rank(tiny_models, tmp_path) -> None:
+    """The first rank alone chooses tokens."""
+    path = str(tiny_models["qwen3_moe"])
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, grammar=Grammar("regex", "[a-m]+"))
+    expected = LLM(path, **FLAGS).generate([START], sampling, progress=False)[0].token_ids
+    with ranked_engine(EngineConfig.from_keywords(path, tp=2, **FLAGS), tmp_path) as (engine, _):
+        assert LLM.from_engine(engine).generate([START], sampling, progress=False)[0].token_ids == expected
 
 
 def test_lists_name_what_has_changed(tiny_models, tmp_path) -> None:

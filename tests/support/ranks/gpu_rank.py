@@ -14,19 +14,20 @@ import torch
 from gpu_sessions import Session
 from tandem.kernels.ranks.meeting import Meeting
 
-CASES = [(0.0, (1, 8)), (0.5, (1, 8)), (0.5, ()), (1.0, (1, 8))]
+CASES = [(0.0, (1, 8), False), (0.5, (1, 8), False), (0.5, (), False), (1.0, (1, 8), False), (0.5, (1, 8), True)]
+"""Shares, rows of graphs, and whether experts move at every step."""
 
 
-def case_name(path: Path, share: float, graphs: tuple[int, ...]) -> str:
-    return f"{path.name}-{share:.0%}-{'graphs' if graphs else 'kernels'}"
+def case_name(path: Path, share: float, graphs: tuple[int, ...], moving: bool) -> str:
+    return f"{path.name}-{share:.0%}-{'graphs' if graphs else 'kernels'}{'-moving' * moving}"
 
 
 def main(folder: Path, rank: int, ranks: int, paths: list[Path]) -> None:
     for path in paths:
-        for share, graphs in CASES:
-            name = case_name(path, share, graphs)
+        for share, graphs, moving in CASES:
+            name = case_name(path, share, graphs, moving)
             meeting = Meeting(rank, ranks, f"{folder}/{name}", 60.0)
-            session = Session(path, share, graphs, meeting=meeting)
+            session = Session(path, share, graphs, moving=moving, meeting=meeting)
             logits = session.logits(together=True)
             session.group.check()
             torch.save((logits, session.usage.tokens), folder / f"{name}.{rank}.pt")

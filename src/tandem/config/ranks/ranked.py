@@ -12,6 +12,7 @@ from tandem.config.gpus import Gpu, is_new_enough
 from tandem.config.machine import Machine
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.ranks.cut import cut
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS
 from tandem.config.ranks.shard import Shard
 from tandem.config.stored import StoredFormats
 from tandem.errors import ConfigError
@@ -96,10 +97,8 @@ def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
     """What stands in the way, and what to do about it; "": nothing."""
     if why := _why_no_gpus(config, machine, ranks):
         return why
-    if config.speculative_algorithm is not None:
-        return "ranks decode one token a step; leave --speculative-algorithm out"
-    if config.kt_enable_dynamic_expert_update:
-        return "experts do not move between ranks' sides; leave --kt-enable-dynamic-expert-update out"
+    if config.speculative_algorithm in DRAFT_ALGORITHMS:
+        return "ranks have no draft layer yet; take --speculative-algorithm NGRAM, or leave it out"
     if config.packed_cache is not None:
         return "ranks keep no packed experts; leave --packed-cache out"
     if config.map_experts == "always":

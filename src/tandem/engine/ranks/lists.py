@@ -55,6 +55,7 @@ class StepLists:
         return Rows(
             number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,
             _changed(pages[:held], sequence.page_table[:held]), _changed(windows[:held], sequence.window_table[:held]),
+            len(chunk.guesses), sequence.folded_len,
         )  # fmt: skip
 
 
@@ -73,12 +74,7 @@ class Mirrored:
     def __init__(self, places: int) -> None:
         self.page_table = np.zeros(places, dtype=np.int32)
         self.window_table = np.zeros(places, dtype=np.int32)
-        self.num_pages = self.computed_len = self.slot = 0
-
-    @property
-    def folded_len(self) -> int:
-        """Nobody guesses."""
-        return self.computed_len
+        self.num_pages = self.computed_len = self.folded_len = self.slot = 0
 
 
 class MirroredChunk(NamedTuple):
@@ -95,7 +91,7 @@ class MirroredChunk(NamedTuple):
 
     @property
     def sure(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) - len(self.guesses)
 
 
 class Mirror:
@@ -119,10 +115,10 @@ class Mirror:
         known = self._sequences.get(rows.sequence)
         if known is None:
             known = self._sequences[rows.sequence] = Mirrored(self._longest)
-        known.computed_len, known.slot = rows.first, rows.slot
+        known.computed_len, known.folded_len, known.slot = rows.first, rows.folded, rows.slot
         for place, page in rows.pages:
             known.page_table[place] = page
         for place, page in rows.windows:
             known.window_table[place] = page
         known.num_pages = rows.held
-        return MirroredChunk(known, rows.tokens, rows.logits)
+        return MirroredChunk(known, rows.tokens, rows.logits, tuple(rows.tokens[len(rows.tokens) - rows.guesses :]))

@@ -23,7 +23,8 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     """What one sequence does in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
     pages.
 
-    pages, windows: places of its tables that differ from what was said of it before.
+    pages, windows: places of its tables that differ from what was said of it before. guesses: so many last tokens are
+    drafts. folded: tokens that its slot's folds hold.
     """
 
     sequence: int
@@ -34,6 +35,8 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     held: int
     pages: list[Place]
     windows: list[Place]
+    guesses: int
+    folded: int
 
 
 class StepList(msgspec.Struct, frozen=True, array_like=True):
