@@ -17,8 +17,7 @@ from tandem.engine.protocol import TokenOutput
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
-from tandem.engine.step.step import Step, StepOutput
-from tandem.engine.turns import Ran
+from tandem.engine.step.step import Ran, Step, StepOutput
 
 _log = logging.getLogger(__name__)
 

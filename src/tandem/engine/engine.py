@@ -37,8 +37,7 @@ from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
 from tandem.engine.state.windows import WindowPages
-from tandem.engine.step.step import HasNewRequest, Step, StepOutput, no_new_request
-from tandem.engine.turns import Ran, Turn, turns_of
+from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
