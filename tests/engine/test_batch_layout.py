@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import takewhile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import BatchArrays, moved
+import tandem
+from tandem.config.host_memory import graph_input_bytes
+from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.drawn_rows import Run, batch_of
+from tandem.engine.step.batch import moved
 from tandem.models import ForwardBatch
 
 PAGE, PAGES, MOST, CPU = 8, 12, 96, torch.device("cpu")
@@ -263,3 +268,15 @@ def test_rows_that_are_no_drafts_are_known_wherever_a_batch_goes() -> None:
         assert each.sure.dtype == torch.int32
     assert copy.sure.data_ptr() != batch.sure.data_ptr()
     assert BatchArrays(PAGE, MOST, guessing=True, apart=True).fill(chunks).sure is None
+
+
+def test_batches_are_made_in_one_place() -> None:
+    source = Path(tandem.__file__).parent
+    calls = [path.name for path in source.rglob("*.py") for _ in re.findall(r"\bForwardBatch\(", path.read_text())]
+    assert calls == ["batch.py"]
+
+
+def test_a_layout_is_as_large_as_plans_say() -> None:
+    for size, windowed in ((1, False), (6, True), (32, False)):
+        inputs = GraphInputs(size, GraphPlan((size,), PAGES, windowed=windowed), CPU)
+        assert inputs._host.numel() == graph_input_bytes(size, PAGES, 1 + windowed)

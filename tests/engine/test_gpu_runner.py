@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.batch_arrays import BatchArrays, moved, slots_of
+from tandem.engine.batch_arrays import BatchArrays, slots_of
 from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
@@ -22,6 +22,7 @@ from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
 from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.batch import moved
 from tandem.errors import EngineError, KernelError
 from tandem.models import ForwardBatch
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import fields, replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
+from tandem.engine.step.batch import FIELDS, forward_batch
 from tandem.models.batch import ForwardBatch
 
 
@@ -20,8 +20,9 @@ class _Numbers:
     """An array whose first numbers are a step's. A step of as many as the one before has the same tensor: making one
     takes longer than what is written into it."""
 
-    def __init__(self, count: int, dtype: torch.dtype, pinned: bool) -> None:
-        self._all = self._first = torch.zeros(count, dtype=dtype, pin_memory=pinned)
+    def __init__(self, name: str, count: int, pinned: bool) -> None:
+        """name: of FIELDS."""
+        self._all = self._first = torch.zeros(count, dtype=FIELDS[name].dtype, pin_memory=pinned)
         self.array = self._all.numpy()
 
     def first(self, count: int) -> Tensor:
@@ -35,7 +36,7 @@ class _Places:
 
     def __init__(self, page_size: int, max_step_tokens: int, windowed: bool, pinned: bool) -> None:
         self._page_size, self._windowed, self._pinned = page_size, windowed, pinned
-        self._cache_slots = _Numbers(max_step_tokens, torch.int64, pinned)
+        self._cache_slots = _Numbers("cache_slots", max_step_tokens, pinned)
         self._memory = torch.zeros(0, dtype=torch.int32)
         self._show(0, 0)
 
@@ -98,14 +99,11 @@ class BatchArrays:
         self._apart, self._guessing, self._each_row = apart, guessing, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_Places(page_size, max_step_tokens, kind, pinned) for kind in kinds]
-        self._input_ids = _Numbers(max_step_tokens, torch.int64, pinned)
-        self._positions = _Numbers(max_step_tokens, torch.int64, pinned)
-        self._logits_rows = _Numbers(max_step_tokens, torch.int64, pinned)
-        self._query_starts = _Numbers(max_step_tokens + 1, torch.int32, pinned)
-        self._seq_lens = _Numbers(max_step_tokens, torch.int32, pinned)
-        self._slots = _Numbers(max_step_tokens, torch.int32, pinned)
-        self._folded = _Numbers(max_step_tokens, torch.int32, pinned)
-        self._sure = _Numbers(max_step_tokens, torch.int32, pinned)
+        self._input_ids, self._positions, self._logits_rows, self._seq_lens, self._slots, self._folded, self._sure = (
+            _Numbers(name, max_step_tokens, pinned)
+            for name in ("input_ids", "positions", "logits_rows", "seq_lens", "slots", "folded", "sure")
+        )
+        self._query_starts = _Numbers("query_starts", max_step_tokens + 1, pinned)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
@@ -123,22 +121,21 @@ class BatchArrays:
             self._logits_rows.array[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         whole, *others = self._places
-        batch = ForwardBatch(
-            input_ids=self._input_ids.first(row),
-            positions=self._positions.first(row),
-            cache_slots=whole.slots(row),
-            query_starts=self._query_starts.first(sequences + 1),
-            seq_lens=self._seq_lens.first(sequences),
-            block_tables=whole.tables,
-            logits_rows=self._logits_rows.first(logits),
-            slots=self._slots.first(sequences),
-            folded=self._folded.first(sequences) if folds else None,
-            sure=self._sure.first(sequences) if folds and not self._apart else None,
-            single_rows=sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
-        )
-        for own in others:
-            batch.windows = replace(batch, cache_slots=own.slots(row), block_tables=own.tables)
-        return batch
+        tensors = {
+            "input_ids": self._input_ids.first(row),
+            "positions": self._positions.first(row),
+            "cache_slots": whole.slots(row),
+            "query_starts": self._query_starts.first(sequences + 1),
+            "seq_lens": self._seq_lens.first(sequences),
+            "block_tables": whole.tables,
+            "logits_rows": self._logits_rows.first(logits),
+            "slots": self._slots.first(sequences),
+            "folded": self._folded.first(sequences) if folds else None,
+            "sure": self._sure.first(sequences) if folds and not self._apart else None,
+        }
+        windows = {"cache_slots": others[0].slots(row), "block_tables": others[0].tables} if others else None
+        single = sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
+        return forward_batch(tensors, windows, single_rows=single)
 
     def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool, folds: bool) -> int:
         """The chunk as sequence s, or its rows as sequences from s on; how many that are. folds: whether somebody asks
@@ -181,31 +178,3 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
 def _settled(chunk: Chunk) -> bool:
     """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
     return not chunk.guesses and chunk.sequence.folded_len == chunk.sequence.computed_len
-
-
-def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    """A copy of a batch in host memory. What is pinned stays as it is until the GPU has read it: a copy of CUDA's would
-    wait for those of experts, and its caller, too."""
-
-    def there(tensor: Tensor) -> Tensor:
-        if device.type != "cuda" or not tensor.numel() or not tensor.is_pinned():
-            return tensor.to(device, copy=True)
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        to_gpu(tensor.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8))
-        return target
-
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    copies: dict[str, Any] = {name: there(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
-    return replace(batch, **copies)
-
-
-def to_gpu(image: Tensor, there: Tensor) -> None:
-    """A batch's image in pinned memory, uint8 [4 n], becomes the batch on the GPU. It stays as it is until the GPU has
-    read it. On a CPU, a plain copy."""
-    if there.is_cuda:
-        from tandem.kernels.gpu.memory import pinned  # Triton is there only where a GPU is used
-
-        pinned.read(image, there)
-    else:
-        there.copy_(image)

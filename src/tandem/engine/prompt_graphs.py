@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tandem.config.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
 from tandem.config.cuda_graphs import prompt_graph_rows
-from tandem.engine.batch_arrays import to_gpu
 from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel
 from tandem.engine.sampling.logits import BestRows
+from tandem.engine.step.batch import BatchLayout, BatchSizes, to_gpu
 from tandem.kernels.gpu.pieces.runs import is_heavy
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
@@ -29,6 +29,7 @@ from tandem.models.passing import Pass
 GRAPHS_AHEAD = 12  # layers: a step beside a prompt takes as long as five, and who gives them may be late
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
 _ROWS = "input_ids", "positions", "cache_slots"
+_IN_IMAGE = (*_ROWS, "logits_rows", "block_tables", "query_starts", "seq_lens", "slots")
 
 States = Rows[tuple[Tensor, ...]]
 
@@ -101,29 +102,17 @@ class ChunkInputs:
     at a place that no sequence has yet."""
 
     def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self._rows, self._pages, self._wide = rows, pages, 8 * (3 * rows + SEQUENCES)
-        nbytes = self._wide + 4 * (SEQUENCES * pages + 3 * SEQUENCES + 1)
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.image = self._views(self._host)
+        self._rows = rows
+        layout = BatchLayout(BatchSizes(rows, SEQUENCES, pages, logits=SEQUENCES), _IN_IMAGE)
+        self._host = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.image = layout.batch(self._host)
         self.image.query_starts[1:] = rows
         self._there = self._host.to(device, copy=True)
-        self.batch = self._views(self._there)
+        self.batch = layout.batch(self._there)
 
     @property
     def rows(self) -> int:
         return self._rows
-
-    def _views(self, memory: Tensor) -> ForwardBatch:
-        rows, wide, narrow = (
-            self._rows,
-            memory[: self._wide].view(torch.int64),
-            memory[self._wide :].view(torch.int32),
-        )
-        ids, positions, slots, logits = wide.split([rows, rows, rows, SEQUENCES])
-        sizes = [SEQUENCES * self._pages, SEQUENCES + 1, SEQUENCES, SEQUENCES]
-        tables, starts, lens, own = narrow.split(sizes)
-        tables = tables.view(SEQUENCES, self._pages)
-        return ForwardBatch(ids, positions, slots, starts, lens, tables, logits, own)
 
     def fill(self, source: ForwardBatch) -> None:
         """The image, from host memory. The last sequence has the copies; those that are not there have no rows."""
