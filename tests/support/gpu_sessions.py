@@ -16,6 +16,7 @@ from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.config.ranks.cut import cut
 from tandem.config.ranks.shard import Shard
+from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.llm import Generation
 from tandem.engine.ranks.joined import gpu_group
 from tandem.engine.state.arrays import allocate
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from tandem.engine.start.gpu_side import GpuSide
 
 PAGE, PAGES, ROWS, PROMPT, DECODED = 16, 4, 8, 21, 9
+
+for _name, _kind in (("_prompts", "prefill"), ("_passes", "background"), ("_splits", "shared")):
+    # The kinds of graphs of a runner's pool, by the names that tests of prompts have for them.
+    setattr(GpuRunner, _name, property(lambda runner, kind=_kind: getattr(runner._graphs, kind)))
 
 
 def plan(
@@ -121,7 +126,6 @@ class Session:
     ) -> None:
         """meeting: with other ranks, each of which has a part of the model."""
         from tandem.engine.batch_arrays import StepShape
-        from tandem.engine.gpu_runner import GpuRunner
         from tandem.engine.graphs.inputs import GraphPlan
         from tandem.engine.start.gpu_side import begin_step, gpu_side, order_posts
 

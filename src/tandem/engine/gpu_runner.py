@@ -16,9 +16,10 @@ from tandem.engine.feeder import Feeder
 from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.graphs.prompt_capture import CapturedPrompts
+from tandem.engine.graphs.pool import GraphPool
+from tandem.engine.graphs.prompt_capture import PrefillCapture
 from tandem.engine.paused_pass import PausingModel
-from tandem.engine.prompt_graphs import LayerWork, PromptGraph, PromptGraphs, Work
+from tandem.engine.prompt_graphs import LayerWork, PromptGraph, Work
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
@@ -101,7 +102,7 @@ class GpuRunner:
         self._end = StepEnd(handoff.device)
         said: object = begin_step
         self._start = said if isinstance(said, PassStart) else None
-        self._prompts = self._passes = self._splits = PromptGraphs(None)
+        self._graphs = GraphPool()
         apart = live is None and self._start is not None and self._start.pausable()
         apart = apart and not graphs.drafting and not graphs.one_stream
         self._streams = Streams(handoff.device, apart, graphs.spared if graphs.prompts else 0)
@@ -111,7 +112,7 @@ class GpuRunner:
             capture = DecodeCapture(
                 graphs, self._device, handoff, self._streams, self._begin_step, self._forward
             )
-            self._graphs, self._settled = capture.all()
+            self._graphs.capture_decode(graphs, capture)
             self._capture_prompts()
 
     def run(self, step: Step, meanwhile: Callable[[], None] = _nothing) -> StepOutput:
@@ -178,7 +179,7 @@ class GpuRunner:
         """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
         where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
         CPU has done its part."""
-        choice = path_of(batch, self, shrinks=shrinking is not None)
+        choice = path_of(batch, self._graphs, shrinks=shrinking is not None)
         choice.log(len(batch.input_ids))
         if choice.decode is not None:
             return self._replayed(choice.decode, batch, masks, make, meanwhile)
@@ -270,7 +271,7 @@ class GpuRunner:
             return None
         beside = None
         if graph is None:
-            choice = background_path_of(batch, self)
+            choice = background_path_of(batch, self._graphs)
             choice.log(len(batch.input_ids))
             beside = choice.prefill
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it.
@@ -296,8 +297,7 @@ class GpuRunner:
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""
-        most = max(self._graphs, default=0)
-        return len(chunks) <= most and all(chunk.length == 1 for chunk in chunks)
+        return self._graphs.runs_beside_prefill(len(chunks)) and all(chunk.length == 1 for chunk in chunks)
 
     def _done(
         self,
@@ -337,38 +337,11 @@ class GpuRunner:
             lambda step: _begun(self._arrays.fill(step.chunks), self._begin_step, self._device),
         )  # fmt: skip
 
-    # -- what is captured: `step.path.Facts` ---
-
-    def decode_graph(self, step: ForwardBatch) -> DecodeGraph | None:
-        rows = step.seq_lens.shape[0]
-        if step.input_ids.shape[0] != rows or step.logits_rows.shape[0] != rows:
-            return None
-        settled = self._settled if step.folded is None else {}
-        sizes = [size for graphs in (settled, self._graphs) for size in graphs if size >= rows]
-        return None if not sizes else settled.get(sizes[0], self._graphs[sizes[0]])
-
-    def shared_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        graph = self._splits.graph_of(step, alone=True)
-        if graph is None or self._start is None or not self._start.splits(len(step.input_ids)):
-            return None
-        return graph
-
-    def prefill_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        return self._prompts.graph_of(step, alone=True) if self._plan.alone else None
-
-    def background_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        return self._passes.graph_of(step)
-
-    # -- graphs ---
-
     def _capture_prompts(self) -> None:
         """Where passes can be overtaken."""
-        start, streams, usage = self._start, self._streams, self._usage
-        made = CapturedPrompts(
-            self._model, self._states, self._plan.pages, start, streams, self._device, usage
+        self._graphs.capture_prefill(
+            self._plan,
+            PrefillCapture(
+                self._model, self._states, self._plan.pages, self._start, self._streams, self._device, self._usage
+            ),
         )
-        self._passes = made.of(self._plan.prompts, spares=True)
-        own = self._plan.spared > 0 and self._plan.alone
-        self._prompts = made.of(self._plan.prompts) if own else self._passes
-        shared = [] if start is None else [size for size in self._plan.splits if start.may_split(size)]
-        self._splits = made.of(shared, beside=self._prompts)

@@ -37,11 +37,9 @@ class Counted(GpuRunner):
         self.kinds: list[bool] = []
         super().__init__(*args, **flags)
 
-    def decode_graph(self, step):
-        graph = super().decode_graph(step)
-        if graph is not None:
-            self.kinds.append(graph in self._settled.values())
-        return graph
+    def _replayed(self, graph, *step):
+        self.kinds.append(graph in self._graphs.plain.values())
+        return super()._replayed(graph, *step)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.gpu_pass import GpuPass, Streams
 from tandem.engine.gpu_runner import GpuRunner
-from tandem.engine.graphs.inputs import GraphPlan
+from tandem.engine.graphs.pool import GraphPool
 from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs, Recorder
 from tandem.engine.sampling.logits import HostRows
 from tandem.models import ForwardBatch
@@ -199,7 +199,8 @@ def test_what_a_graph_reads_stays_where_it_is(monkeypatch) -> None:
 def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch, error) -> None:
     """What comes after it prepares its own; `LLM` is stopped with Ctrl+C, and asked again."""
     told, runner = Told(), GpuRunner.__new__(GpuRunner)
-    runner._plan, runner._prompts, runner._splits = GraphPlan((), PAGES), graphs(16), PromptGraphs(None)
+    runner._graphs = GraphPool()
+    runner._graphs.prefill = graphs(16)
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [Piece([told.step("piece")])], found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     chunk = batch([9, 4], [0, 30], [8, 12])

@@ -1,4 +1,4 @@
-"""`CapturedPrompts`: chunks of prompts become CUDA graphs, at the start."""
+"""`PrefillCapture`: prefill chunks become CUDA graphs, at the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedPrompts:
+class PrefillCapture:
     """Of a model, if passes over it can be overtaken. pages: of the longest sequence."""
 
     model: StepModel
@@ -42,6 +42,14 @@ class CapturedPrompts:
             made, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
             _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
         return made
+
+    def shared_sizes(self, sizes: Rows[int]) -> list[int]:
+        """Of these, rows of chunks whose experts CPU and bus may share later."""
+        return [] if self.start is None else [rows for rows in sizes if self.start.may_split(rows)]
+
+    def shares(self, rows: int) -> bool:
+        """Whether that is best for a chunk of so many rows now."""
+        return self.start is not None and self.start.splits(rows)
 
     def _capture(self, made: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
         start = self.start
