@@ -46,7 +46,7 @@ class Counted(GpuRunner):
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text"])
 def test_both_kinds_of_steps_follow_each_other(tiny_models, monkeypatch, variant: str, share: float) -> None:
     """What one of them keeps of a token, the other reads: inputs, and the memory."""
-    monkeypatch.setattr("tandem.engine.engine.GpuRunner", Counted)
+    monkeypatch.setattr("tandem.engine.runners.GpuRunner", Counted)
     path = tiny_models[variant]
     parts = load_parts(
         EngineConfig.from_keywords(
