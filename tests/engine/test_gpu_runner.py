@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from tandem.engine.batch_arrays import BatchArrays, slots_of
-from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
-from tandem.engine.graphs.prompt_capture import PrefillCapture
+from tandem.engine.graphs.prefill_graphs import PrefillCapture
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
 from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.batch import moved
+from tandem.engine.step.streams import Streams
 from tandem.errors import EngineError, KernelError
 from tandem.models import ForwardBatch
 

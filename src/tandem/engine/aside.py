@@ -12,11 +12,11 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-from tandem.engine.paused_pass import Pausing
 from tandem.engine.protocol import TokenOutput
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.prefill import Pausing
 from tandem.engine.step.step import Ran, Step, StepOutput
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.pace import PrefillPace
-from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.runners import layout_of, runner_of, states_of
@@ -37,6 +36,7 @@ from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
 from tandem.engine.state.windows import WindowPages
+from tandem.engine.step.prefill import PausingModel
 from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder

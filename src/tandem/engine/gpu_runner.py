@@ -13,22 +13,22 @@ from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays, StepShape
 from tandem.engine.feeder import Feeder
-from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
+from tandem.engine.gpu_pass import GpuPass
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.pool import GraphPool
-from tandem.engine.graphs.prompt_capture import PrefillCapture
-from tandem.engine.paused_pass import PausingModel
-from tandem.engine.prompt_graphs import LayerWork, PromptGraph, Work
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.engine.step.batch import moved
-from tandem.engine.step.hooks import BeginStep, nothing_begins
+from tandem.engine.step.hooks import BeginStep, PassStart, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, path_of
+from tandem.engine.step.prefill import LayerWork, PausingModel, Work, in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
+from tandem.engine.step.streams import Streams
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts

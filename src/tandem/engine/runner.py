@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.paused_pass import PausedPass, Pausing, PausingModel
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.prefill import PausedPass, Pausing, PausingModel
 from tandem.engine.step.step import Step, StepOutput
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch

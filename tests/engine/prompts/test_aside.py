@@ -16,9 +16,9 @@ from tandem import _core
 from tandem.engine.aside import Aside
 from tandem.engine.engine import Engine, _pace
 from tandem.engine.pace import MIN_TOKENS, SHARED_STEP_SECONDS, SLICE_OF_STEP, PrefillPace
-from tandem.engine.paused_pass import PIECES_AHEAD, PausedPass, PausingModel, slice_of
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.prefill import PIECES_AHEAD, PausedPass, PausingModel, slice_of
 from tandem.kernels.cpu_ops import CpuOps
 from tiny import VARIANTS
 

@@ -10,9 +10,9 @@ import pytest
 from fake_model import check_pages, fake_engine, greedy_reference, request, run, token_ids
 from pausing_model import DEPTH, LONG, PausingFake
 from tandem.engine.engine import Engine
-from tandem.engine.paused_pass import PausedPass
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.prefill import PausedPass
 from tandem.engine.step.step import Step, StepOutput
 
 

@@ -8,11 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tandem.engine.gpu_pass import GpuPass, Streams
+from tandem.engine.gpu_pass import GpuPass
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.pool import GraphPool
-from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs, Recorder
+from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs
 from tandem.engine.sampling.logits import HostRows
+from tandem.engine.step.hooks import Recorder
+from tandem.engine.step.streams import Streams
 from tandem.models import ForwardBatch
 
 ROWS, PAGES, CPU = 16, 5, torch.device("cpu")

@@ -18,7 +18,7 @@ import tandem
 from tandem.config.host_memory import graph_input_bytes
 from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
-from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs
+from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.drawn_rows import Run, batch_of
 from tandem.engine.step.batch import moved

@@ -11,8 +11,7 @@ import torch
 from tandem.engine.graphs.decode_graphs import DecodeCapture
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
-from tandem.engine.graphs.prompt_capture import PrefillCapture
-from tandem.engine.prompt_graphs import PromptGraphs
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraphs
 from tandem.models import ForwardBatch
 
 CPU, PAGES = torch.device("cpu"), 3

@@ -15,7 +15,7 @@ from tandem.config.gpu_plan import GpuPlan
 from tandem.engine import gpu_runner
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
-from tandem.engine.prompt_graphs import LayerWork, Piece, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import LayerWork, Piece, PromptGraphs
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.start import parts
 from tandem.engine.start.parts import EngineParts

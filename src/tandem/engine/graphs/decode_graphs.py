@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.gpu_pass import Streams
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows
 from tandem.engine.step.hooks import BeginStep
+from tandem.engine.step.streams import Streams
 from tandem.experts.handoff import Handoff
 from tandem.models.batch import ForwardBatch
 

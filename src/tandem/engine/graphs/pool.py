@@ -11,8 +11,7 @@ from typing import Any
 
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
-from tandem.engine.graphs.prompt_capture import PrefillCapture
-from tandem.engine.prompt_graphs import PromptGraph, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph, PromptGraphs
 from tandem.models.batch import ForwardBatch
 
 _log = logging.getLogger(__name__)

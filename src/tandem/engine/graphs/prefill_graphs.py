@@ -7,94 +7,33 @@ which write no keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.config.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
 from tandem.config.cuda_graphs import prompt_graph_rows
-from tandem.engine.paused_pass import PIECES_AHEAD, PausingModel
+from tandem.engine.runner import StepModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.engine.step.batch import BatchLayout, BatchSizes, to_gpu
+from tandem.engine.step.hooks import HostWork, PassStart, Recorder
+from tandem.engine.step.prefill import LayerWork, PausingModel, States
+from tandem.engine.step.streams import Streams
+from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.gpu.pieces.runs import is_heavy
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
-from tandem.models.passing import Pass
 
 GRAPHS_AHEAD = 12  # layers: a step beside a prompt takes as long as five, and who gives them may be late
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles
+_log = logging.getLogger(__name__)
+
 _ROWS = "input_ids", "positions", "cache_slots"
 _IN_IMAGE = (*_ROWS, "logits_rows", "block_tables", "query_starts", "seq_lens", "slots")
-
-States = Rows[tuple[Tensor, ...]]
-
-
-class Work(Protocol):
-    """A pass in pieces, which the GPU is given in their order."""
-
-    @property
-    def pieces(self) -> int: ...
-
-    @property
-    def ahead(self) -> int:
-        """So many the GPU is given before it has computed them."""
-        ...
-
-    def give(self, index: int) -> None: ...
-
-    def found(self) -> tuple[Tensor, Tensor]:
-        """After the last: logits, and the best of each row in host memory. Filled when the GPU has computed it."""
-        ...
-
-
-class LayerWork:
-    """Kernel by kernel: a piece is a layer, the last one makes logits."""
-
-    def __init__(
-        self,
-        model: PausingModel,
-        states: States,
-        batch: ForwardBatch,
-        tallies: Rows[Tally] | None,
-        best: BestRows,
-    ) -> None:
-        """batch: on the GPU; best: for as many rows as have logits."""
-        self._model, self._states, self._batch, self._tallies, self._best = (
-            model,
-            states,
-            batch,
-            tallies,
-            best,
-        )
-        self._pass: Pass
-        self._found: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def pieces(self) -> int:
-        return self._model.depth + 1
-
-    @property
-    def ahead(self) -> int:
-        return PIECES_AHEAD
-
-    def give(self, index: int) -> None:
-        if index == 0:
-            self._pass = self._model.begin(self._batch)
-            self._pass.tallies = self._tallies
-        if index < self._model.depth:
-            self._model.layer(self._pass, index, self._states)
-            return
-        logits = self._model.logits(self._pass, self._states)
-        self._found = logits, self._best.fetch(logits)
-
-    def found(self) -> tuple[Tensor, Tensor]:
-        assert self._found is not None, "pieces are left"
-        return self._found
 
 
 class ChunkInputs:
@@ -132,58 +71,11 @@ class ChunkInputs:
         to_gpu(self._host, self._there)
 
 
-Step = Callable[[], object]
-
-
-class Recorder:
-    """Records graphs in one pool of memory. steps: their replays, and what the host does between them."""
-
-    def __init__(self, pool: Any = None) -> None:
-        """None: a new one."""
-        self.pool, self.steps = pool, list[Step]()
-        self._graph: Any = None
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """What is given to the current stream meanwhile is recorded."""
-        self._begin()
-        try:
-            yield
-        finally:
-            if self._graph is not None:
-                self._end()
-
-    def cut(self, then: Step) -> None:
-        """A graph ends here, and another begins; `then` is called between the two."""
-        self._end()
-        self.steps.append(then)
-        self._begin()
-
-    def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        self._graph = graph
-
-    def _end(self) -> None:
-        graph, self._graph = self._graph, None
-        graph.capture_end()
-        self.pool = self.pool or graph.pool()
-        self.steps.append(graph.replay)
-
-
-class Travel(Protocol):
-    """Of experts to the GPU, for layers that are graphs."""
-
-    def recording(self, recorder: Recorder) -> AbstractContextManager[None]:
-        """Around the capture of one, which it cuts where it has something to do at each replay."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Replays of graphs, and what the host does between them."""
 
-    steps: Rows[Step]
+    steps: Rows[HostWork]
 
     def give(self) -> None:
         for step in self.steps:
@@ -234,7 +126,7 @@ class NoPromptGraphs(Exception):
 class PromptGraphs:
     """By rows. One chunk at a time: they share their memory."""
 
-    def __init__(self, travel: Travel | None, beside: PromptGraphs | None = None) -> None:
+    def __init__(self, travel: PassStart | None, beside: PromptGraphs | None = None) -> None:
         """travel: needed where any are captured. beside: graphs whose memory these use, too: no pass has both."""
         self._graphs: dict[int, PromptGraph] = {}
         self._pool: Any = None if beside is None else beside._pool
@@ -271,3 +163,54 @@ class PromptGraphs:
             work.give(index)
         self._pool = recorder.pool
         return Piece(recorder.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCapture:
+    """Of a model, if passes over it can be overtaken. pages: of the longest sequence."""
+
+    model: StepModel
+    states: Rows[tuple[Tensor, ...]]
+    pages: int
+    start: PassStart | None
+    streams: Streams
+    device: torch.device
+    usage: ExpertUsage | None
+
+    def of(self, sizes: Rows[int], beside: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
+        """Of so many rows; none where that is not possible: such chunks are given kernel by kernel. beside: graphs that
+        share their memory and whose layers the GPU computes alone; in those made here the CPU has a part. spares: as
+        `Streams.aside`. A graph keeps the multiprocessors that it was captured with."""
+        made = PromptGraphs(self.start, beside)
+        try:
+            for rows in sorted(sizes, reverse=True):
+                self._capture(made, rows, beside is not None, spares)
+        except Exception as error:  # too little memory, most of all; prompts are computed without them, too
+            made, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
+            _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
+        return made
+
+    def shared_sizes(self, sizes: Rows[int]) -> list[int]:
+        """Of these, rows of chunks whose experts CPU and bus may share later."""
+        return [] if self.start is None else [rows for rows in sizes if self.start.may_split(rows)]
+
+    def shares(self, rows: int) -> bool:
+        """Whether that is best for a chunk of so many rows now."""
+        return self.start is not None and self.start.splits(rows)
+
+    def _capture(self, made: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
+        start = self.start
+        if start is None or self.streams.steps is None or not start.replayable(split):
+            raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
+        if not isinstance(self.model, PausingModel):
+            raise NoPromptGraphs("the model cannot stop between two layers")
+        inputs = ChunkInputs(rows, self.pages, self.device)
+        try:
+            if not start.hold(inputs.image, split):
+                raise NoPromptGraphs("the CPU computes a part of their experts")
+            with self.streams.aside(spares=spares), self.streams.cut(spares):
+                tallies = None if self.usage is None else self.usage.beside(0)
+                made.capture(inputs, self.model, self.states, tallies)
+        finally:
+            start.release()
+            self.streams.finish()

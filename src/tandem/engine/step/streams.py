@@ -1,13 +1,13 @@
-"""`spared_stream`: a stream whose kernels leave some of a GPU's multiprocessors to others.
+"""`Streams`: the CUDA streams of an engine, which are made here alone.
 
 A kernel of high priority waits until a block before it has ended. On multiprocessors that a prompt never has, it waits
-for nobody. CUDA calls a share of them a green context.
+for nobody. So prompts may leave some alone; CUDA calls a share of them a green context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,12 +15,64 @@ import torch
 
 from tandem.errors import EngineError
 
+HIGH_PRIORITY = -1
 _DEFAULT_STREAM, _NON_BLOCKING = 1, 1  # CU_GREEN_CTX_DEFAULT_STREAM, CU_STREAM_NON_BLOCKING
+
+
+class Streams:
+    """One for steps that are replayed and for choosing tokens, which has the right of way; one for all other steps.
+    None: there is only one. A third one for passes beside which graphs are replayed, where some multiprocessors are
+    spared; it is the second one elsewhere."""
+
+    def __init__(self, device: torch.device, apart: bool, spared: int = 0) -> None:
+        """spared: multiprocessors that passes leave to steps."""
+        self.steps: torch.cuda.Stream | None = None
+        self._others = self._passes = self.steps
+        self._spared = spared
+        if apart and device.type == "cuda":
+            self.steps, self._others = _pair(device)
+            self._passes = spared_stream(device, spared) if spared else self._others
+
+    def enter(self) -> None:
+        """Before anything is captured. This thread computes on the first one from now on."""
+        if self.steps is not None:
+            torch.cuda.synchronize(self.steps.device)
+            torch.cuda.empty_cache()  # what another stream has freed cannot be used on this one
+            torch.cuda.set_stream(self.steps)
+
+    @contextmanager
+    def aside(self, after: bool = True, spares: bool = False) -> Iterator[None]:
+        """after: what is computed here comes after all that the first stream was given until now. False: it needs
+        nothing of that, and a graph may be running there. spares: some multiprocessors, where that was asked for."""
+        stream = self._passes if spares else self._others
+        if stream is None:
+            yield
+            return
+        if after:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def cut(self, spares: bool) -> AbstractContextManager[None]:
+        """Around the capture of what is replayed there: products are cut for its multiprocessors."""
+        return products_leave(self._spared if spares else 0)
+
+    def finish(self) -> None:
+        """Waits for what was computed aside."""
+        for stream in (self._others, self._passes):
+            if stream is not None:
+                stream.synchronize()
+
+
+@cache
+def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Of a process: an engine that is made anew finds what the memory of the last one belongs to."""
+    return torch.cuda.Stream(device, priority=HIGH_PRIORITY), torch.cuda.Stream(device, priority=0)
 
 
 @cache
 def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch.cuda.Stream:
-    """Of a process, like the streams of `gpu_pass`. count: multiprocessors that are left alone, at least; the GPU
+    """Of a process, like the others. count: multiprocessors that are left alone, at least; the GPU
     divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in a test. Raises
     EngineError where the driver is too old, or the GPU too small."""
     if driver is None:

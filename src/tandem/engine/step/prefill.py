@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from time import perf_counter
 from typing import Protocol, runtime_checkable
@@ -9,8 +11,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.engine.sampling.logits import HostLogits, Logits
+from tandem.engine.sampling.logits import BestRows, HostLogits, Logits
+from tandem.engine.step.step import ShrinkingStep, Step
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
@@ -37,6 +41,114 @@ class PausingModel(Protocol):
     def logits(self, p: Pass, states: Rows[tuple[Tensor, ...]]) -> Tensor:
         """float32 [len(batch.logits_rows), vocab], after the last."""
         ...
+
+
+States = Rows[tuple[Tensor, ...]]
+
+
+class Work(Protocol):
+    """A pass in pieces, which the GPU is given in their order."""
+
+    @property
+    def pieces(self) -> int: ...
+
+    @property
+    def ahead(self) -> int:
+        """So many the GPU is given before it has computed them."""
+        ...
+
+    def give(self, index: int) -> None: ...
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """After the last: logits, and the best of each row in host memory. Filled when the GPU has computed it."""
+        ...
+
+
+class LayerWork:
+    """Kernel by kernel: a piece is a layer, the last one makes logits."""
+
+    def __init__(
+        self,
+        model: PausingModel,
+        states: States,
+        batch: ForwardBatch,
+        tallies: Rows[Tally] | None,
+        best: BestRows,
+    ) -> None:
+        """batch: on the GPU; best: for as many rows as have logits."""
+        self._model, self._states, self._batch, self._tallies, self._best = (
+            model,
+            states,
+            batch,
+            tallies,
+            best,
+        )
+        self._pass: Pass
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def pieces(self) -> int:
+        return self._model.depth + 1
+
+    @property
+    def ahead(self) -> int:
+        return PIECES_AHEAD
+
+    def give(self, index: int) -> None:
+        if index == 0:
+            self._pass = self._model.begin(self._batch)
+            self._pass.tallies = self._tallies
+        if index < self._model.depth:
+            self._model.layer(self._pass, index, self._states)
+            return
+        logits = self._model.logits(self._pass, self._states)
+        self._found = logits, self._best.fetch(logits)
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        assert self._found is not None, "pieces are left"
+        return self._found
+
+
+class Given:
+    """Pieces that a device was given and has not computed yet. On a CPU there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events, self._waits = deque[torch.cuda.Event](), device.type == "cuda"
+
+    def mark(self) -> None:
+        """One more, on the current stream."""
+        if self._waits:
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            self._events.append(event)
+
+    def under_way(self) -> int:
+        while self._events and self._events[0].query():
+            self._events.popleft()
+        return len(self._events)
+
+    def wait_for_room(self, most: int) -> None:
+        """Until there are fewer."""
+        while self.under_way() >= most:
+            self._events[0].synchronize()
+
+
+def in_layers(
+    model: PausingModel,
+    batch: ForwardBatch,
+    states: Rows[tuple[Tensor, ...]],
+    shrinking: ShrinkingStep,
+    shrunk_batch: Callable[[Step], ForwardBatch],
+) -> Tensor:
+    """As `StepModel.forward`. shrunk_batch: of the chunk's first rows, when only they go on."""
+    p, given = model.begin(batch), Given(batch.input_ids.device)
+    for index in range(model.depth):
+        given.wait_for_room(PIECES_AHEAD)
+        if shrinking.shrink(model.depth - index, model.depth):
+            p = p.first(shrunk_batch(shrinking.step))
+        model.layer(p, index, states)
+        given.mark()
+    return model.logits(p, states)
 
 
 class Pausing(Protocol):
