@@ -16,6 +16,7 @@ from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.config.ranks.cut import cut
 from tandem.config.ranks.shard import Shard
+from tandem.engine.engine import Engine
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.llm import Generation
 from tandem.engine.ranks.joined import gpu_group
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 
 PAGE, PAGES, ROWS, PROMPT, DECODED = 16, 4, 8, 21, 9
 
+# Names that tests of prompts have for parts of an engine and its runner.
+Engine._aside = property(lambda engine: engine._overlap)
 for _name, _kind in (("_prompts", "prefill"), ("_passes", "background"), ("_splits", "shared")):
-    # The kinds of graphs of a runner's pool, by the names that tests of prompts have for them.
     setattr(GpuRunner, _name, property(lambda runner, kind=_kind: getattr(runner._graphs, kind)))
 
 

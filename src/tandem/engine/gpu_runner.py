@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tandem.engine.batch_arrays import BatchArrays, StepShape
 from tandem.engine.feeder import Feeder
-from tandem.engine.gpu_pass import GpuPass
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.pool import GraphPool
@@ -26,7 +25,7 @@ from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.engine.step.batch import moved
 from tandem.engine.step.hooks import BeginStep, PassStart, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, path_of
-from tandem.engine.step.prefill import LayerWork, PausingModel, Work, in_layers
+from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 from tandem.engine.step.streams import Streams
 from tandem.errors import EngineError
@@ -246,24 +245,26 @@ class GpuRunner:
         self, choice: Choice[DecodeGraph, PromptGraph], batch: ForwardBatch, make: Callable[[], None]
     ) -> DeviceLogits:
         """Prompts in the graph of their path, while no pass is under way."""
-        paused = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
-        assert paused is not None, "graphs of prompts are captured only where passes can be paused"
+        task = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
+        assert task is not None, "graphs of prompts are captured only where passes can be paused"
         try:
-            paused.go_on(0.0, whole=True)
+            task.go_on(0.0, whole=True)
             make()
-            return paused.logits()
+            logits = task.logits()
         except BaseException:
-            paused.drop()  # or later steps would find it under way
+            task.drop()  # or later steps would find it under way
             raise
+        assert isinstance(logits, DeviceLogits)
+        return logits
 
-    def pause(self, chunks: list[Chunk]) -> GpuPass | None:
-        """A pass of these chunks; one at a time."""
+    def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
+        """A task of these chunks; one at a time."""
         return self.paused(self._paused.fill(chunks))
 
     def paused(
         self, batch: ForwardBatch, graph: PromptGraph | None = None, split: bool = False
-    ) -> GpuPass | None:
-        """A pass beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
+    ) -> PrefillTask | None:
+        """A task beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
         steps change. The batch is in host memory, and stays as it is. graph: of it, if nothing is replayed beside it;
         split: the CPU has a part in that."""
         start = self._start
@@ -278,19 +279,19 @@ class GpuRunner:
         with torch.inference_mode(), self._streams.aside(graph is not None, beside is not None):
             alone = start.hold(batch, split)
             try:
-                work = self._work(batch, self._model, graph or (beside if alone else None))
+                pieces = self._pieces(batch, self._model, graph or (beside if alone else None))
             except BaseException:
                 start.release()
                 raise
-        feeder = self._feeder if alone and isinstance(work, LayerWork) else None
-        return GpuPass(work, start, self._streams, self._usage, self._rows, feeder, beside is not None)
+        place = GpuPlace(start, self._streams, self._usage, self._rows, spares=beside is not None)
+        return PrefillTask(pieces, place, self._feeder if alone and isinstance(pieces, LayerPieces) else None)
 
-    def _work(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Work:
+    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:
         tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
         if graph is not None:
             return graph.of(batch)
         best = BestRows(len(batch.logits_rows), self._device)
-        return LayerWork(model, self._states, moved(batch, self._device), tallies, best)
+        return LayerPieces(model, self._states, moved(batch, self._device), tallies, best)
 
     def step_ended(self) -> bool:
         return self._end.passed()

@@ -185,7 +185,7 @@ def test_a_prefill_that_cannot_begin_fails_its_prompt_alone(monkeypatch) -> None
     def out_of_memory(*_: object) -> None:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(engine.gpu_runner, "_work", out_of_memory)
+    monkeypatch.setattr(engine.gpu_runner, "_pieces", out_of_memory)
     engine.add(request("b", PROMPTS["b"], max_tokens=4))
     ended = {o.id: o.finish_reason for _ in range(2) for o in engine.step() if o.finish_reason}
     assert ended == {"b": "error"} and calls.count("release") == 1
@@ -201,7 +201,7 @@ def test_an_interrupted_step_lets_its_graph_end(monkeypatch, when: str) -> None:
         engine.step()
     calls.clear()
     target = "make_masks" if when == "make" else "slice"
-    owner: Any = __import__("tandem.engine.gpu_runner", fromlist=["_"]) if when == "make" else type(engine._aside)
+    owner: Any = __import__("tandem.engine.gpu_runner", fromlist=["_"]) if when == "make" else type(engine._overlap)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

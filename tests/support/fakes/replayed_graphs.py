@@ -15,10 +15,11 @@ from tandem.config.gpu_plan import GpuPlan
 from tandem.engine import gpu_runner
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
-from tandem.engine.graphs.prefill_graphs import LayerWork, Piece, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import Piece, PromptGraphs
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.start import parts
 from tandem.engine.start.parts import EngineParts
+from tandem.engine.step.prefill import LayerPieces
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 
@@ -162,16 +163,16 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
         graph.graph.replay = replay  # type: ignore[method-assign]
         return graph
 
-    def replaying_piece(self: PromptGraphs, work: LayerWork, index: int) -> Piece:
+    def replaying_piece(self: PromptGraphs, work: LayerPieces, index: int) -> Piece:
         of_prompts(self, work, index)
-        last = index == work.pieces - 1
-        logits = work.found()[0] if last else torch.empty(0)
+        last = index == work.count - 1
+        logits = work.result()[0] if last else torch.empty(0)
 
         def give() -> None:
             calls.append(f"piece {index}")
             work.give(index)
             if last:
-                logits.copy_(work.found()[0])
+                logits.copy_(work.result()[0])
 
         return Piece([give])
 

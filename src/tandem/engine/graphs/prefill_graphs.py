@@ -21,7 +21,7 @@ from tandem.engine.runner import StepModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.engine.step.batch import BatchLayout, BatchSizes, to_gpu
 from tandem.engine.step.hooks import HostWork, PassStart, Recorder
-from tandem.engine.step.prefill import LayerWork, PausingModel, States
+from tandem.engine.step.prefill import LayerPieces, PausingModel, States
 from tandem.engine.step.streams import Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.gpu.pieces.runs import is_heavy
@@ -85,27 +85,27 @@ class Piece:
 class PromptGraph:
     """Of so many rows."""
 
-    def __init__(self, inputs: ChunkInputs, pieces: Rows[Piece], found: tuple[Tensor, Tensor]) -> None:
-        """pieces: of a `LayerWork`, which made `found`."""
-        self._inputs, self._pieces, self._found = inputs, pieces, found
+    def __init__(self, inputs: ChunkInputs, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
+        """pieces: of a `LayerPieces`, which made `result`."""
+        self._inputs, self._pieces, self._result = inputs, pieces, result
 
     def of(self, batch: ForwardBatch) -> Replayed:
         """Sends a chunk to the GPU. The one before has been computed, so its image is free."""
         self._inputs.fill(batch)
         self._inputs.send()
-        logits, best = self._found
+        logits, best = self._result
         wanted = len(batch.logits_rows)
         return Replayed(self._pieces, (logits[:wanted], best[:wanted]))
 
 
 class Replayed:
-    """`Work` of graphs."""
+    """`Pieces` of graphs."""
 
-    def __init__(self, pieces: Rows[Piece], found: tuple[Tensor, Tensor]) -> None:
-        self._pieces, self._found = pieces, found
+    def __init__(self, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
+        self._pieces, self._result = pieces, result
 
     @property
-    def pieces(self) -> int:
+    def count(self) -> int:
         return len(self._pieces)
 
     @property
@@ -115,8 +115,8 @@ class Replayed:
     def give(self, index: int) -> None:
         self._pieces[index].give()
 
-    def found(self) -> tuple[Tensor, Tensor]:
-        return self._found
+    def result(self) -> tuple[Tensor, Tensor]:
+        return self._result
 
 
 class NoPromptGraphs(Exception):
@@ -149,14 +149,14 @@ class PromptGraphs:
         """On the current stream, the largest first. All is run once before, which compiles kernels and lets libraries
         allocate."""
         device = inputs.batch.input_ids.device
-        work = LayerWork(model, states, inputs.batch, tallies, BestRows(SEQUENCES, device))
-        for index in range(work.pieces):
+        work = LayerPieces(model, states, inputs.batch, tallies, BestRows(SEQUENCES, device))
+        for index in range(work.count):
             work.give(index)
         torch.cuda.synchronize(device)
-        pieces = [self._captured(work, index) for index in range(work.pieces)]
-        self._graphs[inputs.rows] = PromptGraph(inputs, pieces, work.found())
+        pieces = [self._captured(work, index) for index in range(work.count)]
+        self._graphs[inputs.rows] = PromptGraph(inputs, pieces, work.result())
 
-    def _captured(self, work: LayerWork, index: int) -> Piece:
+    def _captured(self, work: LayerPieces, index: int) -> Piece:
         assert self._travel is not None
         recorder = Recorder(self._pool)
         with self._travel.recording(recorder), recorder.recording():

@@ -1,18 +1,27 @@
-"""`PausedPass`: a prompt's chunk on its way through the layers, piece by piece, while others decode in between."""
+"""`PrefillTask`: a prefill chunk on its way through the layers, piece by piece, while steps run in between.
+
+On a GPU both run at the same time, on a stream each: a free place is given to the step's blocks first. So the host only
+has to give the task enough to do. Steps and tasks share weights, pages and counts, none of which a step changes that a
+task reads. What kernels need meanwhile comes from each stream's own memory.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from tandem.engine.sampling.logits import BestRows, HostLogits, Logits
+from tandem.engine.feeder import Feeder
+from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostLogits, HostRows, Logits
+from tandem.engine.step.hooks import PassStart
 from tandem.engine.step.step import ShrinkingStep, Step
+from tandem.engine.step.streams import Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
@@ -46,25 +55,26 @@ class PausingModel(Protocol):
 States = Rows[tuple[Tensor, ...]]
 
 
-class Work(Protocol):
-    """A pass in pieces, which the GPU is given in their order."""
+class Pieces(Protocol):
+    """Of a chunk, which are given to a device in their order."""
 
     @property
-    def pieces(self) -> int: ...
+    def count(self) -> int: ...
 
     @property
     def ahead(self) -> int:
-        """So many the GPU is given before it has computed them."""
+        """So many a device is given before it has computed them."""
         ...
 
     def give(self, index: int) -> None: ...
 
-    def found(self) -> tuple[Tensor, Tensor]:
-        """After the last: logits, and the best of each row in host memory. Filled when the GPU has computed it."""
+    def result(self) -> tuple[Tensor, Tensor]:
+        """After the last: logits, and the best of each row in host memory, as `BestRows` has them. Filled when the
+        device has computed them."""
         ...
 
 
-class LayerWork:
+class LayerPieces:
     """Kernel by kernel: a piece is a layer, the last one makes logits."""
 
     def __init__(
@@ -73,21 +83,16 @@ class LayerWork:
         states: States,
         batch: ForwardBatch,
         tallies: Rows[Tally] | None,
-        best: BestRows,
+        best: BestRows | None = None,
     ) -> None:
-        """batch: on the GPU; best: for as many rows as have logits."""
-        self._model, self._states, self._batch, self._tallies, self._best = (
-            model,
-            states,
-            batch,
-            tallies,
-            best,
-        )
+        """batch: where the model computes; best: for as many rows as have logits, None where nobody asks."""
+        self._model, self._states, self._batch = model, states, batch
+        self._tallies, self._best = tallies, best
         self._pass: Pass
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._result: tuple[Tensor, Tensor] | None = None
 
     @property
-    def pieces(self) -> int:
+    def count(self) -> int:
         return self._model.depth + 1
 
     @property
@@ -102,14 +107,14 @@ class LayerWork:
             self._model.layer(self._pass, index, self._states)
             return
         logits = self._model.logits(self._pass, self._states)
-        self._found = logits, self._best.fetch(logits)
+        self._result = logits, logits[:0] if self._best is None else self._best.fetch(logits)
 
-    def found(self) -> tuple[Tensor, Tensor]:
-        assert self._found is not None, "pieces are left"
-        return self._found
+    def result(self) -> tuple[Tensor, Tensor]:
+        assert self._result is not None, "pieces are left"
+        return self._result
 
 
-class Given:
+class InFlight:
     """Pieces that a device was given and has not computed yet. On a CPU there are none."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,14 +127,14 @@ class Given:
             event.record()
             self._events.append(event)
 
-    def under_way(self) -> int:
+    def count(self) -> int:
         while self._events and self._events[0].query():
             self._events.popleft()
         return len(self._events)
 
     def wait_for_room(self, most: int) -> None:
         """Until there are fewer."""
-        while self.under_way() >= most:
+        while self.count() >= most:
             self._events[0].synchronize()
 
 
@@ -141,104 +146,164 @@ def in_layers(
     shrunk_batch: Callable[[Step], ForwardBatch],
 ) -> Tensor:
     """As `StepModel.forward`. shrunk_batch: of the chunk's first rows, when only they go on."""
-    p, given = model.begin(batch), Given(batch.input_ids.device)
+    p, in_flight = model.begin(batch), InFlight(batch.input_ids.device)
     for index in range(model.depth):
-        given.wait_for_room(PIECES_AHEAD)
+        in_flight.wait_for_room(PIECES_AHEAD)
         if shrinking.shrink(model.depth - index, model.depth):
             p = p.first(shrunk_batch(shrinking.step))
         model.layer(p, index, states)
-        given.mark()
+        in_flight.mark()
     return model.logits(p, states)
 
 
-class Pausing(Protocol):
-    """What a runner gives for chunks that may wait. Pieces are layers, and the logits at the end."""
+class Place(Protocol):
+    """Where a task's pieces are computed."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether a device computes it while others go on."""
+        """Whether a device computes them while others go on."""
         ...
 
-    def go_on(self, seconds: float, whole: bool) -> bool:
-        """Computes pieces for about so long, at least one, or has them computed; whole: all that are left. Whether all
-        have been."""
+    @property
+    def in_flight(self) -> InFlight: ...
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Around what is given to it."""
         ...
 
-    def logits(self) -> Logits:
-        """After the last piece; waits for it."""
+    def leave(self) -> None:
+        """No piece follows. Waits until nothing writes to the pages of the task's sequences any more."""
         ...
 
-    def drop(self) -> None:
-        """No piece follows. Waits until nothing writes to the pages of its sequences any more."""
-        ...
-
-
-class Pieces(Protocol):
-    def pieces_left(self) -> int: ...
-
-    def piece(self) -> None: ...
-
-    def under_way(self) -> int:
-        """Pieces that a device was given and has not computed yet."""
+    def logits(self, logits: Tensor, best: Tensor) -> Logits:
+        """Of `Pieces.result`."""
         ...
 
 
-def slice_of(pieces: Pieces, seconds: float, whole: bool, ahead: int = PIECES_AHEAD) -> bool:
-    """`Pausing.go_on` where the engine's thread does it. A device is given no more than `ahead` pieces."""
-    started = last = perf_counter()
-    longest = 0.0
-    while pieces.pieces_left() and (whole or pieces.under_way() < ahead):
-        pieces.piece()
-        now = perf_counter()
-        longest, last = max(longest, now - last), now
-        if not whole and now - started + longest > seconds:
-            break
-    return not pieces.pieces_left() and (whole or not pieces.under_way())
-
-
-class PausedPass:
+class HostPlace:
     """Where this process computes: a piece is done when it returns."""
 
     overlaps = False
 
-    def __init__(
-        self,
-        model: PausingModel,
-        states: Rows[tuple[Tensor, ...]],
-        batch: ForwardBatch,
-        usage: ExpertUsage | None,
-    ) -> None:
-        """The batch's arrays must not change before the end."""
-        self._model, self._states, self._usage = model, states, usage
-        self._next, self._logits = 0, torch.empty(0)
-        with torch.inference_mode():
-            self._pass = model.begin(batch)
-            self._pass.tallies = None if usage is None else usage.beside(len(batch.input_ids))
+    def __init__(self, usage: ExpertUsage | None = None) -> None:
+        self._usage, self.in_flight = usage, InFlight(torch.device("cpu"))
 
-    def go_on(self, seconds: float, whole: bool) -> bool:
-        return slice_of(self, seconds, whole)
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def pieces_left(self) -> int:
-        return self._model.depth + 1 - self._next
-
-    def piece(self) -> None:
-        with torch.inference_mode():
-            if self._next < self._model.depth:
-                self._model.layer(self._pass, self._next, self._states)
-            else:
-                self._logits = self._model.logits(self._pass, self._states)
-        self._next += 1
-
-    def under_way(self) -> int:
-        return 0
-
-    def logits(self) -> Logits:
-        self._count()
-        return HostLogits(self._logits.to(device="cpu", dtype=torch.float32).numpy())
-
-    def drop(self) -> None:
-        self._count()
-
-    def _count(self) -> None:
+    def leave(self) -> None:
         if self._usage is not None:
             self._usage.end_beside()
+
+    def logits(self, logits: Tensor, best: Tensor) -> Logits:
+        return HostLogits(logits.to(device="cpu", dtype=torch.float32).numpy())
+
+
+class GpuPlace:
+    """A stream of low priority: a piece returns sooner, unless experts in CPU memory have a part in it."""
+
+    overlaps = True
+
+    def __init__(
+        self, start: PassStart, streams: Streams, usage: ExpertUsage | None, rows: HostRows, spares: bool = False
+    ) -> None:
+        """start: held. spares: as `Streams.aside`."""
+        self._start, self._streams, self._usage, self._rows, self._spares = start, streams, usage, rows, spares
+        self.in_flight = InFlight(torch.device("cuda"))
+
+    def entered(self) -> AbstractContextManager[None]:
+        return self._streams.aside(False, self._spares)
+
+    def leave(self) -> None:
+        self._start.release()
+        try:
+            if self._usage is not None:
+                with self.entered():
+                    self._usage.end_beside()
+        finally:
+            self._streams.finish()
+
+    def logits(self, logits: Tensor, best: Tensor) -> DeviceLogits:
+        return DeviceLogits(logits, best, self._rows)
+
+
+class PrefillTask:
+    """Pieces are layers, and the logits at the end. Of a task whose place overlaps, a piece is only given."""
+
+    def __init__(self, pieces: Pieces, place: Place, feeder: Feeder | None = None) -> None:
+        """feeder: gives the pieces; None: whoever asks to go on does."""
+        self._pieces, self._place, self._feeder, self._next = pieces, place, feeder, 0
+        if feeder is not None:
+            feeder.start(self)
+
+    @property
+    def overlaps(self) -> bool:
+        return self._place.overlaps
+
+    def pieces_left(self) -> int:
+        return self._pieces.count - self._next
+
+    def piece(self) -> None:
+        with torch.inference_mode(), self._place.entered():
+            self._pieces.give(self._next)
+            self._place.in_flight.mark()
+        self._next += 1
+
+    def wait_for_room(self) -> None:
+        """Until the device has little enough to do."""
+        self._place.in_flight.wait_for_room(self._pieces.ahead)
+
+    def go_on(self, seconds: float, whole: bool) -> bool:
+        """Computes pieces for about so long, at least one, or has them computed; whole: all that are left. Whether all
+        have been."""
+        if self._feeder is None:
+            self._slice(seconds, whole)
+        else:
+            if whole:
+                self._feeder.finish()
+            self._feeder.look()
+        return not self.pieces_left() and (whole or not self._place.in_flight.count())
+
+    def _slice(self, seconds: float, whole: bool) -> None:
+        started = last = perf_counter()
+        longest, in_flight = 0.0, self._place.in_flight
+        while self.pieces_left() and (whole or in_flight.count() < self._pieces.ahead):
+            self.piece()
+            now = perf_counter()
+            longest, last = max(longest, now - last), now
+            if not whole and now - started + longest > seconds:
+                break
+
+    def logits(self) -> Logits:
+        """After the last piece; waits for it."""
+        result = self._pieces.result()
+        self.drop()
+        return self._place.logits(*result)
+
+    def drop(self) -> None:
+        """No piece follows. Waits as `Place.leave`."""
+        if self._feeder is not None:
+            self._feeder.stop()
+        self._place.leave()
+
+
+def host_task(model: PausingModel, states: States, batch: ForwardBatch, usage: ExpertUsage | None) -> PrefillTask:
+    """Of a batch in host memory, whose arrays must not change before the end."""
+    with torch.inference_mode():
+        tallies = None if usage is None else usage.beside(len(batch.input_ids))
+    return PrefillTask(LayerPieces(model, states, batch, tallies), HostPlace(usage))
+
+
+class FailedPieces:
+    """Of a task that could not begin: its first piece says so."""
+
+    count = ahead = 1
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def give(self, index: int) -> None:
+        raise self._error
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        raise self._error

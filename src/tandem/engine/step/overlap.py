@@ -1,4 +1,4 @@
-"""`Aside`: prompts that are computed between steps of those who decode, a slice at a time.
+"""`PrefillOverlap`: prompts that are computed between steps of those who decode, a slice at a time.
 
 A step of decoding rows and a slice take turns, so a reader waits for both, and never for a whole chunk. A slice is as
 many layers as fit into a share of a decoding step's time. Where a device computes, it is as many as keep it busy, and
@@ -13,10 +13,9 @@ from time import perf_counter
 from typing import Protocol
 
 from tandem.engine.protocol import TokenOutput
-from tandem.engine.sampling.logits import Logits
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
-from tandem.engine.step.prefill import Pausing
+from tandem.engine.step.prefill import FailedPieces, HostPlace, PrefillTask
 from tandem.engine.step.step import Ran, Step, StepOutput
 
 _log = logging.getLogger(__name__)
@@ -25,11 +24,11 @@ Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], Ran]
 """Runs a slice of these chunks, and settles them where it was the last."""
 
 
-class PausingRunner(Protocol):
+class OverlappingRunner(Protocol):
     """Runs steps, and passes between them."""
 
-    def pause(self, chunks: list[Chunk]) -> Pausing | None:
-        """Begins a pass of these chunks; None: its model or its device cannot."""
+    def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
+        """Begins a task of these chunks; None: its model or its device cannot."""
         ...
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
@@ -41,15 +40,15 @@ class PausingRunner(Protocol):
         ...
 
 
-class Aside:
+class PrefillOverlap:
     """At most one pass at a time. The scheduler keeps its sequences from running otherwise; when one of them loses its
     pages, the pass ends, and what it computed is computed again."""
 
-    def __init__(self, scheduler: Scheduler, runner: PausingRunner, together: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: OverlappingRunner, together: bool) -> None:
         """together: several sequences may share a pass. Not where layers change what a sequence keeps in place: that
         cannot be computed again."""
         self._scheduler, self._runner, self._together = scheduler, runner, together
-        self._pass: Pausing | None = None
+        self._task: PrefillTask | None = None
         self._began = self._spent = 0.0
         self._oldest = False  # whose turn was last
 
@@ -61,11 +60,11 @@ class Aside:
     @property
     def overlaps(self) -> bool:
         """Whether a device computes the pass under way, if there is one, while steps run."""
-        return self._pass is not None and self._pass.overlaps
+        return self._task is not None and self._task.overlaps
 
-    def beside(self, step: list[Chunk], tried: Tried, pauses: bool) -> Beside:
+    def beside(self, step: list[Chunk], tried: Tried, pauses: bool) -> StepOverlap:
         """What is to be done of the pass under way in this step of the engine. pauses: another pass may follow it."""
-        return Beside(self, step, tried, bool(step) and self._runner.runs_beside(step), pauses)
+        return StepOverlap(self, step, tried, bool(step) and self._runner.runs_beside(step), pauses)
 
     def follow(self, step: list[Chunk]) -> None:
         """The next pass begins, while this step runs. The step is not to blame if none can."""
@@ -81,15 +80,15 @@ class Aside:
         """A step's chunks without the prompts that are computed aside from now on."""
         decoding = [chunk for chunk in chunks if not chunk.prefills]
         prompts = [chunk for chunk in chunks if chunk.prefills]
-        if self._pass is not None or not decoding or not prompts or not self._runner.runs_beside(decoding):
+        if self._task is not None or not decoding or not prompts or not self._runner.runs_beside(decoding):
             return chunks
         some = prompts if self._together else [self._one(prompts)]
         self._began, self._spent = perf_counter(), 0.0
         try:
-            self._pass = self._runner.pause(some)
+            self._task = self._runner.pause(some)
         except Exception as error:  # its first slice says so: the prompts fail, and nobody else
-            self._pass = _Broken(error)
-        if self._pass is None:
+            self._task = PrefillTask(FailedPieces(error), HostPlace())
+        if self._task is None:
             return chunks
         self._scheduler.begin_background(Step(tuple(some)), self.drop)
         return decoding
@@ -101,41 +100,41 @@ class Aside:
 
     def slice(self, whole: bool) -> StepOutput | None:
         """Goes on with the pass; its output when it has ended. whole: until then, for nobody waits."""
-        paused, started = self._pass, perf_counter()
-        assert paused is not None
+        task, started = self._task, perf_counter()
+        assert task is not None
         try:
-            ended = paused.go_on(self._scheduler.pace.slice_seconds(), whole)
-            logits = paused.logits() if ended else None
+            ended = task.go_on(self._scheduler.pace.slice_seconds(), whole)
+            logits = task.logits() if ended else None
         except Exception:
             self.drop()
             raise
         self._spent += perf_counter() - started
         if logits is None:
             return None
-        step, self._pass = self._scheduler.end_background(), None
+        step, self._task = self._scheduler.end_background(), None
         assert step is not None
-        seconds = perf_counter() - self._began if paused.overlaps else self._spent
+        seconds = perf_counter() - self._began if task.overlaps else self._spent
         self._scheduler.pace.observe(step.num_tokens, seconds)
         return StepOutput(step, logits)
 
     def drop(self) -> None:
         """Its sequences begin their chunks again, if they still run."""
-        paused, self._pass = self._pass, None
+        task, self._task = self._task, None
         self._scheduler.end_background()
-        if paused is not None:
-            paused.drop()
+        if task is not None:
+            task.drop()
 
 
-class Beside:
+class StepOverlap:
     """A slice of the pass under way, once in a step of the engine, and what became of its sequences."""
 
-    def __init__(self, aside: Aside, step: list[Chunk], tried: Tried, runs: bool, follows: bool) -> None:
+    def __init__(self, overlap: PrefillOverlap, step: list[Chunk], tried: Tried, runs: bool, follows: bool) -> None:
         """step: its chunks; runs: it can run while a pass is under way; else it waits for the pass's end. follows: the
         next pass may begin at once."""
-        self._aside, self._step, self._tried, self._runs, self._follows = aside, step, tried, runs, follows
+        self._overlap, self._step, self._tried, self._runs, self._follows = overlap, step, tried, runs, follows
         self.outputs: list[TokenOutput] = []
-        self.under_way = self._left = bool(aside.chunks)
-        self.waits = runs and aside.overlaps  # until a device computes the step
+        self.under_way = self._left = bool(overlap.chunks)
+        self.waits = runs and overlap.overlaps  # until a device computes the step
         self.overtook = 0.0  # seconds that the step's end waited for this, at most
 
     def __call__(self) -> None:
@@ -143,32 +142,13 @@ class Beside:
             return
         running, self._left = perf_counter(), False
         self._slice()
-        if self.waits and self._follows and not self._aside.chunks:
-            running = running if self._aside.step_ended() else perf_counter()
-            self._aside.follow(self._step)
+        if self.waits and self._follows and not self._overlap.chunks:
+            running = running if self._overlap.step_ended() else perf_counter()
+            self._overlap.follow(self._step)
             self._slice()
-        if self.waits and self._aside.step_ended():
+        if self.waits and self._overlap.step_ended():
             self.overtook = perf_counter() - running
 
     def _slice(self) -> None:
-        if chunks := self._aside.chunks:
-            self.outputs += self._tried(chunks, lambda: self._aside.slice(not self._runs)).outputs
-
-
-class _Broken:
-    """A pass that could not begin."""
-
-    overlaps = False
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def go_on(self, seconds: float, whole: bool) -> bool:
-        raise self._error
-
-    def logits(self) -> Logits:
-        raise self._error
-
-    def drop(self) -> None:
-        """Nothing is held."""
-
+        if chunks := self._overlap.chunks:
+            self.outputs += self._tried(chunks, lambda: self._overlap.slice(not self._runs)).outputs
