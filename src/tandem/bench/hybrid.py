@@ -49,7 +49,7 @@ from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu
 from tandem.engine.start.loader import rank_plan, use_one_torch_thread
 from tandem.engine.state.arrays import allocate
 from tandem.engine.step.batch import SequenceRows, host_batch
-from tandem.engine.step.hooks import BeginStep
+from tandem.engine.step.hooks import StepHooks
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.live_experts import LiveExperts
@@ -289,7 +289,7 @@ def _runner(
     side: GpuSide,
     usage: ExpertUsage | None,
     live: LiveExperts | None,
-    begin: BeginStep,
+    begin: StepHooks,
     prompts: dict[str, Any],
 ) -> GpuRunner:
     assert plan.gpu is not None

@@ -23,7 +23,7 @@ from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, Step
 from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.engine.step.batch import moved
-from tandem.engine.step.hooks import BeginStep, PassStart, nothing_begins
+from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, path_of
 from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
@@ -85,11 +85,13 @@ class GpuRunner:
         *,
         usage: ExpertUsage | None = None,
         live: LiveExperts | None = None,
-        begin_step: BeginStep | None = None,
+        begin_step: StepHooks | None = None,
     ) -> None:
-        """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
+        """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed. None:
+        nothing is prepared, and no prefill is overtaken by steps."""
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
-        self._usage, self._live, self._begin_step = usage, live, begin_step or nothing_begins
+        self._usage, self._live, self._start = usage, live, begin_step
+        self._begin_step: BeginStep = begin_step or nothing_begins
         made = partial(
             BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
             each_row=graphs.each_row,
@@ -99,8 +101,6 @@ class GpuRunner:
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
-        said: object = begin_step
-        self._start = said if isinstance(said, PassStart) else None
         self._graphs = GraphPool()
         apart = live is None and self._start is not None and self._start.pausable()
         apart = apart and not graphs.drafting and not graphs.one_stream

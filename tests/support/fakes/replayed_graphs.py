@@ -42,7 +42,7 @@ class ReplayedModel(PausingFake):
 
 
 class NotedStart:
-    """`PassStart`. alone: the GPU computes passes without the CPU. shares: bus and CPU share experts."""
+    """`StepHooks`. alone: the GPU computes passes without the CPU. shares: bus and CPU share experts."""
 
     def __init__(self, calls: list[str], alone: bool, shares: bool) -> None:
         self.calls, self.alone, self.shares, self.held = calls, alone, shares, False

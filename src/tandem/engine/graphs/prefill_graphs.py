@@ -20,7 +20,7 @@ from tandem.config.cuda_graphs import prompt_graph_rows
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.engine.step.batch import BatchLayout, BatchSizes, to_gpu
-from tandem.engine.step.hooks import HostWork, PassStart, Recorder
+from tandem.engine.step.hooks import HostWork, Recorder, StepHooks
 from tandem.engine.step.prefill import LayerPieces, PausingModel, States
 from tandem.engine.step.streams import Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -126,7 +126,7 @@ class NoPromptGraphs(Exception):
 class PromptGraphs:
     """By rows. One chunk at a time: they share their memory."""
 
-    def __init__(self, travel: PassStart | None, beside: PromptGraphs | None = None) -> None:
+    def __init__(self, travel: StepHooks | None, beside: PromptGraphs | None = None) -> None:
         """travel: needed where any are captured. beside: graphs whose memory these use, too: no pass has both."""
         self._graphs: dict[int, PromptGraph] = {}
         self._pool: Any = None if beside is None else beside._pool
@@ -172,7 +172,7 @@ class PrefillCapture:
     model: StepModel
     states: Rows[tuple[Tensor, ...]]
     pages: int
-    start: PassStart | None
+    start: StepHooks | None
     streams: Streams
     device: torch.device
     usage: ExpertUsage | None

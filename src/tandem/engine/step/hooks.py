@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -57,9 +57,12 @@ class Recorder:
         self.steps.append(graph.replay)
 
 
-@runtime_checkable
-class PassStart(Protocol):
-    """What operations prepare for a pass that steps overtake."""
+class StepHooks(Protocol):
+    """What operations prepare for a step, and for a prefill that steps overtake."""
+
+    def __call__(self, batch: ForwardBatch, captured: bool) -> None:
+        """As `BeginStep`."""
+        ...
 
     def without_stream(self, batch: ForwardBatch) -> None:
         """Before a step kernel by kernel, in which no expert travels."""

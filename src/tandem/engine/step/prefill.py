@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.engine.feeder import Feeder
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostLogits, HostRows, Logits
-from tandem.engine.step.hooks import PassStart
+from tandem.engine.step.hooks import StepHooks
 from tandem.engine.step.step import ShrinkingStep, Step
 from tandem.engine.step.streams import Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -205,7 +205,7 @@ class GpuPlace:
     overlaps = True
 
     def __init__(
-        self, start: PassStart, streams: Streams, usage: ExpertUsage | None, rows: HostRows, spares: bool = False
+        self, start: StepHooks, streams: Streams, usage: ExpertUsage | None, rows: HostRows, spares: bool = False
     ) -> None:
         """start: held. spares: as `Streams.aside`."""
         self._start, self._streams, self._usage, self._rows, self._spares = start, streams, usage, rows, spares
