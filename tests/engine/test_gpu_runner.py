@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.batch_arrays import BatchArrays, slots_of
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
@@ -21,7 +20,7 @@ from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
 from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Chunk
-from tandem.engine.step.batch import moved
+from tandem.engine.step.batch import BatchArrays, moved, slots_of
 from tandem.engine.step.streams import Streams
 from tandem.errors import EngineError, KernelError
 from tandem.models import ForwardBatch

@@ -127,9 +127,9 @@ class Session:
         meeting: Meeting | None = None,
     ) -> None:
         """meeting: with other ranks, each of which has a part of the model."""
-        from tandem.engine.batch_arrays import StepShape
         from tandem.engine.graphs.inputs import GraphPlan
         from tandem.engine.start.gpu_side import begin_step, gpu_side, order_posts
+        from tandem.engine.step.batch import StepShape
 
         config = ModelConfig.load(path)
         config = config if meeting is None else cut(config, Shard(meeting.rank, meeting.ranks))

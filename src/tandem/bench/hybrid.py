@@ -40,7 +40,6 @@ from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.cuda_graphs import split_sizes
 from tandem.config.forecast.bound import experts_seconds
 from tandem.config.ranks.ranked import ranked
-from tandem.engine.batch_arrays import StepShape
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
@@ -48,7 +47,7 @@ from tandem.engine.ranks.joined import gpu_group
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
 from tandem.engine.start.loader import rank_plan, use_one_torch_thread
 from tandem.engine.state.arrays import allocate
-from tandem.engine.step.batch import SequenceRows, host_batch
+from tandem.engine.step.batch import SequenceRows, StepShape, host_batch
 from tandem.engine.step.hooks import StepHooks
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore

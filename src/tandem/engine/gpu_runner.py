@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import BatchArrays, StepShape
 from tandem.engine.feeder import Feeder
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
@@ -22,7 +21,7 @@ from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
-from tandem.engine.step.batch import moved
+from tandem.engine.step.batch import BatchArrays, StepShape, moved
 from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, path_of
 from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.batch import BatchArrays
 from tandem.engine.step.prefill import PausingModel, PrefillTask, host_task
 from tandem.engine.step.step import Step, StepOutput
 from tandem.experts.usage.expert_usage import ExpertUsage

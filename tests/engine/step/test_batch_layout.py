@@ -16,12 +16,11 @@ from torch import Tensor
 
 import tandem
 from tandem.config.host_memory import graph_input_bytes
-from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.drawn_rows import Run, batch_of
-from tandem.engine.step.batch import moved
+from tandem.engine.step.batch import BatchArrays, moved
 from tandem.models import ForwardBatch
 
 PAGE, PAGES, MOST, CPU = 8, 12, 96, torch.device("cpu")

@@ -8,7 +8,7 @@ from repo_scripts import script_module
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 
-MOST = {"prefill": (37, 20), "decode": (34, 18)}
+MOST = {"prefill": (36, 19), "decode": (33, 17)}
 """Files of the package in all, and of engine/ and server/, on a CPU. They may only become fewer."""
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import counted, slots_of
 from tandem.engine.speculation.drawn_rows import Run
-from tandem.engine.step.batch import forward_batch, to_gpu
+from tandem.engine.step.batch import counted, forward_batch, slots_of, to_gpu
 from tandem.models.batch import ForwardBatch
 
 
