@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.engine.feeder import Feeder
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.pool import GraphPool
@@ -26,7 +25,7 @@ from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, path_of
 from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
-from tandem.engine.step.streams import Streams
+from tandem.engine.step.streams import Feeder, Streams
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts

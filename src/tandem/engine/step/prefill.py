@@ -17,11 +17,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.engine.feeder import Feeder
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostLogits, HostRows, Logits
 from tandem.engine.step.hooks import StepHooks
 from tandem.engine.step.step import ShrinkingStep, Step
-from tandem.engine.step.streams import Streams
+from tandem.engine.step.streams import Feeder, Streams
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
