@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from fake_model import check_pages, greedy_reference, request, run, token_ids
+from fake_model import check_pages, fake_logits, greedy_reference, request, run, token_ids
 from replayed_graphs import replayed_engine
+from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
+from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.step.path import Path
 
 PROMPTS = {
@@ -97,6 +99,31 @@ def test_a_shorter_chunk_is_begun_anew(monkeypatch) -> None:
     assert [each for each in calls if each.startswith("begin")] == ["begin kernels of 40", "begin kernels of 8"]
     assert engine._scheduler.running[0].computed_len == 8
     assert token_ids([o for _, outputs in run(engine).items() for o in outputs]) == greedy_reference(PROMPTS["c"], 8)
+
+
+@pytest.mark.parametrize("acceptance", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("plain", [(), (1, 2, 4)], ids=["one kind", "plain ones"])
+def test_drafts_change_no_answer(monkeypatch, acceptance: float, plain: tuple[int, ...]) -> None:
+    """Their rows are a graph's, too. Steps without drafts, which follow none, have graphs of their own."""
+    names = {"a": 30, "d": 30}
+    answers = {(name, 0): greedy_without_end(PROMPTS[name], count) for name, count in names.items()}
+    engine, calls = replayed_engine(
+        monkeypatch, plain=plain, sizes=(1, 2, 4, 6, 8), num_pages=200, num_slots=8,
+        speculation=SpeculationPlan("made up", 3, False), drafter=Foretold(answers, acceptance, 64),
+    )  # fmt: skip
+    asks = [request(name, PROMPTS[name], max_tokens=count, ignore_eos=True) for name, count in names.items()]
+    got = {name: token_ids(outputs) for (name, _), outputs in run(engine, *asks).items()}
+    assert got == {name: tokens for (name, _), tokens in answers.items()}
+    replays = [call.split() for call in calls if call.startswith("replay")]
+    assert any(int(call[1]) > 2 for call in replays), "no step had drafts"
+    check_pages(engine)
+
+
+def greedy_without_end(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(fake_logits(tokens).argmax()))
+    return tokens[len(prompt) :]
 
 
 def decoding(monkeypatch, **flags: Any) -> tuple[Engine, list[str]]:

@@ -17,6 +17,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
 from tandem.engine.graphs.prefill_graphs import Piece, PromptGraphs
 from tandem.engine.sampling.logits import best_of
+from tandem.engine.speculation.draft import Drafter
 from tandem.engine.start import parts
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.prefill import LayerPieces
@@ -189,19 +190,21 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
 
 def replayed_engine(
     patch: pytest.MonkeyPatch, *, alone: bool = True, shares: bool = False, sizes: tuple[int, ...] = (1, 2, 4),
-    prompts: tuple[int, ...] = (16,), ring: int = 0, shared_tokens: int = 0, spared: int = 0, **plan: Any,
+    prompts: tuple[int, ...] = (16,), ring: int = 0, shared_tokens: int = 0, spared: int = 0,
+    plain: tuple[int, ...] = (), drafter: Drafter | None = None, **plan: Any,
 ) -> tuple[Engine, list[str]]:  # fmt: skip
-    """An engine, and what its runner does, in order. alone, shares: as `NotedStart`; ring: whether experts travel."""
+    """An engine, and what its runner does, in order. alone, shares: as `NotedStart`; ring: whether experts travel.
+    plain: rows that have a graph of steps without drafts, too."""
     calls: list[str] = []
     without_gpu(patch, calls)
     gpu = GpuPlan(
         "none", 0, "uniform", None, sizes, 1.0, prompt_sizes=prompts, ring_bytes=ring, shared_tokens=shared_tokens,
-        spared=spared,
+        spared=spared, settled_sizes=plain,
     )  # fmt: skip
     made = fake_plan(gpu=gpu, **{"max_step_tokens": 64} | plan)
     own = EngineParts(
         made, fake_config(), ReplayedModel(), FakeTokenizer(), handoff=NotedHandoff(calls),
-        begin_step=NotedStart(calls, alone, shares),
+        begin_step=NotedStart(calls, alone, shares), drafter=drafter,
     )  # fmt: skip
     engine = Engine.from_parts(own)
     engine._scheduler.pace.slice_seconds = lambda: 0.0  # a piece, whatever it takes

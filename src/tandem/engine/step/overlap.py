@@ -25,14 +25,14 @@ Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], Ran]
 
 
 class OverlappingRunner(Protocol):
-    """Runs steps, and passes between them."""
+    """Runs steps, and tasks between them."""
 
     def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
         """Begins a task of these chunks; None: its model or its device cannot."""
         ...
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
-        """Whether a step of these chunks can run while a pass is under way."""
+        """Whether a step of these chunks can run while a task is under way."""
         ...
 
     def step_ended(self) -> bool:
@@ -41,11 +41,11 @@ class OverlappingRunner(Protocol):
 
 
 class PrefillOverlap:
-    """At most one pass at a time. The scheduler keeps its sequences from running otherwise; when one of them loses its
-    pages, the pass ends, and what it computed is computed again."""
+    """At most one task at a time. The scheduler keeps its sequences from running otherwise; when one of them loses its
+    pages, the task ends, and what it computed is computed again."""
 
     def __init__(self, scheduler: Scheduler, runner: OverlappingRunner, together: bool) -> None:
-        """together: several sequences may share a pass. Not where layers change what a sequence keeps in place: that
+        """together: several sequences may share a task. Not where layers change what a sequence keeps in place: that
         cannot be computed again."""
         self._scheduler, self._runner, self._together = scheduler, runner, together
         self._task: PrefillTask | None = None
@@ -54,20 +54,20 @@ class PrefillOverlap:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Of the pass under way."""
+        """Of the task under way."""
         return list(self._scheduler.in_flight)
 
     @property
     def overlaps(self) -> bool:
-        """Whether a device computes the pass under way, if there is one, while steps run."""
+        """Whether a device computes the task under way, if there is one, while steps run."""
         return self._task is not None and self._task.overlaps
 
     def beside(self, step: list[Chunk], tried: Tried, pauses: bool) -> StepOverlap:
-        """What is to be done of the pass under way in this step of the engine. pauses: another pass may follow it."""
+        """What is to be done of the task under way in this step of the engine. pauses: another task may follow it."""
         return StepOverlap(self, step, tried, bool(step) and self._runner.runs_beside(step), pauses)
 
     def follow(self, step: list[Chunk]) -> None:
-        """The next pass begins, while this step runs. The step is not to blame if none can."""
+        """The next task begins, while this step runs. The step is not to blame if none can."""
         try:
             self.take([*step, *self._scheduler.prompts(len(step))])
         except Exception:
@@ -99,7 +99,7 @@ class PrefillOverlap:
         return prompts[0] if self._oldest else min(prompts, key=lambda chunk: chunk.sequence.pending_len)
 
     def slice(self, whole: bool) -> StepOutput | None:
-        """Goes on with the pass; its output when it has ended. whole: until then, for nobody waits."""
+        """Goes on with the task; its output when it has ended. whole: until then, for nobody waits."""
         task, started = self._task, perf_counter()
         assert task is not None
         try:
@@ -126,11 +126,11 @@ class PrefillOverlap:
 
 
 class StepOverlap:
-    """A slice of the pass under way, once in a step of the engine, and what became of its sequences."""
+    """A slice of the task under way, once in a step of the engine, and what became of its sequences."""
 
     def __init__(self, overlap: PrefillOverlap, step: list[Chunk], tried: Tried, runs: bool, follows: bool) -> None:
-        """step: its chunks; runs: it can run while a pass is under way; else it waits for the pass's end. follows: the
-        next pass may begin at once."""
+        """step: its chunks; runs: it can run while a task is under way; else it waits for its end. follows: the
+        next task may begin at once."""
         self._overlap, self._step, self._tried, self._runs, self._follows = overlap, step, tried, runs, follows
         self.outputs: list[TokenOutput] = []
         self.under_way = self._left = bool(overlap.chunks)
