@@ -10,7 +10,7 @@ import pytest
 from server_harness import LocalServer
 from server_requests import CHAT, events, run, user
 from tandem.engine.protocol import TokenOutput
-from tandem.engine.turns import merged
+from tandem.engine.step.step import merged
 from tandem.server.chat.answer_parser import AnswerRules, PlainText
 from tandem.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments
 from tandem.server.chat.formats.reasoning_format import reasoning_format

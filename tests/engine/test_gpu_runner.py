@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.batch_arrays import BatchArrays, moved, slots_of
-from tandem.engine.gpu_pass import Streams
 from tandem.engine.gpu_runner import GpuRunner, _masks
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
-from tandem.engine.graphs.prompt_capture import CapturedPrompts
-from tandem.engine.prompt_graphs import PromptGraphs
+from tandem.engine.graphs.pool import GraphPool
+from tandem.engine.graphs.prefill_graphs import PrefillCapture
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, HostRows, StepEnd, best_of
 from tandem.engine.sampling.masks import bits_of
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.batch import BatchArrays, moved, slots_of
+from tandem.engine.step.streams import Streams
 from tandem.errors import EngineError, KernelError
 from tandem.models import ForwardBatch
 
@@ -179,15 +179,11 @@ def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
 
 def runner_on(device: str) -> GpuRunner:
     runner = GpuRunner.__new__(GpuRunner)
-    runner._settled = {}
+    runner._graphs = GraphPool()
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
     runner._model, runner._states, runner._usage = cast(Any, SimpleNamespace()), [], None
     runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), None
-    runner._plan, runner._prompts, runner._splits = (
-        GraphPlan((SIZE,), PAGES),
-        PromptGraphs(None),
-        PromptGraphs(None),
-    )
+    runner._plan = GraphPlan((SIZE,), PAGES)
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner
 
@@ -215,7 +211,7 @@ def test_what_is_planned_outside_graphs_knows_the_steps_rows(monkeypatch: pytest
     runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     runner._begin_step = lambda batch, captured: begun.append((batch.seq_lens.tolist(), captured))
     replayed = SimpleNamespace(slot=0, replay=lambda: begun.append(([], True)))
-    runner._graphs = {
+    runner._graphs.decode = {
         SIZE: cast(
             Any,
             SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, logits=[], best=[]),
@@ -240,7 +236,7 @@ def test_experts_move_beside_a_step_and_nothing_that_it_sends_waits_for_them(
     runner._begin_step = lambda batch, captured: None
     replayed = SimpleNamespace(slot=0, replay=lambda: calls.append("graph"))
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
-    runner._graphs = {
+    runner._graphs.decode = {
         SIZE: cast(
             Any, SimpleNamespace(slot=0, inputs=inputs, graph=replayed, posts=0, masks=MASKS, **results)
         )
@@ -366,7 +362,7 @@ def test_a_replayed_graph_gets_its_masks_while_it_runs(monkeypatch: pytest.Monke
         slot=0, send=lambda masks: calls.append(f"{len(masks)} masks"), make=lambda make: make(), check=lambda: None
     )  # fmt: skip
     results = {"logits": torch.zeros(SIZE, 4), "best": torch.zeros(SIZE, 2)}
-    runner._graphs = {
+    runner._graphs.decode = {
         SIZE: cast(Any, SimpleNamespace(slot=0, inputs=inputs, graph=graph, posts=0, masks=masks, **results))
     }
     begin, finish = lambda posts: calls.append("begin"), lambda: calls.append("experts")
@@ -402,7 +398,7 @@ def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch
     runner, inputs = runner_on("cpu"), GraphInputs(SIZE, GraphPlan((SIZE,), PAGES), torch.device("cpu"))
     masks, graph = GraphMasks(SIZE, torch.device("cpu")), SimpleNamespace(replay=lambda: noted("graph"))
     runner._begin_step = lambda batch, captured: None
-    runner._graphs = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
+    runner._graphs.decode = {SIZE: cast(Any, SimpleNamespace(inputs=inputs, graph=graph, posts=7, masks=masks))}
     runner._handoff = cast(Any, SimpleNamespace(
         begin=lambda posts: noted("begin") if where == "begin" else calls.append(f"{posts} posts"),
         finish=lambda: calls.append("answered"), cancel=lambda: calls.append("cancelled"),
@@ -431,10 +427,10 @@ def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(
     runner._plan = GraphPlan((SIZE,), PAGES, prompts=(16, 32))
     runner._start = cast(Any, SimpleNamespace(replayable=lambda: True))
     runner._streams = cast(Any, SimpleNamespace(steps=object()))
-    monkeypatch.setattr(CapturedPrompts, "_capture", fails)
+    monkeypatch.setattr(PrefillCapture, "_capture", fails)
     runner._capture_prompts()
     assert captured == [32] and str(error) in caplog.text
-    assert runner._prompts.graph_of(batch(4, 2, 0)) is None
+    assert runner._graphs.prefill.graph_of(batch(4, 2, 0)) is None
 
 
 @pytest.mark.parametrize("why", ["take turns", "cannot stop", "CPU computes a part"])

@@ -30,7 +30,6 @@ from recorded_steps import tiny_engine
 from tandem import LLM
 from tandem.config import EngineConfig
 from tandem.config.speculation.choice import SpeculationPlan
-from tandem.engine.batch_arrays import BatchArrays
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams
@@ -38,6 +37,7 @@ from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
+from tandem.engine.step.batch import BatchArrays
 from tandem.experts.usage.usage_file import read_usage
 
 PROMPT = list(range(2, 9))

@@ -15,12 +15,12 @@ from sessions import plan
 from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
-from tandem.engine.batch_arrays import StepShape
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.sampling import logits
 from tandem.engine.start.warm_kernels import kinds_of_layers, row_counts, warm_kernels
 from tandem.engine.state.arrays import allocate
+from tandem.engine.step.batch import StepShape
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts

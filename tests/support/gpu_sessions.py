@@ -16,6 +16,8 @@ from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_plan import GpuPlan
 from tandem.config.ranks.cut import cut
 from tandem.config.ranks.shard import Shard
+from tandem.engine.engine import Engine
+from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.llm import Generation
 from tandem.engine.ranks.joined import gpu_group
 from tandem.engine.state.arrays import allocate
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
     from tandem.engine.start.gpu_side import GpuSide
 
 PAGE, PAGES, ROWS, PROMPT, DECODED = 16, 4, 8, 21, 9
+
+# Names that tests of prompts have for parts of an engine and its runner.
+Engine._aside = property(lambda engine: engine._overlap)
+for _name, _kind in (("_prompts", "prefill"), ("_passes", "background"), ("_splits", "shared")):
+    setattr(GpuRunner, _name, property(lambda runner, kind=_kind: getattr(runner._graphs, kind)))
 
 
 def plan(
@@ -120,10 +127,9 @@ class Session:
         meeting: Meeting | None = None,
     ) -> None:
         """meeting: with other ranks, each of which has a part of the model."""
-        from tandem.engine.batch_arrays import StepShape
-        from tandem.engine.gpu_runner import GpuRunner
         from tandem.engine.graphs.inputs import GraphPlan
         from tandem.engine.start.gpu_side import begin_step, gpu_side, order_posts
+        from tandem.engine.step.batch import StepShape
 
         config = ModelConfig.load(path)
         config = config if meeting is None else cut(config, Shard(meeting.rank, meeting.ranks))

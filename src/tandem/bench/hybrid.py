@@ -21,6 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor
@@ -39,7 +40,6 @@ from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
 from tandem.config.cuda_graphs import split_sizes
 from tandem.config.forecast.bound import experts_seconds
 from tandem.config.ranks.ranked import ranked
-from tandem.engine.batch_arrays import StepShape
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
@@ -47,7 +47,8 @@ from tandem.engine.ranks.joined import gpu_group
 from tandem.engine.start.gpu_side import GpuSide, begin_step, expert_stream, gpu_side, registered
 from tandem.engine.start.loader import rank_plan, use_one_torch_thread
 from tandem.engine.state.arrays import allocate
-from tandem.engine.step.hooks import BeginStep
+from tandem.engine.step.batch import SequenceRows, StepShape, host_batch
+from tandem.engine.step.hooks import StepHooks
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.live_experts import LiveExperts
@@ -58,7 +59,6 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import caller_on, planned_pool
-from tandem.models import ForwardBatch
 
 WARM_STEPS = 5
 READ_SECONDS = 0.1
@@ -288,7 +288,7 @@ def _runner(
     side: GpuSide,
     usage: ExpertUsage | None,
     live: LiveExperts | None,
-    begin: BeginStep,
+    begin: StepHooks,
     prompts: dict[str, Any],
 ) -> GpuRunner:
     assert plan.gpu is not None
@@ -346,14 +346,12 @@ def step_times(built: Built, batch: int, request: Request) -> Iterator[float]:
 def decoder(built: Built, batch: int, context: int) -> Callable[[], None]:
     """One decode step after the other, each fed with the tokens of the last; the position stays."""
     page, pages = built.plan.page_size, built.plan.num_pages // batch
-    tables = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
-    state = ForwardBatch(
-        input_ids=torch.arange(batch) * 7919 % built.config.vocab, positions=torch.full((batch,), context - 1),
-        cache_slots=tables[:, (context - 1) // page].long() * page + (context - 1) % page,
-        query_starts=torch.arange(batch + 1, dtype=torch.int32),
-        seq_lens=torch.full((batch,), context, dtype=torch.int32), block_tables=tables[:, : -(-context // page)],
-        logits_rows=torch.arange(batch), slots=torch.arange(batch, dtype=torch.int32) + 1,
-    )  # fmt: skip
+    tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+    rows = [
+        SequenceRows([i * 7919 % built.config.vocab], context - 1, table[: -(-context // page)], slot=i + 1)
+        for i, table in enumerate(tables)
+    ]
+    state = host_batch(rows, page)
     ids = state.input_ids.numpy()  # filled anew, as the engine does with its arrays
 
     def step() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -28,6 +29,7 @@ from tandem.bench.stored import format_name
 from tandem.config import Machine, ModelConfig
 from tandem.config.forecast.attention import attention_flops
 from tandem.engine.start.loader import use_one_torch_thread
+from tandem.engine.step.batch import SequenceRows, host_batch
 from tandem.errors import ConfigError
 from tandem.models import ForwardBatch
 
@@ -176,13 +178,7 @@ def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int =
 
 def chunk_of(built: hybrid.Built, first: int, last: int, seed: int = 0) -> ForwardBatch:
     """Tokens [first, last) of the one sequence. seed: of which tokens; prompts differ."""
-    page, positions = built.plan.page_size, torch.arange(first, last)
-    generator = torch.Generator().manual_seed(seed << 32 | first)
-    table = torch.arange(built.plan.num_pages, dtype=torch.int32)
+    page, generator = built.plan.page_size, torch.Generator().manual_seed(seed << 32 | first)
     ids = torch.randint(built.config.vocab, (last - first,), generator=generator)
-    return ForwardBatch(
-        input_ids=ids, positions=positions, cache_slots=positions,
-        query_starts=torch.tensor([0, last - first], dtype=torch.int32),
-        seq_lens=torch.tensor([last], dtype=torch.int32), block_tables=table[None, : -(-last // page)],
-        logits_rows=torch.tensor([last - first - 1]), slots=torch.ones(1, dtype=torch.int32),
-    )  # fmt: skip
+    table = np.arange(-(-last // page), dtype=np.int32)
+    return host_batch([SequenceRows(ids.numpy(), first, table, slot=1)], page)

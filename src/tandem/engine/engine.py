@@ -14,14 +14,12 @@ from torch import Tensor
 from tandem.config import EngineConfig
 from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.engine.answer import Answers
-from tandem.engine.aside import Aside, Beside
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.pace import PrefillPace
-from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.runners import layout_of, runner_of, states_of
@@ -37,8 +35,9 @@ from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
 from tandem.engine.state.windows import WindowPages
-from tandem.engine.step.step import HasNewRequest, Step, StepOutput, no_new_request
-from tandem.engine.turns import Ran, Turn, turns_of
+from tandem.engine.step.overlap import PrefillOverlap, StepOverlap
+from tandem.engine.step.prefill import PausingModel
+from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
@@ -120,7 +119,7 @@ class Engine:
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
         # GPU changes a sequence's slot for graphs and a pass at once.
         self._may_pause = not plan.drafts and (together or plan.gpu is None)
-        self._aside = Aside(self._scheduler, self._runner, together)
+        self._overlap = PrefillOverlap(self._scheduler, self._runner, together)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
@@ -177,8 +176,8 @@ class Engine:
         chunks = self._scheduler.next(pauses)
         drawing = perf_counter() - started  # guesses
         if pauses:
-            chunks = self._aside.take(chunks)
-        beside = self._aside.beside(chunks, partial(self._tried, counts=False), pauses)
+            chunks = self._overlap.take(chunks)
+        beside = self._overlap.beside(chunks, partial(self._tried, counts=False), pauses)
         if not beside.waits:
             beside()
         step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
@@ -195,7 +194,7 @@ class Engine:
         shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
-    def _run(self, step: Step, beside: Beside, drawing: float) -> list[TokenOutput]:
+    def _run(self, step: Step, beside: StepOverlap, drawing: float) -> list[TokenOutput]:
         """The seconds that it takes tell the pace and the guesses' governor."""
         started, has_prefill = perf_counter(), step.has_prefill
         ran = self._tried(step.chunks, lambda: self._runner.run(step, beside))

@@ -17,7 +17,7 @@ from tandem.config import EngineConfig, ModelConfig, Plan
 from tandem.config.env import recorder_dir
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.protocol import ExpertsRecorded, ExpertStats, ExpertTraffic
-from tandem.engine.turns import Turn
+from tandem.engine.step.step import Turn
 from tandem.errors import RequestError
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffTimes, HintCounts

@@ -11,22 +11,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import BatchArrays, StepShape, moved
-from tandem.engine.feeder import Feeder
-from tandem.engine.gpu_pass import GpuPass, PassStart, Streams, in_layers
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.graphs.prompt_capture import CapturedPrompts
-from tandem.engine.paused_pass import PausingModel
-from tandem.engine.prompt_graphs import LayerWork, PromptGraph, PromptGraphs, Work
+from tandem.engine.graphs.pool import GraphPool
+from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph
 from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
-from tandem.engine.step.hooks import BeginStep, nothing_begins
+from tandem.engine.step.batch import BatchArrays, StepShape, moved
+from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, path_of
+from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
+from tandem.engine.step.streams import Feeder, Streams
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -84,11 +83,13 @@ class GpuRunner:
         *,
         usage: ExpertUsage | None = None,
         live: LiveExperts | None = None,
-        begin_step: BeginStep | None = None,
+        begin_step: StepHooks | None = None,
     ) -> None:
-        """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed."""
+        """begin_step: called before the layers of a step run, and before a graph is captured (True) or replayed. None:
+        nothing is prepared, and no prefill is overtaken by steps."""
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
-        self._usage, self._live, self._begin_step = usage, live, begin_step or nothing_begins
+        self._usage, self._live, self._start = usage, live, begin_step
+        self._begin_step: BeginStep = begin_step or nothing_begins
         made = partial(
             BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
             each_row=graphs.each_row,
@@ -98,9 +99,7 @@ class GpuRunner:
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
-        said: object = begin_step
-        self._start = said if isinstance(said, PassStart) else None
-        self._prompts = self._passes = self._splits = PromptGraphs(None)
+        self._graphs = GraphPool()
         apart = live is None and self._start is not None and self._start.pausable()
         apart = apart and not graphs.drafting and not graphs.one_stream
         self._streams = Streams(handoff.device, apart, graphs.spared if graphs.prompts else 0)
@@ -110,7 +109,7 @@ class GpuRunner:
             capture = DecodeCapture(
                 graphs, self._device, handoff, self._streams, self._begin_step, self._forward
             )
-            self._graphs, self._settled = capture.all()
+            self._graphs.capture_decode(graphs, capture)
             self._capture_prompts()
 
     def run(self, step: Step, meanwhile: Callable[[], None] = _nothing) -> StepOutput:
@@ -177,7 +176,7 @@ class GpuRunner:
         """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
         where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
         CPU has done its part."""
-        choice = path_of(batch, self, shrinks=shrinking is not None)
+        choice = path_of(batch, self._graphs, shrinks=shrinking is not None)
         choice.log(len(batch.input_ids))
         if choice.decode is not None:
             return self._replayed(choice.decode, batch, masks, make, meanwhile)
@@ -244,24 +243,26 @@ class GpuRunner:
         self, choice: Choice[DecodeGraph, PromptGraph], batch: ForwardBatch, make: Callable[[], None]
     ) -> DeviceLogits:
         """Prompts in the graph of their path, while no pass is under way."""
-        paused = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
-        assert paused is not None, "graphs of prompts are captured only where passes can be paused"
+        task = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
+        assert task is not None, "graphs of prompts are captured only where passes can be paused"
         try:
-            paused.go_on(0.0, whole=True)
+            task.go_on(0.0, whole=True)
             make()
-            return paused.logits()
+            logits = task.logits()
         except BaseException:
-            paused.drop()  # or later steps would find it under way
+            task.drop()  # or later steps would find it under way
             raise
+        assert isinstance(logits, DeviceLogits)
+        return logits
 
-    def pause(self, chunks: list[Chunk]) -> GpuPass | None:
-        """A pass of these chunks; one at a time."""
+    def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
+        """A task of these chunks; one at a time."""
         return self.paused(self._paused.fill(chunks))
 
     def paused(
         self, batch: ForwardBatch, graph: PromptGraph | None = None, split: bool = False
-    ) -> GpuPass | None:
-        """A pass beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
+    ) -> PrefillTask | None:
+        """A task beside which graphs are replayed. None: this model cannot stop, or its operations keep something that
         steps change. The batch is in host memory, and stays as it is. graph: of it, if nothing is replayed beside it;
         split: the CPU has a part in that."""
         start = self._start
@@ -269,34 +270,33 @@ class GpuRunner:
             return None
         beside = None
         if graph is None:
-            choice = background_path_of(batch, self)
+            choice = background_path_of(batch, self._graphs)
             choice.log(len(batch.input_ids))
             beside = choice.prefill
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it.
         with torch.inference_mode(), self._streams.aside(graph is not None, beside is not None):
             alone = start.hold(batch, split)
             try:
-                work = self._work(batch, self._model, graph or (beside if alone else None))
+                pieces = self._pieces(batch, self._model, graph or (beside if alone else None))
             except BaseException:
                 start.release()
                 raise
-        feeder = self._feeder if alone and isinstance(work, LayerWork) else None
-        return GpuPass(work, start, self._streams, self._usage, self._rows, feeder, beside is not None)
+        place = GpuPlace(start, self._streams, self._usage, self._rows, spares=beside is not None)
+        return PrefillTask(pieces, place, self._feeder if alone and isinstance(pieces, LayerPieces) else None)
 
-    def _work(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Work:
+    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:
         tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
         if graph is not None:
             return graph.of(batch)
         best = BestRows(len(batch.logits_rows), self._device)
-        return LayerWork(model, self._states, moved(batch, self._device), tallies, best)
+        return LayerPieces(model, self._states, moved(batch, self._device), tallies, best)
 
     def step_ended(self) -> bool:
         return self._end.passed()
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""
-        most = max(self._graphs, default=0)
-        return len(chunks) <= most and all(chunk.length == 1 for chunk in chunks)
+        return self._graphs.runs_beside_prefill(len(chunks)) and all(chunk.length == 1 for chunk in chunks)
 
     def _done(
         self,
@@ -336,38 +336,11 @@ class GpuRunner:
             lambda step: _begun(self._arrays.fill(step.chunks), self._begin_step, self._device),
         )  # fmt: skip
 
-    # -- what is captured: `step.path.Facts` ---
-
-    def decode_graph(self, step: ForwardBatch) -> DecodeGraph | None:
-        rows = step.seq_lens.shape[0]
-        if step.input_ids.shape[0] != rows or step.logits_rows.shape[0] != rows:
-            return None
-        settled = self._settled if step.folded is None else {}
-        sizes = [size for graphs in (settled, self._graphs) for size in graphs if size >= rows]
-        return None if not sizes else settled.get(sizes[0], self._graphs[sizes[0]])
-
-    def shared_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        graph = self._splits.graph_of(step, alone=True)
-        if graph is None or self._start is None or not self._start.splits(len(step.input_ids)):
-            return None
-        return graph
-
-    def prefill_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        return self._prompts.graph_of(step, alone=True) if self._plan.alone else None
-
-    def background_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        return self._passes.graph_of(step)
-
-    # -- graphs ---
-
     def _capture_prompts(self) -> None:
         """Where passes can be overtaken."""
-        start, streams, usage = self._start, self._streams, self._usage
-        made = CapturedPrompts(
-            self._model, self._states, self._plan.pages, start, streams, self._device, usage
+        self._graphs.capture_prefill(
+            self._plan,
+            PrefillCapture(
+                self._model, self._states, self._plan.pages, self._start, self._streams, self._device, self._usage
+            ),
         )
-        self._passes = made.of(self._plan.prompts, spares=True)
-        own = self._plan.spared > 0 and self._plan.alone
-        self._prompts = made.of(self._plan.prompts) if own else self._passes
-        shared = [] if start is None else [size for size in self._plan.splits if start.may_split(size)]
-        self._splits = made.of(shared, beside=self._prompts)

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import BatchArrays
-from tandem.engine.paused_pass import PausedPass, Pausing, PausingModel
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.batch import BatchArrays
+from tandem.engine.step.prefill import PausingModel, PrefillTask, host_task
 from tandem.engine.step.step import Step, StepOutput
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
@@ -59,11 +59,11 @@ class ModelRunner:
     def settled(self, tokens: int) -> None:
         """As `GpuRunner.settled`; nothing has waited for it."""
 
-    def pause(self, chunks: list[Chunk]) -> Pausing | None:
-        """A pass of these chunks, one at a time; steps may run between its pieces. None: this model cannot stop."""
+    def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
+        """A task of these chunks, one at a time; steps may run between its pieces. None: this model cannot stop."""
         if not isinstance(self._model, PausingModel):
             return None
-        return PausedPass(self._model, self._states, self._paused.fill(chunks), self._usage)
+        return host_task(self._model, self._states, self._paused.fill(chunks), self._usage)
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Whether a step of these chunks can run while a pass is under way."""

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from tandem.config.state import StateLayout
-from tandem.engine.batch_arrays import StepShape
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.runner import ModelRunner
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays, allocate
+from tandem.engine.step.batch import StepShape
 
 
 def layout_of(parts: EngineParts) -> StateLayout:

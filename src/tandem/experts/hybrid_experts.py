@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +42,10 @@ class HybridTicket:
     dtype: torch.dtype
     posted: bool
     streamed: bool = False
+
+
+def _nothing(*_: object) -> None:
+    """Where the CPU has no part in a layer."""
 
 
 class HybridExperts:
@@ -179,35 +182,26 @@ class HybridExperts:
     ) -> HybridTicket:
         """The CPU gets what neither is on the GPU nor travels there."""
         keys, shared = stream.keys(self.index, routing.ids, slots), stream.leaves_some(self.index)
-        if stream.recorder is not None:
-            if shared:
-                self._handoff.copies.send(x, routing, keys)
-            stream.recorder.cut(partial(self._between, stream, shared))
-        elif shared:
-            self._handoff.post(self._number, x, routing, keys)
+        if shared:
+            self._handoff.copies.send(x, routing, keys)
+        stream.before_experts(self.index, self._sent if shared else _nothing)
         sums = stream.compute(self.index, x, keys, routing)
         return HybridTicket(keys, sums, x.dtype, shared, streamed=True)
 
-    def _between(self, stream: ExpertStream, shared: bool) -> None:
-        """The host's part, between the graph that names a layer's experts and the one that computes them."""
-        if shared:
-            self._handoff.copies.sent(self._handoff.layers[self._number])
-        stream.arrive(self.index)
+    def _sent(self) -> None:
+        self._handoff.copies.sent(self._handoff.layers[self._number])
 
-    def _after(self, stream: ExpertStream, shared: bool) -> None:
-        """And between that and the one that adds what the CPU has computed. Rows that only fill a graph up are not."""
-        stream.leave(self.index)
-        if shared:
-            self._handoff.copies.compute(stream.rows)
+    def _compute(self, rows: int) -> None:
+        self._handoff.copies.compute(rows)
 
     def wait(self, ticket: HybridTicket) -> Tensor:
         """sum over k of weight * expert(x), [T, hidden]."""
         elsewhere, rows = None, len(ticket.slots)
-        if ticket.streamed and self.stream is not None and self.stream.recorder is not None:
-            self.stream.recorder.cut(partial(self._after, self.stream, ticket.posted))
+        if ticket.streamed and self.stream is not None:
+            self.stream.after_experts(self.index, self._compute if ticket.posted else _nothing, rows)
             elsewhere = self._handoff.copies.result(rows) if ticket.posted else None
         elif ticket.posted:
-            elsewhere = self._handoff.collect(rows, ticket.streamed)
+            elsewhere = self._handoff.collect(rows)
         if ticket.partial is not None:
             return ticket.partial.combined(elsewhere)
         assert elsewhere is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from tandem.config.layers import SILU, Activation
 from tandem.config.memory import gib
 from tandem.config.state import DTYPE_BYTES, State, state_layout
 from tandem.engine.state.arrays import allocate
+from tandem.engine.step.batch import SequenceRows, host_batch, moved
 from tandem.errors import ConfigError
 from tandem.experts import Experts
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
@@ -233,18 +235,9 @@ class LayerStream:
         return -(-tokens // self.plan.page_size)
 
     def _batch(self, window: tuple[int, ...]) -> ForwardBatch:
-        device, pages = self.device, self._pages_of(max(map(len, self.windows.ids)))
-        rows = torch.arange(len(window), device=device)
-        return ForwardBatch(
-            input_ids=torch.tensor(window, device=device),
-            positions=rows,
-            cache_slots=rows,
-            query_starts=torch.tensor([0, len(window)], dtype=torch.int32, device=device),
-            seq_lens=torch.tensor([len(window)], dtype=torch.int32, device=device),
-            block_tables=torch.arange(pages, dtype=torch.int32, device=device)[None],
-            logits_rows=rows,
-            slots=torch.ones(1, dtype=torch.int32, device=device),
-        )
+        pages = np.arange(self._pages_of(max(map(len, self.windows.ids))), dtype=np.int32)
+        rows = SequenceRows(window, first=0, table=pages, slot=1, logits=len(window))
+        return moved(host_batch([rows], self.plan.page_size), self.device)
 
     def _gpu_side(self, cpu: CpuOps) -> GpuSide | None:
         if self.plan.gpu is None:

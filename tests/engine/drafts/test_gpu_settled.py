@@ -37,18 +37,16 @@ class Counted(GpuRunner):
         self.kinds: list[bool] = []
         super().__init__(*args, **flags)
 
-    def decode_graph(self, step):
-        graph = super().decode_graph(step)
-        if graph is not None:
-            self.kinds.append(graph in self._settled.values())
-        return graph
+    def _replayed(self, graph, *step):
+        self.kinds.append(graph in self._graphs.plain.values())
+        return super()._replayed(graph, *step)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text"])
 def test_both_kinds_of_steps_follow_each_other(tiny_models, monkeypatch, variant: str, share: float) -> None:
     """What one of them keeps of a token, the other reads: inputs, and the memory."""
-    monkeypatch.setattr("tandem.engine.engine.GpuRunner", Counted)
+    monkeypatch.setattr("tandem.engine.runners.GpuRunner", Counted)
     path = tiny_models[variant]
     parts = load_parts(
         EngineConfig.from_keywords(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,12 +14,12 @@ from fake_model import FakeModel, check_pages, fake_engine, greedy_reference, re
 from pausing_model import DEPTH, LONG, FakePass, PausingFake
 from sessions import Session, prompts
 from tandem import _core
-from tandem.engine.aside import Aside
 from tandem.engine.engine import Engine, _pace
 from tandem.engine.pace import MIN_TOKENS, SHARED_STEP_SECONDS, SLICE_OF_STEP, PrefillPace
-from tandem.engine.paused_pass import PIECES_AHEAD, PausedPass, PausingModel, slice_of
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.overlap import PrefillOverlap
+from tandem.engine.step.prefill import PIECES_AHEAD, PausingModel, PrefillTask, host_task
 from tandem.kernels.cpu_ops import CpuOps
 from tiny import VARIANTS
 
@@ -50,7 +51,7 @@ def test_a_pass_that_steps_overtake_gives_the_same_bits(tiny_models, variant) ->
     for overtaken in (False, True):
         session = Session(tiny_models[variant], ops=ops, counted=True)
         session.step([(1, b[:3])])
-        paused = PausedPass(session.model, session.states, session.batch([(0, a[:23])]), session.usage)
+        paused = host_task(session.model, session.states, session.batch([(0, a[:23])]), session.usage)
         others = iter((b * 99)[3 : 3 + 2 * (session.model.depth + 1)])
         rows = []
         while paused.pieces_left():
@@ -75,7 +76,7 @@ def test_a_pass_counts_apart_from_the_steps_that_overtake_it(tiny_models) -> Non
     plain.usage.begin(9)
     plain.step([(0, a[:9])])
     session = Session(tiny_models["qwen3_moe"], ops=ops, counted=True)
-    paused = PausedPass(session.model, session.states, session.batch([(0, a[:9])]), session.usage)
+    paused = host_task(session.model, session.states, session.batch([(0, a[:9])]), session.usage)
     paused.piece()
     session.usage.begin(1)
     session.step([(1, b[:1])])
@@ -185,37 +186,44 @@ def test_a_sequence_that_loses_its_pages_in_mid_pass_begins_again() -> None:
         held += bool(engine._scheduler.in_flight)
         engine._scheduler.pace.slice_seconds = lambda: 0.0
         if engine._scheduler.in_flight and held > 1:  # nothing goes on but the decoding
-            engine._aside._pass.go_on = lambda *_: False
+            engine._overlap._task.go_on = lambda *_: False
         engine.step()
     assert engine._scheduler.preemptions == 1 and not engine._scheduler.in_flight
     check_pages(engine)
     assert finished(engine)["b"] == greedy_reference([20, *LONG[:20]], 3)
 
 
-class FakePausing:
-    """A device that finishes a piece when it is asked often enough."""
+class FakePieces:
+    """Of a device that finishes a piece when it is asked often enough."""
 
+    ahead = PIECES_AHEAD
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def give(self, index: int) -> None: ...
+
+    def result(self) -> tuple[str, str]:
+        return "logits", "best"
+
+
+class FakePlace:
     overlaps = True
 
-    def __init__(self, pieces: int, behind: Iterator[int]) -> None:
-        self.left, self.behind = pieces, behind
+    def __init__(self, behind: Iterator[int]) -> None:
+        self.in_flight = cast(Any, SimpleNamespace(count=lambda: next(behind), mark=lambda: None))
 
-    def pieces_left(self) -> int:
-        return self.left
+    def entered(self) -> Any:
+        return nullcontext()
 
-    def piece(self) -> None:
-        self.left -= 1
+    def leave(self) -> None: ...
 
-    def under_way(self) -> int:
-        return next(self.behind)
+    def logits(self, logits: Any, best: Any) -> Any:
+        return logits
 
-    def go_on(self, seconds: float, whole: bool) -> bool:
-        return slice_of(self, seconds, whole)
 
-    def logits(self) -> str:
-        return "logits"
-
-    def drop(self) -> None: ...
+def fake_task(pieces: int, behind: Iterator[int]) -> PrefillTask:
+    return PrefillTask(cast(Any, FakePieces(pieces)), FakePlace(behind))
 
 
 class FakeRunner:
@@ -241,35 +249,35 @@ def chunks_of(engine: Engine) -> list[Chunk]:
     return engine._scheduler.next()
 
 
-def aside_of(scheduler: Scheduler, runner: FakeRunner, together: bool = True) -> Aside:
+def aside_of(scheduler: Scheduler, runner: FakeRunner, together: bool = True) -> PrefillOverlap:
     scheduler.pace.slice_seconds = lambda: 1.0
-    return Aside(scheduler, runner, together)
+    return PrefillOverlap(scheduler, runner, together)
 
 
 def test_a_device_is_kept_busy_and_not_further() -> None:
     engine = engine_of(FakeModel())
     chunks = chunks_of(engine)
     behind = iter([0, 1, 2, PIECES_AHEAD, 2, PIECES_AHEAD, 2, 3, 0])
-    paused = FakePausing(6, behind)
+    paused = fake_task(6, behind)
     aside = aside_of(engine._scheduler, FakeRunner(paused))
     assert [c.sequence.request_id for c in aside.take(chunks)] == ["a"]
-    assert aside.slice(False) is None and paused.left == 3
-    assert aside.slice(False) is None and paused.left == 2
+    assert aside.slice(False) is None and paused.pieces_left() == 3
+    assert aside.slice(False) is None and paused.pieces_left() == 2
     output = aside.slice(False)
-    assert output is not None and output.logits == "logits" and paused.left == 0
+    assert output is not None and output.logits == "logits" and paused.pieces_left() == 0
     assert not engine._scheduler.in_flight
 
 
 def test_what_is_changed_in_place_is_one_sequences() -> None:
     engine = engine_of(FakeModel())
     chunks = chunks_of(engine)
-    runner = FakeRunner(FakePausing(1, iter([0])))
+    runner = FakeRunner(fake_task(1, iter([0])))
     aside = aside_of(engine._scheduler, runner, together=False)
     assert [c.sequence.request_id for c in aside.take(chunks)] == ["a"]
     assert [c.sequence.request_id for c in engine._scheduler.in_flight] == ["b"]
 
 
-@pytest.mark.parametrize("runner", [FakeRunner(None), FakeRunner(FakePausing(1, iter([])), beside=False)])
+@pytest.mark.parametrize("runner", [FakeRunner(None), FakeRunner(fake_task(1, iter([])), beside=False)])
 def test_where_nothing_can_pause_a_step_takes_all(runner: FakeRunner) -> None:
     engine = engine_of(FakeModel())
     chunks = chunks_of(engine)
@@ -350,7 +358,7 @@ def test_beside_decoding_a_single_pass_is_taken_in_turns() -> None:
     engine.step()
     for name, length in (("long", 240), ("short", 40)):
         engine.add(request(name, (LONG * 3)[:length], max_tokens=1))
-    runner = FakeRunner(FakePausing(1, iter([0] * 99)))
+    runner = FakeRunner(fake_task(1, iter([0] * 99)))
     aside = aside_of(engine._scheduler, runner, together=False)
     for _ in range(4):
         chunks = engine._scheduler.next()

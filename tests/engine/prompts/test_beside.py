@@ -10,13 +10,13 @@ import pytest
 from fake_model import check_pages, fake_engine, greedy_reference, request, run, token_ids
 from pausing_model import DEPTH, LONG, PausingFake
 from tandem.engine.engine import Engine
-from tandem.engine.paused_pass import PausedPass
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.prefill import HostPlace, LayerPieces, PrefillTask
 from tandem.engine.step.step import Step, StepOutput
 
 
-class OverlappingPass(PausedPass):
+class OverlappingPlace(HostPlace):
     overlaps = True
 
 
@@ -33,9 +33,10 @@ class Device:
         self.running = False
         return output
 
-    def pause(self, chunks: list[Chunk]) -> OverlappingPass:
+    def pause(self, chunks: list[Chunk]) -> PrefillTask:
         made = self._inner
-        return OverlappingPass(made._model, made._states, made._paused.fill(chunks), None)
+        pieces = LayerPieces(made._model, made._states, made._paused.fill(chunks), None)
+        return PrefillTask(pieces, OverlappingPlace())
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         return all(chunk.length == 1 for chunk in chunks)
@@ -51,7 +52,7 @@ def engine_of(model: PausingFake, **plan: Any) -> Engine:
     """One piece in a step; "a" decodes."""
     engine = fake_engine(model, **{"max_step_tokens": 64} | plan)
     engine._scheduler.pace.slice_seconds = lambda: 0.0
-    engine._runner = engine._aside._runner = Device(engine._runner)
+    engine._runner = engine._overlap._runner = Device(engine._runner)
     engine.add(request("a", [2, 3, 4], max_tokens=60, ignore_eos=True))
     engine.step()
     return engine

@@ -10,7 +10,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from tandem.engine.feeder import Feeder
+from tandem.engine.step.streams import Feeder
 
 
 class FakePieces:
@@ -90,7 +90,7 @@ def test_what_a_piece_raises_is_raised_in_the_engines_thread() -> None:
 
 def test_a_process_ends_with_a_pass_under_way() -> None:
     code = """
-from tandem.engine.feeder import Feeder
+from tandem.engine.step.streams import Feeder
 class Pieces:
     def pieces_left(self): return 3
     def piece(self): ...

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
-from tandem.engine import gpu_pass
-from tandem.engine.graphs.spared import spared_stream
+from tandem.engine.step import streams as gpu_pass
+from tandem.engine.step.streams import spared_stream
 from tandem.errors import EngineError
 
 pytestmark = [pytest.mark.gpu, needs_cuda]

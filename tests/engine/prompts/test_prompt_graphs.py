@@ -8,11 +8,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tandem.engine.gpu_pass import GpuPass, Streams
 from tandem.engine.gpu_runner import GpuRunner
-from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.prompt_graphs import SEQUENCES, ChunkInputs, Piece, PromptGraph, PromptGraphs, Recorder
+from tandem.engine.graphs.pool import GraphPool
+from tandem.engine.graphs.prefill_graphs import (
+    SEQUENCES,
+    ChunkInputs,
+    Piece,
+    PromptGraph,
+    PromptGraphs,
+    Replayed,
+)
 from tandem.engine.sampling.logits import HostRows
+from tandem.engine.step.hooks import Recorder
+from tandem.engine.step.prefill import GpuPlace, PrefillTask
+from tandem.engine.step.streams import Streams
 from tandem.models import ForwardBatch
 
 ROWS, PAGES, CPU = 16, 5, torch.device("cpu")
@@ -158,13 +167,17 @@ def test_a_capture_that_fails_at_a_cut_ends_once(monkeypatch) -> None:
     assert told.calls == ["begin None"] and recorder.steps == []
 
 
+def task_of(pieces: Replayed, told: Told) -> PrefillTask:
+    return PrefillTask(pieces, GpuPlace(cast(Any, told), Streams(CPU, apart=False), None, HostRows(CPU)))
+
+
 def test_a_pass_gives_its_pieces_in_order_and_has_the_rows_that_were_wanted(monkeypatch) -> None:
     told = Told()
     pieces = [Piece([told.step(f"piece {i}")]) for i in range(3)]
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), pieces, found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     work = graph.of(batch([9, 4], [0, 30], [8, 12]))
-    made = GpuPass(work, cast(Any, told), Streams(CPU, apart=False), None, HostRows(CPU), None)
+    made = task_of(work, told)
     assert made.go_on(0.0, whole=True) and made.pieces_left() == 0
     logits = made.logits()
     assert told.calls == ["piece 0", "piece 1", "piece 2", "release"]
@@ -199,11 +212,12 @@ def test_what_a_graph_reads_stays_where_it_is(monkeypatch) -> None:
 def test_a_prompt_that_fails_in_a_step_lets_go_of_what_it_held(monkeypatch, error) -> None:
     """What comes after it prepares its own; `LLM` is stopped with Ctrl+C, and asked again."""
     told, runner = Told(), GpuRunner.__new__(GpuRunner)
-    runner._plan, runner._prompts, runner._splits = GraphPlan((), PAGES), graphs(16), PromptGraphs(None)
+    runner._graphs = GraphPool()
+    runner._graphs.prefill = graphs(16)
     graph = PromptGraph(ChunkInputs(ROWS, PAGES, CPU), [Piece([told.step("piece")])], found(SEQUENCES))
     monkeypatch.setattr(torch.cuda, "Event", Done)
     chunk = batch([9, 4], [0, 30], [8, 12])
-    made = GpuPass(graph.of(chunk), cast(Any, told), Streams(CPU, apart=False), None, HostRows(CPU), None)
+    made = task_of(graph.of(chunk), told)
     monkeypatch.setattr(runner, "paused", lambda *_: made)
 
     def broken() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.engine.graphs.spared import _made
+from tandem.engine.step.streams import _made
 from tandem.errors import EngineError
 
 KINDS = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM="sm")

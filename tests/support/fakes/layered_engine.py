@@ -8,9 +8,9 @@ from fake_model import fake_engine
 from pausing_model import PausingFake
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.engine import Engine
-from tandem.engine.gpu_pass import in_layers
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logits import HostLogits
+from tandem.engine.step.prefill import in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 
 SHARED, MOST = 8, 64

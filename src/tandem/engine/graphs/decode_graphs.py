@@ -1,11 +1,8 @@
-"""`DecodeGraph`: a step whose rows all decode, captured as one CUDA graph, CPU experts included. `DecodeCapture` makes
-them, at the start.
-"""
+"""`DecodeGraph`: a step whose rows all decode, captured as one CUDA graph, CPU experts included, by `DecodeCapture`."""
 
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.gpu_pass import Streams
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows
 from tandem.engine.step.hooks import BeginStep
+from tandem.engine.step.streams import Streams
 from tandem.experts.handoff import Handoff
 from tandem.models.batch import ForwardBatch
-
-_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -60,20 +55,8 @@ class DecodeCapture:
     begin_step: BeginStep
     forward: Callable[[ForwardBatch, Tensor], Tensor]
 
-    def all(self) -> tuple[dict[int, DecodeGraph], dict[int, DecodeGraph]]:
-        """By rows, ascending: those of all steps, and those of steps that neither have drafts nor follow some."""
-        graphs, plain, pool = dict[int, DecodeGraph](), dict[int, DecodeGraph](), None
-        for size in reversed(self.plan.sizes):  # the largest first: the smaller ones fit into its memory
-            graph = self._captured(GraphInputs(size, self.plan, self.device), pool)
-            pool = pool or graph.graph.pool()
-            graphs[size] = graph
-            if size in self.plan.settled:
-                plain[size] = self._captured(graph.inputs, pool, plain=True)
-        if graphs:
-            _log.info("captured CUDA graphs of %s rows", ", ".join(map(str, sorted(graphs))))
-        return dict(sorted(graphs.items())), dict(sorted(plain.items()))
-
-    def _captured(self, inputs: GraphInputs, pool: Any, *, plain: bool = False) -> DecodeGraph:
+    def captured(self, inputs: GraphInputs, memory: Any, *, plain: bool = False) -> DecodeGraph:
+        """memory: of the graphs before; None: it takes its own. plain: a step without drafts, and after such a step."""
         size = len(inputs.batch.seq_lens)
         batch = replace(inputs.batch, folded=None) if plain else inputs.batch
         fetched, masks = BestRows(size, self.device), GraphMasks(size, self.device)
@@ -85,7 +68,7 @@ class DecodeCapture:
         graph = torch.cuda.CUDAGraph()
         with (
             self.handoff.recording(inputs.counted) as posted,
-            torch.cuda.graph(graph, pool=pool, stream=self.streams.steps, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=memory, stream=self.streams.steps, capture_error_mode="thread_local"),
         ):
             inputs.send()
             logits = self.forward(batch, inputs.counted)

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.config.host_memory import graph_input_bytes, graph_wide_bytes
-from tandem.engine.batch_arrays import to_gpu
+from tandem.config.host_memory import INPUT_ALIGNED_BYTES
+from tandem.engine.step.batch import WINDOW_FIELDS, BatchLayout, BatchSizes, to_gpu
 from tandem.models.batch import ForwardBatch
 
 
@@ -73,8 +73,8 @@ def _fields(image: ForwardBatch, *names: str) -> list[_Field]:
     return [_Field(name, getattr(image, name)) for name in names]
 
 
-_WINDOWED = ("cache_slots", "block_tables")
-_EACH_ROW = ("input_ids", "positions", "seq_lens", "slots", *_WINDOWED)
+_EACH_ROW = ("input_ids", "positions", "seq_lens", "slots", *WINDOW_FIELDS)
+_IN_IMAGE = ("input_ids", "positions", "cache_slots", "seq_lens", "slots", "folded", "block_tables")
 
 
 class GraphInputs:
@@ -84,36 +84,28 @@ class GraphInputs:
     """
 
     def __init__(self, size: int, plan: GraphPlan, device: torch.device) -> None:
-        self._guessing, self._kinds, self._size = plan.guessing, plan.tables, size
-        self._wide, nbytes = graph_wide_bytes(size, plan.tables), graph_input_bytes(size, plan.pages, plan.tables)
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._guessing, self._size = plan.guessing, size
+        sizes = BatchSizes(size, size, plan.pages, windowed=plan.windowed)
+        self._layout = BatchLayout(sizes, _IN_IMAGE, aligned=INPUT_ALIGNED_BYTES, counted=True)
+        self._host = torch.zeros(self._layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = self._views(self._host)
         self.image.seq_lens.fill_(1)
         self._there = self._host.to(device, copy=True)
         self.batch = self._views(self._there)
-        self.counted = self._there[-4:].view(torch.int32)  # rows that are not copies
+        self.counted = self._layout.counted(self._there)  # rows that are not copies
         self._rows = _fields(self.image, *_EACH_ROW)
-        self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *_WINDOWED)
+        self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *WINDOW_FIELDS)
         self._lens, folded = self.image.seq_lens.numpy(), self.image.folded
         self._folded = None if folded is None else _Field("folded", folded)
-        self._count = self._host[-4:].view(torch.int32).numpy()
+        self._count = self._layout.counted(self._host).numpy()
 
     def _views(self, memory: Tensor) -> ForwardBatch:
-        size, device, kinds = self._size, memory.device, self._kinds
-        wide = memory[: (2 + kinds) * 8 * size].view(torch.int64).view(-1, size)
-        narrow = memory[self._wide : -4].view(torch.int32)
-        tables = narrow[3 * size :].view(kinds, size, -1)
-        starts, rows = torch.arange(size + 1, dtype=torch.int32, device=device), torch.arange(size, device=device)
-        whole, *windows = [
-            ForwardBatch(
-                input_ids=wide[0], positions=wide[1], cache_slots=slots, query_starts=starts,
-                seq_lens=narrow[:size], slots=narrow[size : 2 * size], block_tables=table, logits_rows=rows,
-                folded=narrow[2 * size : 3 * size] if self._guessing else None,
-            )
-            for slots, table in zip(wide[2:], tables, strict=True)
-        ]  # fmt: skip
-        whole.windows = windows[0] if windows else None
-        return whole
+        size, device = self._size, memory.device
+        others: dict[str, Tensor | None] = {
+            "query_starts": torch.arange(size + 1, dtype=torch.int32, device=device),
+            "logits_rows": torch.arange(size, device=device),
+        }
+        return self._layout.batch(memory, **others, **({} if self._guessing else {"folded": None}))
 
     def fill(self, source: ForwardBatch) -> None:
         """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import counted, slots_of, to_gpu
 from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.step.batch import counted, forward_batch, slots_of, to_gpu
 from tandem.models.batch import ForwardBatch
 
 
@@ -120,8 +120,9 @@ class ChainInputs:
         self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, wanted: Tensor
     ) -> ForwardBatch:
         rows = len(ids)
-        return ForwardBatch(
-            input_ids=ids, positions=positions, cache_slots=places, query_starts=self.starts[: rows + 1],
-            seq_lens=(positions + 1).int(), block_tables=self.tables.index_select(0, owners), logits_rows=wanted,
-            slots=self.slots.index_select(0, owners), single_rows=rows,
-        )  # fmt: skip
+        tensors = {
+            "input_ids": ids, "positions": positions, "cache_slots": places, "query_starts": self.starts[: rows + 1],
+            "seq_lens": (positions + 1).int(), "block_tables": self.tables.index_select(0, owners),
+            "logits_rows": wanted, "slots": self.slots.index_select(0, owners),
+        }  # fmt: skip
+        return forward_batch(tensors, single_rows=rows)

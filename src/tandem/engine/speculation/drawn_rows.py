@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
 from tandem.engine.sequence import Sequence
+from tandem.engine.step.batch import SequenceRows, host_batch
 from tandem.models.batch import ForwardBatch
 
 
@@ -38,21 +36,9 @@ def parted(runs: Rows[Run], most: int) -> tuple[list[Run], list[Run]]:
 
 def batch_of(runs: Rows[Run], page_size: int) -> ForwardBatch:
     """In host memory."""
-    starts = np.cumsum([0, *(len(run.tokens) for run in runs)])
-    positions = np.concatenate([np.arange(run.first, run.first + len(run.tokens)) for run in runs])
-    tables = np.zeros((len(runs), max(run.sequence.num_pages for run in runs)), dtype=np.int32)
-    for table, run in zip(tables, runs, strict=True):
-        table[: run.sequence.num_pages] = run.sequence.page_table[: run.sequence.num_pages]
-    owners = np.repeat(np.arange(len(runs)), np.diff(starts))
-    slots = tables[owners, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    ends = [end - 1 for run, end in zip(runs, starts[1:], strict=True) if run.wanted]
-    return ForwardBatch(
-        input_ids=torch.tensor([token for run in runs for token in run.tokens], dtype=torch.int64),
-        positions=torch.from_numpy(positions.astype(np.int64)),
-        cache_slots=torch.from_numpy(slots),
-        query_starts=torch.from_numpy(starts.astype(np.int32)),
-        seq_lens=torch.tensor([run.first + len(run.tokens) for run in runs], dtype=torch.int32),
-        block_tables=torch.from_numpy(tables),
-        logits_rows=torch.tensor(ends, dtype=torch.int64),
-        slots=torch.tensor([run.sequence.slot for run in runs], dtype=torch.int32),
-    )
+    return host_batch([_rows_of(run, run.sequence) for run in runs], page_size)
+
+
+def _rows_of(run: Run, sequence: Sequence) -> SequenceRows:
+    table = sequence.page_table[: sequence.num_pages]
+    return SequenceRows(run.tokens, run.first, table, sequence.slot, int(run.wanted))

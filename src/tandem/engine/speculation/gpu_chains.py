@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.batch_arrays import moved
 from tandem.engine.graphs.decode_graphs import nothing_collected
 from tandem.engine.sampling.logits import StepEnd
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
 from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, Pass, PassByPass
 from tandem.engine.speculation.drawn_rows import Run, parted
+from tandem.engine.step.batch import moved
 from tandem.engine.step.hooks import BeginStep
 from tandem.experts.handoff import Handoff
 from tandem.models.batch import ForwardBatch

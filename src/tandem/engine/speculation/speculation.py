@@ -15,7 +15,7 @@ from tandem.engine.speculation.draft import Draft, Drafter, Drawing, Saying
 from tandem.engine.speculation.governor import FixedWidth, Governor, Widths
 from tandem.engine.speculation.shadows import CHEAP_ROWS, Shadows
 from tandem.engine.speculation.step_times import StepTimes
-from tandem.engine.turns import Turn
+from tandem.engine.step.step import Turn
 
 LOG_SECONDS = 60.0
 RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without guesses after a drawing that failed; each doubles it

@@ -29,7 +29,7 @@ from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.bus import CudaBus
 from tandem.experts.streams.measured import measured_rates
-from tandem.experts.streams.stream import ExpertStream, Followed, Layers, Recorder, streamed_layer
+from tandem.experts.streams.stream import Cuts, ExpertStream, Followed, Layers, streamed_layer
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
@@ -218,8 +218,8 @@ class StepStart:
     def splits(self, rows: int) -> bool:
         return self._stream is not None and self._stream.splits(rows)
 
-    def recording(self, recorder: Recorder) -> AbstractContextManager[None]:
-        return nullcontext() if self._stream is None else self._stream.recording(recorder)
+    def recording(self, cuts: Cuts) -> AbstractContextManager[None]:
+        return nullcontext() if self._stream is None else self._stream.recording(cuts)
 
 
 def begin_step(side: GpuSide, stream: ExpertStream | None) -> StepStart:

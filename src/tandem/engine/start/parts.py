@@ -9,7 +9,7 @@ from tandem.config import ModelConfig, Plan
 from tandem.config.cuda_graphs import split_sizes
 from tandem.engine.runner import StepModel
 from tandem.engine.speculation.draft import Drafter
-from tandem.engine.step.hooks import BeginStep
+from tandem.engine.step.hooks import StepHooks
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
@@ -34,7 +34,7 @@ class EngineParts:
     recorder: ExpertRecorder | None = None  # of `usage`
     live: LiveExperts | None = None  # moves experts between steps; None: they stay where they are
     handoff: Handoff | None = None  # between a GPU and the experts in CPU memory; None: no GPU
-    begin_step: BeginStep | None = None  # on a GPU: what its operations prepare outside CUDA graphs
+    begin_step: StepHooks | None = None  # on a GPU: what its operations prepare outside CUDA graphs
     drafter: Drafter | None = None  # who guesses, where the plan wants it; None: whom that names. A layer works anyway
     stream_seconds: float | None = None  # of a step in which all experts travel to the GPU; None: none does
 

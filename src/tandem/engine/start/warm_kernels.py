@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from tandem.engine.gpu_runner import GpuRunner
-from tandem.engine.paused_pass import PausingModel
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sampling.masks import RowMasks, bits_but
 from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.start.parts import EngineParts
+from tandem.engine.step.prefill import PausingModel
 from tandem.kernels.kernel_loads import kernel_loads
 from tandem.models.batch import ForwardBatch
 

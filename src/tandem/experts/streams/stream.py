@@ -116,8 +116,8 @@ def _nothing() -> int:
     return 0
 
 
-class Recorder(Protocol):
-    """Records graphs of layers."""
+class Cuts(Protocol):
+    """Of what is captured, into several graphs."""
 
     def cut(self, then: Callable[[], None]) -> None:
         """A graph ends here, and another begins. Whoever replays them calls `then` between the two."""
@@ -163,7 +163,7 @@ class ExpertStream:
         self.deliveries = Deliveries(layers, ring, bus, device)
         self.holds_layers = ring.holds(max(layer.places for layer in layers if layer is not None))
         """Whether the ring holds all that a layer waits for, and the bus can go on meanwhile."""
-        self.recorder: Recorder | None = None  # while graphs of layers are captured
+        self._cuts: Cuts | None = None  # while graphs of layers are captured
         self.rows = 0  # of this step
         self.counts: dict[int, int] = {}
         """How many places of each layer travel in this step; empty: none does."""
@@ -241,48 +241,65 @@ class ExpertStream:
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
         mine = self.deliveries.of(index)
-        if self.recorder is None and (not mine or mine[0] != self.deliveries.taken):
+        if self._cuts is None and (not mine or mine[0] != self.deliveries.taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
         return [self._part(i, i - mine[0], layer) for i in mine]
 
     def _part(self, number: int, place: int, layer: StreamedLayer) -> Part:
         """place: among the layer's parts."""
         packed = Packed(self.deliveries.memory(number), layer.cpu.bytes_per_expert, 0)
-        count, recorder = self.deliveries.count(number), self.recorder
-        if recorder is None:
+        count, cuts = self.deliveries.count(number), self._cuts
+        if cuts is None:
             return Part(packed, count, partial(self.deliveries.arrive, number), partial(self._read, number))
         if place == 0 or self.holds_layers:
             return Part(packed, count)
-        return Part(packed, count, lambda: recorder.cut(partial(self._pass_on, number)))
+        return Part(packed, count, lambda: cuts.cut(partial(self._pass_on, number)))
 
     def _read(self, number: int) -> None:
         self.deliveries.read(number)
         if self.deliveries.ended and self._followed.ask is not None:
             self._asked = self._followed.ask()  # every layer has routed its rows
 
-    # -- graphs of layers ---
+    # -- what the host does around a layer's experts: at once, or at each replay of graphs that end there ---
 
     @contextmanager
-    def recording(self, recorder: Recorder) -> Iterator[None]:
+    def recording(self, cuts: Cuts) -> Iterator[None]:
         """Around a capture after `begin`: nothing is waited for or given. Cuts around a layer's experts do that."""
-        self.recorder = recorder
+        self._cuts = cuts
         try:
             yield
         finally:
-            self.recorder = None
+            self._cuts = None
             self._last = None  # made-up rows choose too few experts: their times say nothing
 
-    def arrive(self, index: int) -> None:
+    def before_experts(self, index: int, sent: Callable[[], None]) -> None:
+        """After what names the experts of a layer, before what computes them. sent: the CPU's rows are on their way."""
+        if self._cuts is None:
+            sent()  # each part waits for its own experts
+        else:
+            self._cuts.cut(partial(self._arrive, index, sent))
+
+    def after_experts(self, index: int, compute: Callable[[int], None], rows: int) -> None:
+        """Before what adds the CPU's sums, which it makes of so many first rows. Where graphs are replayed, of a step's
+        own: rows that only fill a graph up are not the CPU's."""
+        if self._cuts is None:
+            compute(rows)
+        else:
+            self._cuts.cut(partial(self._leave, index, compute))
+
+    def _arrive(self, index: int, sent: Callable[[], None]) -> None:
         """Before experts of a layer are computed by a graph; or by several, and this is the first."""
+        sent()
         mine = self.deliveries.of(index)
         for number in mine if self.holds_layers else mine[:1]:
             self.deliveries.arrive(number)
 
-    def leave(self, index: int) -> None:
+    def _leave(self, index: int, compute: Callable[[int], None]) -> None:
         """After it, or the last."""
         mine = self.deliveries.of(index)
         for number in mine if self.holds_layers else mine[-1:]:
             self._read(number)
+        compute(self.rows)
 
     def _pass_on(self, number: int) -> None:
         """A ring that does not hold a layer has a graph for each part. The one before has read its own."""

@@ -1,9 +1,13 @@
-"""`BatchArrays`: the memory of a step's `ForwardBatch`."""
+"""`BatchLayout`: where a batch's tensors lie in one block of memory. `BatchArrays`: the memory of a step's batch.
+
+`forward_batch` is the only constructor of `ForwardBatch`, for steps, graphs, drafts and benches.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from enum import Enum, auto
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -16,12 +20,119 @@ from tandem.engine.sequence import Chunk, Sequence
 from tandem.models.batch import ForwardBatch
 
 
+class Axis(Enum):
+    """What a tensor of a batch has one number of; a table has a row of pages of each sequence."""
+
+    ROW = auto()
+    SEQUENCE = auto()
+    START = auto()  # one more than sequences
+    LOGITS = auto()
+    TABLE = auto()
+
+
+class Field(NamedTuple):
+    dtype: torch.dtype
+    axis: Axis
+
+
+FIELDS = {
+    "input_ids": Field(torch.int64, Axis.ROW),
+    "positions": Field(torch.int64, Axis.ROW),
+    "cache_slots": Field(torch.int64, Axis.ROW),
+    "query_starts": Field(torch.int32, Axis.START),
+    "seq_lens": Field(torch.int32, Axis.SEQUENCE),
+    "block_tables": Field(torch.int32, Axis.TABLE),
+    "logits_rows": Field(torch.int64, Axis.LOGITS),
+    "slots": Field(torch.int32, Axis.SEQUENCE),
+    "folded": Field(torch.int32, Axis.SEQUENCE),
+    "sure": Field(torch.int32, Axis.SEQUENCE),
+}
+WINDOW_FIELDS = "cache_slots", "block_tables"
+"""Those that layers with a window have of their own."""
+_WINDOW = "window "  # before the name of such a field, in a layout
+
+
+def forward_batch(
+    tensors: dict[str, Any], windows: dict[str, Any] | None = None, *, single_rows: int = 0
+) -> ForwardBatch:
+    """tensors: by their names in FIELDS. windows: WINDOW_FIELDS of layers that see a window, if they have their own."""
+    batch = ForwardBatch(**tensors, single_rows=single_rows)
+    if windows:
+        batch.windows = replace(batch, **windows)
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Of a block of memory. pages: of the longest sequence. windowed: WINDOW_FIELDS are there twice."""
+
+    rows: int
+    sequences: int
+    pages: int
+    logits: int = 0
+    windowed: bool = False
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        axis = FIELDS[name].axis
+        if axis is Axis.TABLE:
+            return self.sequences, self.pages
+        counts = {
+            Axis.ROW: self.rows, Axis.SEQUENCE: self.sequences, Axis.START: self.sequences + 1, Axis.LOGITS: self.logits
+        }  # fmt: skip
+        return (counts[axis],)
+
+
+class _Span(NamedTuple):
+    """A tensor's bytes."""
+
+    first: int
+    last: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, memory: Tensor) -> Tensor:
+        return memory[self.first : self.last].view(self.dtype).view(self.shape)
+
+
+class BatchLayout:
+    """Tensors of 64 bits first, then those of 32. So an image of all of them is one copy."""
+
+    def __init__(self, sizes: BatchSizes, names: Rows[str], *, aligned: int = 8, counted: bool = False) -> None:
+        """names: of FIELDS, in their order. aligned: bytes that what has 32 bits begins at a multiple of. counted: an
+        int32 more at the end, how many of the rows are a step's."""
+        self._spans: dict[str, _Span] = {}
+        self.nbytes = 0
+        for width in (torch.int64, torch.int32):
+            self.nbytes = -(-self.nbytes // aligned) * aligned if width is torch.int32 else 0
+            for name in (name for name in names if FIELDS[name].dtype is width):
+                self._add(name, width, sizes.shape(name))
+                if sizes.windowed and name in WINDOW_FIELDS:
+                    self._add(_WINDOW + name, width, sizes.shape(name))
+        if counted:
+            self._add("counted", torch.int32, (1,))
+
+    def _add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        first, self.nbytes = self.nbytes, self.nbytes + dtype.itemsize * int(np.prod(shape))
+        self._spans[name] = _Span(first, self.nbytes, dtype, shape)
+
+    def batch(self, memory: Tensor, **others: Tensor | None) -> ForwardBatch:
+        """A batch whose tensors lie in uint8 [nbytes]. others: those that do not, or None in place of one that does."""
+        tensors: dict[str, Tensor | None] = {n: span.of(memory) for n, span in self._spans.items() if n in FIELDS}
+        own = {name: span.of(memory) for name in WINDOW_FIELDS if (span := self._spans.get(_WINDOW + name))}
+        return forward_batch(tensors | others, own)
+
+    def counted(self, memory: Tensor) -> Tensor:
+        """int32 [1]."""
+        return self._spans["counted"].of(memory)
+
+
 class _Numbers:
     """An array whose first numbers are a step's. A step of as many as the one before has the same tensor: making one
     takes longer than what is written into it."""
 
-    def __init__(self, count: int, dtype: torch.dtype, pinned: bool) -> None:
-        self._all = self._first = torch.zeros(count, dtype=dtype, pin_memory=pinned)
+    def __init__(self, name: str, count: int, pinned: bool) -> None:
+        """name: of FIELDS."""
+        self._all = self._first = torch.zeros(count, dtype=FIELDS[name].dtype, pin_memory=pinned)
         self.array = self._all.numpy()
 
     def first(self, count: int) -> Tensor:
@@ -35,7 +146,7 @@ class _Places:
 
     def __init__(self, page_size: int, max_step_tokens: int, windowed: bool, pinned: bool) -> None:
         self._page_size, self._windowed, self._pinned = page_size, windowed, pinned
-        self._cache_slots = _Numbers(max_step_tokens, torch.int64, pinned)
+        self._cache_slots = _Numbers("cache_slots", max_step_tokens, pinned)
         self._memory = torch.zeros(0, dtype=torch.int32)
         self._show(0, 0)
 
@@ -98,14 +209,11 @@ class BatchArrays:
         self._apart, self._guessing, self._each_row = apart, guessing, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_Places(page_size, max_step_tokens, kind, pinned) for kind in kinds]
-        self._input_ids = _Numbers(max_step_tokens, torch.int64, pinned)
-        self._positions = _Numbers(max_step_tokens, torch.int64, pinned)
-        self._logits_rows = _Numbers(max_step_tokens, torch.int64, pinned)
-        self._query_starts = _Numbers(max_step_tokens + 1, torch.int32, pinned)
-        self._seq_lens = _Numbers(max_step_tokens, torch.int32, pinned)
-        self._slots = _Numbers(max_step_tokens, torch.int32, pinned)
-        self._folded = _Numbers(max_step_tokens, torch.int32, pinned)
-        self._sure = _Numbers(max_step_tokens, torch.int32, pinned)
+        self._input_ids, self._positions, self._logits_rows, self._seq_lens, self._slots, self._folded, self._sure = (
+            _Numbers(name, max_step_tokens, pinned)
+            for name in ("input_ids", "positions", "logits_rows", "seq_lens", "slots", "folded", "sure")
+        )
+        self._query_starts = _Numbers("query_starts", max_step_tokens + 1, pinned)
         self._counting = np.arange(max_step_tokens, dtype=np.int64)
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
@@ -123,22 +231,21 @@ class BatchArrays:
             self._logits_rows.array[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         whole, *others = self._places
-        batch = ForwardBatch(
-            input_ids=self._input_ids.first(row),
-            positions=self._positions.first(row),
-            cache_slots=whole.slots(row),
-            query_starts=self._query_starts.first(sequences + 1),
-            seq_lens=self._seq_lens.first(sequences),
-            block_tables=whole.tables,
-            logits_rows=self._logits_rows.first(logits),
-            slots=self._slots.first(sequences),
-            folded=self._folded.first(sequences) if folds else None,
-            sure=self._sure.first(sequences) if folds and not self._apart else None,
-            single_rows=sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks)),
-        )
-        for own in others:
-            batch.windows = replace(batch, cache_slots=own.slots(row), block_tables=own.tables)
-        return batch
+        tensors = {
+            "input_ids": self._input_ids.first(row),
+            "positions": self._positions.first(row),
+            "cache_slots": whole.slots(row),
+            "query_starts": self._query_starts.first(sequences + 1),
+            "seq_lens": self._seq_lens.first(sequences),
+            "block_tables": whole.tables,
+            "logits_rows": self._logits_rows.first(logits),
+            "slots": self._slots.first(sequences),
+            "folded": self._folded.first(sequences) if folds else None,
+            "sure": self._sure.first(sequences) if folds and not self._apart else None,
+        }
+        windows = {"cache_slots": others[0].slots(row), "block_tables": others[0].tables} if others else None
+        single = sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
+        return forward_batch(tensors, windows, single_rows=single)
 
     def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool, folds: bool) -> int:
         """The chunk as sequence s, or its rows as sequences from s on; how many that are. folds: whether somebody asks
@@ -181,6 +288,39 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
 def _settled(chunk: Chunk) -> bool:
     """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
     return not chunk.guesses and chunk.sequence.folded_len == chunk.sequence.computed_len
+
+
+class SequenceRows(NamedTuple):
+    """Rows of one sequence: `tokens` from position `first` on. table: int32, its pages. logits: of the last rows."""
+
+    tokens: Rows[int] | npt.NDArray[np.int64]
+    first: int
+    table: npt.NDArray[np.int32]
+    slot: int
+    logits: int = 1
+
+
+def host_batch(parts: Rows[SequenceRows], page_size: int) -> ForwardBatch:
+    """In host memory of its own, outside steps of the engine, which refill theirs (`BatchArrays`)."""
+    counts = [len(part.tokens) for part in parts]
+    starts = np.cumsum([0, *counts])
+    positions = np.concatenate([np.arange(p.first, p.first + n) for p, n in zip(parts, counts, strict=True)])
+    tables = np.zeros((len(parts), max(len(part.table) for part in parts)), dtype=np.int32)
+    for table, part in zip(tables, parts, strict=True):
+        table[: len(part.table)] = part.table
+    pages = tables[np.repeat(np.arange(len(parts)), counts), positions // page_size].astype(np.int64)
+    wanted = [np.arange(end - part.logits, end) for part, end in zip(parts, starts[1:], strict=True)]
+    arrays = {
+        "input_ids": np.concatenate([part.tokens for part in parts]),
+        "positions": positions,
+        "cache_slots": pages * page_size + positions % page_size,
+        "query_starts": starts,
+        "seq_lens": [part.first + count for part, count in zip(parts, counts, strict=True)],
+        "block_tables": tables,
+        "logits_rows": np.concatenate(wanted),
+        "slots": [part.slot for part in parts],
+    }
+    return forward_batch({name: torch.as_tensor(array, dtype=FIELDS[name].dtype) for name, array in arrays.items()})
 
 
 def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:

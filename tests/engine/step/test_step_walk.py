@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from fake_model import request
+from replayed_graphs import replayed_engine
 from repo_scripts import script_module
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 
-MOST = {"prefill": (37, 20), "decode": (34, 18)}
+MOST = {"prefill": (36, 19), "decode": (33, 17)}
 """Files of the package in all, and of engine/ and server/, on a CPU. They may only become fewer."""
 
 
@@ -28,3 +30,22 @@ def test_the_story_begins_with_the_step(walks) -> None:
     first = {"engine/engine.py", "engine/scheduler.py", "engine/step/step.py", "models/model.py"}
     assert first <= walks["decode"].files
     assert walks["decode"].row("decode")["lines"] > walks["decode"].row("decode")["engine_lines"] > 0
+
+
+MOST_ON_GPU = {"prefill": 23, "decode": 23, "decode beside a prefill": 25}
+"""Of engine/, in a GPU's runner whose graphs a CPU runs again."""
+
+
+def test_a_gpus_step_runs_through_few_files_of_the_engine(monkeypatch) -> None:
+    script = script_module("step_walk")
+    engine, _ = replayed_engine(monkeypatch, num_pages=200)
+    files = {name: len(walk.of_engine) for name, walk in script.steps(engine, list(range(2, 18)))}
+    for name, prompt in (("a", [2, 3, 4]), ("b", [5, 7, 11, 13] * 4)):
+        engine.add(request(name, prompt, max_tokens=60, ignore_eos=True))
+        engine.step()
+    engine.step()  # which takes a page
+    with script.walked() as walk:
+        engine.step()
+    assert engine._scheduler.in_flight
+    files["decode beside a prefill"] = len(walk().of_engine)
+    assert files == MOST_ON_GPU

@@ -1,0 +1,247 @@
+"""`Streams`: the CUDA streams of an engine, which are made here alone. `Feeder`: the thread that gives pieces to one.
+
+A kernel of high priority waits until a block before it has ended. On multiprocessors that a prompt never has, it waits
+for nobody. So prompts may leave some alone; CUDA calls a share of them a green context.
+
+Giving a piece of a prompt costs the host about as long as the GPU takes to compute it. The engine's thread would either
+let the GPU idle or let those who decode wait. So another thread gives pieces, while that one waits for a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, Protocol
+
+import torch
+
+from tandem.errors import EngineError
+
+HIGH_PRIORITY = -1
+SWITCH_SECONDS = 2e-4  # in which Python's lock changes hands: with its usual 5 ms a step's end would wait for pieces
+_DEFAULT_STREAM, _NON_BLOCKING = 1, 1  # CU_GREEN_CTX_DEFAULT_STREAM, CU_STREAM_NON_BLOCKING
+
+_log = logging.getLogger(__name__)
+
+
+class Streams:
+    """One for steps that are replayed and for choosing tokens, which has the right of way; one for all other steps.
+    None: there is only one. A third one for passes beside which graphs are replayed, where some multiprocessors are
+    spared; it is the second one elsewhere."""
+
+    def __init__(self, device: torch.device, apart: bool, spared: int = 0) -> None:
+        """spared: multiprocessors that passes leave to steps."""
+        self.steps: torch.cuda.Stream | None = None
+        self._others = self._passes = self.steps
+        self._spared = spared
+        if apart and device.type == "cuda":
+            self.steps, self._others = _pair(device)
+            self._passes = spared_stream(device, spared) if spared else self._others
+
+    def enter(self) -> None:
+        """Before anything is captured. This thread computes on the first one from now on."""
+        if self.steps is not None:
+            torch.cuda.synchronize(self.steps.device)
+            torch.cuda.empty_cache()  # what another stream has freed cannot be used on this one
+            torch.cuda.set_stream(self.steps)
+
+    @contextmanager
+    def aside(self, after: bool = True, spares: bool = False) -> Iterator[None]:
+        """after: what is computed here comes after all that the first stream was given until now. False: it needs
+        nothing of that, and a graph may be running there. spares: some multiprocessors, where that was asked for."""
+        stream = self._passes if spares else self._others
+        if stream is None:
+            yield
+            return
+        if after:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def cut(self, spares: bool) -> AbstractContextManager[None]:
+        """Around the capture of what is replayed there: products are cut for its multiprocessors."""
+        return products_leave(self._spared if spares else 0)
+
+    def finish(self) -> None:
+        """Waits for what was computed aside."""
+        for stream in (self._others, self._passes):
+            if stream is not None:
+                stream.synchronize()
+
+
+@cache
+def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Of a process: an engine that is made anew finds what the memory of the last one belongs to."""
+    return torch.cuda.Stream(device, priority=HIGH_PRIORITY), torch.cuda.Stream(device, priority=0)
+
+
+@cache
+def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch.cuda.Stream:
+    """Of a process, like the others. count: multiprocessors that are left alone, at least; the GPU
+    divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in a test. Raises
+    EngineError where the driver is too old, or the GPU too small."""
+    if driver is None:
+        driver = _driver()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        stream = _made(driver, _called(driver, "cuDeviceGet", index), count)
+    return torch.cuda.ExternalStream(stream, device=torch.device("cuda", index))
+
+
+@contextmanager
+def products_leave(count: int) -> Iterator[None]:
+    """What is captured meanwhile has products of libraries with that many blocks fewer. Blocks for a whole GPU would
+    take two rounds: half of the experts on an H100, 16 spared, prompts at 0.74 of their speed in place of 0.67."""
+    leave = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if leave is None or not count:
+        yield
+        return
+    leave(count)
+    try:
+        yield
+    finally:
+        leave(None)
+
+
+def _made(driver: Any, number: Any, count: int) -> int:
+    kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    whole = _called(driver, "cuDeviceGetDevResource", number, kind)
+    if not 0 < count < whole.sm.smCount:
+        raise EngineError(
+            f"--spared-multiprocessors {count}: this GPU has {whole.sm.smCount}; give fewer, or leave it out"
+        )
+    _, _, rest = _called(driver, "cuDevSmResourceSplitByCount", 1, whole, 0, count)
+    described = _called(driver, "cuDevResourceGenerateDesc", [rest], 1)
+    context = _called(driver, "cuGreenCtxCreate", described, number, _DEFAULT_STREAM)
+    return int(_called(driver, "cuGreenCtxStreamCreate", context, _NON_BLOCKING, 0))
+
+
+def _called(driver: Any, name: str, *arguments: Any) -> Any:
+    """What a function of the driver returns besides its error. Raises EngineError."""
+    try:
+        error, *found = getattr(driver, name)(*arguments)
+    except (AttributeError, RuntimeError) as missing:  # it has no such function
+        raise EngineError(_refused(f"{name} is missing")) from missing
+    if int(error):
+        raise EngineError(_refused(f"{name} fails with error {int(error)}"))
+    return found[0] if len(found) == 1 else found
+
+
+def _refused(why: str) -> str:
+    return (
+        f"--spared-multiprocessors: {why}. It needs CUDA 12.4 or newer, in the driver and in cuda-bindings; "
+        "update them, or leave the flag out"
+    )
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise EngineError(_refused("the package cuda-bindings is missing")) from error
+    return driver
+
+
+# -- the thread ---
+
+
+class Fed(Protocol):
+    """What has pieces to give."""
+
+    def pieces_left(self) -> int: ...
+
+    def piece(self) -> None: ...
+
+    def wait_for_room(self) -> None:
+        """Returns when the GPU has little enough to do."""
+        ...
+
+
+class Feeding:
+    """One pass on its way. error: what ended it before its time."""
+
+    def __init__(self, paused: Fed) -> None:
+        self.paused, self.ended = paused, Event()
+        self.stopped = False
+        self.error: BaseException | None = None
+
+    def run(self, open_: Event) -> None:
+        try:
+            while self.paused.pieces_left() and not self.stopped:
+                self.paused.wait_for_room()
+                open_.wait()
+                if not self.stopped:
+                    self.paused.piece()
+        except BaseException as error:  # the engine's thread raises it
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+class Feeder:
+    """One thread, one pass at a time. It is made before the engine's thread is pinned to a CPU, so it shares none. A
+    process ends without waiting for it: the GPU may never answer."""
+
+    def __init__(self, enter: Callable[[], object] = lambda: None) -> None:
+        """enter: called in the thread first."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        self._asked, self._open = SimpleQueue[Feeding | None](), Event()
+        self._given: Feeding | None = None
+        Thread(
+            target=_serve, args=(enter, self._asked, self._open), name="tandem-prompts", daemon=True
+        ).start()
+
+    def start(self, paused: Fed) -> None:
+        self._given = Feeding(paused)
+        self._asked.put(self._given)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Pieces are given meanwhile, by the feeder's thread. One may still be under way at the end. Within itself
+        nothing changes."""
+        before = self._open.is_set()
+        self._open.set()
+        try:
+            yield
+        finally:
+            if not before:
+                self._open.clear()
+
+    def look(self) -> None:
+        """Raises what a piece raised."""
+        if self._given is not None and self._given.error is not None:
+            raise self._given.error
+
+    def finish(self) -> None:
+        """Waits until all pieces are given. Raises what one of them raised."""
+        if self._given is not None:
+            with self.opened():
+                self._given.ended.wait()
+            self.look()
+
+    def stop(self) -> None:
+        """No piece is given any more when this returns."""
+        given, self._given = self._given, None
+        if given is None:
+            return
+        given.stopped = True
+        with self.opened():
+            given.ended.wait()
+        if given.error is not None:
+            _log.warning("a prompt that was given up had failed before: %s", given.error)
+
+    def __del__(self) -> None:
+        self._asked.put(None)
+
+
+def _serve(enter: Callable[[], object], asked: SimpleQueue[Feeding | None], open_: Event) -> None:
+    """Holds no `Feeder`: the thread ends with its engine."""
+    enter()
+    while (feeding := asked.get()) is not None:
+        feeding.run(open_)
+        del feeding
