@@ -12,8 +12,8 @@ from tandem.config.gpus import Gpu, is_new_enough
 from tandem.config.machine import Machine
 from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.ranks.cut import cut
-from tandem.config.speculation.choice import DRAFT_ALGORITHMS
 from tandem.config.ranks.shard import Shard
+from tandem.config.speculation.choice import DRAFT_ALGORITHMS
 from tandem.config.stored import StoredFormats
 from tandem.errors import ConfigError
 
