@@ -95,7 +95,7 @@ def test_where_no_hub_answers_named_architectures_are_told(
 def test_all_that_stands_in_the_way_is_listed(model_dir: Path) -> None:
     shown = kt("plan", model_dir, "--tp", "2", "--device", "cuda", "--kt-method", "AWQ", "--context-length", "9999")
     assert shown.exit_code == 2
-    for part in ("--tensor-parallel-size 2: ranks have no GPU", "--kt-method AWQ", "--context-length is 9999"):
+    for part in ("--device cuda: no GPU was found", "--kt-method AWQ", "--context-length is 9999"):
         assert f"  * {part}" in shown.stdout
 
 

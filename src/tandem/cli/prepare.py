@@ -64,7 +64,7 @@ def _speed_text(planned: Planned) -> str:
 
     machine = this_machine()
     speeds = wished_speeds(MachineWish(), machine, cpu_speeds(machine, planned.plan.tier))
-    decode = predict(Case(planned.model, planned.stored, planned.plan, speeds)).decode[1]
+    decode = predict(Case.of_plan(planned.model, planned.stored, planned.plan, speeds)).decode[1]
     return f"decoding {decode.low:.1f} to {decode.high:.1f} tokens/s"
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 _FOUND = "it is found by itself; leave the flag out"
 _WEIGHTS = f"how weights are stored is read from the checkpoint; {_FOUND}"
 _ONE_MODEL = "one engine process serves the model; leave the flag out"
+_DP = (
+    "--tp divides attention, too. Repeated on each GPU, DeepSeek-V3's reads 11.4 GB of weights a step, to save 70 KB "
+    "of cache a token: even at 162,000 tokens in flight. Leave the flag out"
+)
 _ON_GPU = "attention and dense layers are on the GPU, and as many experts as fit; --kt-gpu-experts-ratio says how many"
 _MODEL = "give the file, directory or name as MODEL: kt serve MODEL"
 _CONTEXT = "give --context-length"
@@ -94,9 +98,9 @@ FOREIGN = {
     "--gpu-memory-utilization": "give --mem-fraction-static",
     "--random-seed": "each request has its own seed",
     "--seed": "each request has its own seed",
-    "--data-parallel-size": _ONE_MODEL,
-    "--dp-size": _ONE_MODEL,
-    "--dp": _ONE_MODEL,
+    "--data-parallel-size": _DP,
+    "--dp-size": _DP,
+    "--dp": _DP,
     "--expert-parallel-size": _ONE_MODEL,
     "--ep-size": _ONE_MODEL,
     "--ep": _ONE_MODEL,
@@ -186,7 +190,7 @@ FOREIGN = {
     "-dev": _ONE_GPU,
     "--pipeline-parallel-size": _ONE_MODEL,
     "--pp-size": _ONE_MODEL,
-    "--enable-dp-attention": _ONE_MODEL,
+    "--enable-dp-attention": _DP,
     "--enable-expert-parallel": _ONE_MODEL,
     "--enable-eplb": _ONE_MODEL,
     "--moe-a2a-backend": _ONE_MODEL,

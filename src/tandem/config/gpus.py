@@ -95,6 +95,11 @@ def is_new_enough(gpu: Gpu) -> bool:
     return gpu.capability is None or gpu.capability >= LEAST_CAPABILITY
 
 
+def equals(one: Gpu, other: Gpu) -> bool:
+    """Whether both compute the same bits in the same time."""
+    return (one.name, one.capability) == (other.name, other.capability)
+
+
 def too_old(gpu: Gpu) -> str:
     """The refusal of one that is not."""
     has, least = (".".join(map(str, pair)) for pair in (gpu.capability or (0, 0), LEAST_CAPABILITY))

@@ -8,12 +8,14 @@ from tandem.config.choices.travelling import threshold_not_reached
 from tandem.config.cuda_graphs import GRAPH_FLAGS
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import SHARE_FIELDS
-from tandem.config.gpus import Gpu
+from tandem.config.gpus import Gpu, equals
 from tandem.config.json_keys import DRAFT_LAYERS, TOWERS
 from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.speculation.choice import speculation_notices, why_one_token
 from tandem.config.state import page_tokens
+
+HOW_FAST = "`kt plan` says how fast"
 
 
 def notices(
@@ -118,5 +120,9 @@ def idle_gpus(gpus: Sequence[Gpu], why: str) -> str:
 
 def _idle_gpus(machine: Machine, used: Gpu) -> Iterator[str]:
     others = [gpu for gpu in machine.gpus if gpu is not used]
-    if others:
-        yield idle_gpus(others, "one engine process uses one GPU; CUDA_VISIBLE_DEVICES says which")
+    equal = [gpu for gpu in others if equals(gpu, used)]
+    if equal:
+        yield idle_gpus(equal, f"one is used; --tp 2 divides a model among equal GPUs, {HOW_FAST}")
+    if unequal := [gpu for gpu in others if gpu not in equal]:
+        why = f"a model is not divided among unequal GPUs, as {used.name} and these are (layers over GPUs are not there"
+        yield idle_gpus(unequal, f"{why} yet); CUDA_VISIBLE_DEVICES says which is used")

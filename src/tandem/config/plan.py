@@ -38,6 +38,7 @@ class Plan:
     deterministic: bool = False  # a row has the same bits in every batch
     speculation: SpeculationPlan | None = None  # None: each step decodes one token per sequence
     ledgers: tuple[Ledger, ...] = field(default=())  # what it takes of each memory
+    ranks: int = 1  # that share the model; everything here is of each
     idle: str = ""  # of a machine with GPUs that are not used: which, and why; "": one is used, or there is none
 
     @property

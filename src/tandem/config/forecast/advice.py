@@ -15,6 +15,7 @@ from tandem.config.expert_format import EXPERT_FORMATS
 from tandem.config.forecast.machine_spec import system_bytes
 from tandem.config.forecast.prediction import CONTEXT, PROMPT, WORTH, Case, Prediction, predict
 from tandem.config.forecast.speeds import GIB, Speeds
+from tandem.config.gpus import equals
 from tandem.config.machine import Machine
 from tandem.config.memory import DEFAULT_PREFILL_TOKENS, LARGEST_FRACTION, WANTED_CONTEXT, gib
 from tandem.config.model_config import FORMAT_BYTES, ModelConfig
@@ -75,7 +76,7 @@ class Question:
         self, plan: Plan, batches: tuple[int, ...] = (1,), context: int = CONTEXT, prompt: int = PROMPT
     ) -> Prediction:
         model = cached_as(self.config, self.model)
-        return predict(Case(model, self.stored, plan, self.speeds), batches, context, prompt)
+        return predict(Case.of_plan(model, self.stored, plan, self.speeds), batches, context, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +183,17 @@ def _fitting_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]
         yield {"context_length": SHORT_CONTEXT}, False
     if question.machine.gpus:
         yield {"device": "cpu"}, False
+    yield from ((changes, False) for changes in _other_ranks(question))
     for method in _smaller_methods(question):
         yield {"kt_method": method}, True
         yield {"kt_method": method} | more, True
+
+
+def _other_ranks(question: Question) -> Iterator[dict[str, Any]]:
+    """Among the GPUs that equal the first one; those that the model cannot be divided among have no plan."""
+    gpus, now = question.machine.gpus, question.config.tensor_parallel_size
+    equal = sum(equals(gpu, gpus[0]) for gpu in gpus) if question.config.device != "cpu" else 0
+    yield from ({"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if now != ranks <= equal)
 
 
 def _asked(question: Question) -> list[dict[str, Any]]:
@@ -251,6 +260,7 @@ def _brings(decode: float, prompt: float) -> str:
 
 def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, Any], bool]]:
     yield from ((changes, False) for changes in _asked(question) if not set(changes) & set(WISHES))
+    yield from ((changes, False) for changes in _other_ranks(question))
     if question.machine.gpus and plan.context_length > SHORT_CONTEXT:
         yield {"context_length": SHORT_CONTEXT}, False
     if plan.max_step_tokens <= DEFAULT_PREFILL_TOKENS:

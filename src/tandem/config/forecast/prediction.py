@@ -16,12 +16,15 @@ from tandem.config.forecast.bound import distinct_experts, experts_seconds
 from tandem.config.forecast.memories import prompt_seconds, small
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import GRAPH_BASE, StreamRates
+from tandem.config.forecast.sums import lane_of, step_sums
 from tandem.config.gpu_scratch import CODES_PAIRS
 from tandem.config.layers import DeltaRule, Layer
 from tandem.config.mechanisms.latent import Latent
 from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
+from tandem.config.ranks.cut import cut
+from tandem.config.ranks.shard import Shard
 from tandem.config.stored import StoredFormats
 
 WIDTH = 1.4  # of a range: high ÷ low
@@ -68,6 +71,21 @@ class Case:
     stored: StoredFormats
     plan: Plan
     speeds: Speeds
+
+    @classmethod
+    def of_plan(cls, model: ModelConfig, stored: StoredFormats, plan: Plan, speeds: Speeds) -> Case:
+        """model and speeds: of all ranks together. The case is one rank's: all take as long."""
+        if plan.ranks == 1:
+            return cls(model, stored, plan, speeds)
+        return cls(cut(model, Shard(0, plan.ranks)), stored, plan, speeds.of_rank(plan.ranks))
+
+    def sums(self, rows: int, logits: int) -> dict[str, float]:
+        """Seconds that ranks meet in a step; nothing: there are no others."""
+        if self.model.shard.ranks == 1:
+            return {}
+        gpu = "" if self.plan.gpu is None else self.plan.gpu.name
+        lane = lane_of(gpu, self.model.shard.ranks, self.speeds.pcie_gbps)
+        return {"sums of ranks": step_sums(lane, self.model, rows, logits)}
 
     @property
     def expert_bytes(self) -> int:
@@ -145,7 +163,7 @@ def _range(tokens: float, parts: Mapping[str, float], bound: float) -> Range:
 
 def _decode(case: Case, batch: int, context: int) -> Range:
     decode = _decode_on_cpu if case.plan.gpu is None else _decode_on_gpu
-    parts = decode(case, batch, context)
+    parts = decode(case, batch, context) | case.sums(batch, batch)
     return _range(batch, parts, batch / _decode_bound(case, batch, context))
 
 
@@ -231,7 +249,7 @@ def _prompt_parts(case: Case, tokens: int) -> dict[str, float]:
     parts: dict[str, float] = {}
     for start in range(0, tokens, max(1, case.plan.max_step_tokens)):
         rows = min(case.plan.max_step_tokens, tokens - start)
-        for what, seconds in _chunk(case, rows, start).items():
+        for what, seconds in (_chunk(case, rows, start) | case.sums(rows, 1)).items():
             parts[what] = parts.get(what, 0.0) + seconds
     return parts
 

@@ -87,6 +87,15 @@ class Speeds:
         """With these instead, which come from `source`."""
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
 
+    def of_rank(self, ranks: int) -> Speeds:
+        """Of one of several equal processes: the CPU and its memory are shared. Each has a GPU and a bus, which RAM
+        must feed all at once."""
+        dram = self.dram_gbps / ranks
+        return replace(
+            self, dram_gbps=dram, cpu_flops=self.cpu_flops / ranks, pcie_gbps=min(self.pcie_gbps, dram),
+            cpu_attention_flops=self.cpu_attention_flops / ranks,
+        )  # fmt: skip
+
 
 def gpu_model(name: str) -> GpuModel | None:
     """The table's entry for "NVIDIA GeForce RTX 4060 Ti", "H100 80GB HBM3", "4090": the longest that fits. A laptop's

@@ -118,6 +118,7 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
         deterministic=config.enable_deterministic_inference,
         speculation=speculation(config, model),
         ledgers=ledgers,
+        ranks=model.shard.ranks,
         idle=idle_gpus(machine.gpus, device[1]) if gpu is None and machine.gpus else "",
     )
 

@@ -16,6 +16,7 @@ from tandem.config.plan import Plan
 from tandem.config.planner.best_plan import any_plan, best_plan
 from tandem.config.planner.one_plan import Wish, kernel_tier
 from tandem.config.ranks.ranked import ranked
+from tandem.config.ranks.told import told
 from tandem.config.speculation.choice import drafting
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, DoesNotFit
@@ -42,7 +43,7 @@ def resolve(
     if refused:
         kind = DoesNotFit if isinstance(refused[-1], DoesNotFit) else ConfigError
         raise kind(*(reason for error in refused for reason in error.reasons))
-    return plan
+    return told(plan, model, machine)
 
 
 def fits(

@@ -112,8 +112,7 @@ def decisions(ranks: int) -> list[Decision]:
     """What the plan says of it."""
     if ranks == 1:
         return []
-    why = "--tp; threads, memory and pages below are of each; a forecast has no time for sums between them"
-    return [Decision("ranks", str(ranks), why)]
+    return [Decision("ranks", str(ranks), "--tp; threads, memory and pages below are of each")]
 
 
 def check_alone(config: EngineConfig) -> None:

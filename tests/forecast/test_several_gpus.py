@@ -1,0 +1,181 @@
+"""`kt plan` of several GPUs: each rank's room, sums between ranks in the forecast, and what is said of idle ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rank_threads import RankThread, RankThreads
+from sessions import Session, ours
+from tandem.bench.architectures import named_subject
+from tandem.config import EngineConfig, Machine
+from tandem.config.choices.decision import Decision
+from tandem.config.forecast.advice import Question, ways_to_fit, ways_to_go_faster
+from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.config.forecast.prediction import Case, Prediction
+from tandem.config.forecast.speeds import Speeds
+from tandem.config.forecast.sums import lane_of, sums_of
+from tandem.config.machine import TIERS, Core
+from tandem.config.plan import Plan
+from tandem.config.ranks.shard import Shard
+from tandem.errors import ConfigError
+from tandem.kernels.reference import TorchOps
+
+HERE = Machine("Test CPU", tuple(Core(cpu, 0, 0) for cpu in range(64)), TIERS, 384 << 30, 370 << 30, None)
+NEXT = "qwen3-next-80b-fp8"
+
+
+def question(name: str, gpus: str, **flags: object) -> Question:
+    wish = MachineWish(gpus=gpus, bandwidth="250GB/s")
+    machine = wished_machine(wish, HERE)
+    return Question(
+        EngineConfig.from_keywords(name, **flags), *_model(name, machine), speeds=wished_speeds(wish, machine, None)
+    )
+
+
+def _model(name: str, machine: Machine) -> tuple:
+    model, stored = named_subject(name)
+    return model, machine, stored
+
+
+def decision(plan: Plan, name: str) -> Decision:
+    return next(each for each in plan.decisions if each.name == name)
+
+
+def predicted(asked: Question, plan: Plan | None = None) -> Prediction:
+    return asked.predicted(plan or asked.plan(), (1, 8))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "nbytes", "us"),
+    [
+        ("NVIDIA H200", 2, 14336, 2.33), ("H200", 2, 65536, 2.56), ("H200", 2, 32 << 20, 145),  # as measured
+        ("4090", 2, 14336, 8), ("4090", 4, 14336, 9), ("4090", 8, 14336, 12),  # estimates
+        ("NVIDIA GeForce RTX 4090", 3, 14336, 9), ("a GPU of 24 GiB", 2, 14336, 8), ("", 2, 14336, 5),
+    ],
+)  # fmt: skip
+def test_a_sum_takes_what_was_measured_or_is_estimated(gpu, ranks, nbytes, us) -> None:
+    lane = lane_of(gpu, ranks, 25.0)
+    assert 1e6 * lane.seconds(nbytes) == pytest.approx(us)
+    assert lane.estimated == ((gpu, ranks) not in [("NVIDIA H200", 2), ("H200", 2), ("", 2)])
+
+
+@pytest.mark.parametrize("gpu", ["h200", "4090", ""])
+def test_longer_sums_and_more_ranks_take_longer(gpu) -> None:
+    sizes = [2, 4096, 5000, 14336, 65536, 65537, 200_000, 1 << 20, 33 << 20, 200 << 20]
+    for ranks in (2, 4, 8):
+        times = [lane_of(gpu, ranks, 25.0).seconds(size) for size in sizes]
+        assert times == sorted(times)
+        assert ranks == 2 or times > [lane_of(gpu, ranks // 2, 25.0).seconds(size) for size in sizes]
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_next", "glm4_moe", "olmoe", "gemma4_text-plain"])
+def test_ranks_meet_as_often_as_is_counted(tiny_models, variant) -> None:
+    """Of a forward: in every block that is divided, and once for logits."""
+    threads, gathered, layers = RankThreads(2), [0, 0], []
+
+    class Counting(RankThread):
+        def gather(self, columns, whole):
+            gathered[self._rank] += 1
+            return super().gather(columns, whole)
+
+    def of_rank(rank: int) -> None:
+        ops = TorchOps()
+        ops.group = Counting(threads, rank)
+        session = Session(tiny_models[variant], ops=ops, shard=Shard(rank, 2))
+        layers.append(session.config.layers)
+        ours(session)
+
+    threads.run(of_rank)
+    assert gathered[0] > 1 and threads.sums == gathered[0] * sum(map(sums_of, layers[0]))
+
+
+def test_a_rank_has_its_part_of_cpu_and_memory_and_a_bus_of_its_own() -> None:
+    speeds = Speeds(dram_gbps=100, cpu_flops=8e12, gpu_gbps=1000, pcie_gbps=40, cpu_attention_flops=4e11)
+    half, eighth = speeds.of_rank(2), speeds.of_rank(8)
+    assert (half.dram_gbps, half.cpu_flops, half.cpu_attention_flops, half.pcie_gbps) == (50, 4e12, 2e11, 40)
+    assert (eighth.pcie_gbps, eighth.gpu_gbps) == (12.5, 1000)  # memory feeds all of them at once
+
+
+def test_each_rank_has_room_for_a_part_of_every_expert() -> None:
+    one, four = question(NEXT, "4x4090"), question(NEXT, "4x4090", tp=4)
+    alone, plan = one.plan(), four.plan()
+    assert alone.ranks == 1 and plan.ranks == 4
+    assert plan.gpu.experts > 2 * alone.gpu.experts  # narrower, and the dense weights are divided, too
+    assert decision(plan, "GPUs").value == "0, 1, 2, 3"
+    assert "estimated" in decision(plan, "sums of ranks").reason
+    assert not any(each.name in ("GPUs", "sums of ranks") for each in alone.decisions)
+
+
+def test_the_forecast_has_the_sums() -> None:
+    four = question(NEXT, "4x4090", tp=4)
+    plan = four.plan()
+    found = predicted(four, plan)
+    for each in (*found.decode.values(), found.prompt):
+        assert each.parts["sums of ranks"] > 0
+    case = Case.of_plan(four.model, four.stored, plan, four.speeds)
+    assert case.model.shard.ranks == 4 and case.speeds.dram_gbps == four.speeds.dram_gbps / 4
+    assert 96 * 6.5e-6 < found.decode[1].parts["sums of ranks"] < 97 * 12e-6
+    assert "sums of ranks" not in predicted(question(NEXT, "4x4090")).prompt.parts
+
+
+def test_more_gpu_memory_is_faster_and_one_rank_is_one_gpu() -> None:
+    """As long as experts are in CPU memory; a plan without ranks is predicted as such, whatever was asked."""
+    plans = {ranks: question(NEXT, "4x4090", tp=ranks) for ranks in (1, 2, 4)}
+    rates = [predicted(each).decode[1].middle for each in plans.values()]
+    assert rates == sorted(rates) and rates[2] > 1.3 * rates[0]
+    without = plans[4].plan(tensor_parallel_size=1)
+    assert predicted(plans[4], without).decode[1].middle == rates[0]
+
+
+def test_the_slowest_link_decides() -> None:
+    """Qwen3-30B fits one H200: two gain little at most, with any sums that take microseconds."""
+    one, two = (predicted(question("qwen3-30b-a3b", "2xh200", tp=ranks)).decode[1].middle for ranks in (1, 2))
+    assert two < 1.5 * one
+
+
+def test_ranks_are_advised_where_they_are_faster() -> None:
+    one = question(NEXT, "4x4090")
+    ways = {way.change: way for way in ways_to_go_faster(one, one.plan())}
+    assert "decoding" in ways["--tensor-parallel-size 4"].brings and not ways["--tensor-parallel-size 4"].lossy
+    for gpus in ("4090", "4090,3090"):
+        asked = question(NEXT, gpus)
+        assert not any("--tensor" in way.change for way in ways_to_go_faster(asked, asked.plan()))
+
+
+def test_ranks_make_a_model_fit_that_one_gpu_and_ram_are_too_small_for() -> None:
+    name = "glm-4.5-air-fp8"
+    wish = MachineWish(gpus="2x48GB", ram="48GB")
+    machine = wished_machine(wish, HERE)
+    model, stored = named_subject(name)
+    asked = Question(EngineConfig.from_keywords(name), model, machine, stored, wished_speeds(wish, machine, None))
+    assert not asked.fits() and asked.fits(tensor_parallel_size=2)
+    assert any(way.change == "--tensor-parallel-size 2" and not way.lossy for way in ways_to_fit(asked))
+
+
+def test_idle_gpus_are_named_with_what_would_use_them() -> None:
+    (note,) = [each for each in question(NEXT, "3x4090").plan().notices if "not used" in each]
+    assert note.startswith("GPU 1 (4090), GPU 2 (4090) not used: one is used; --tp 2 divides a model among equal GPUs")
+    (note,) = [each for each in question(NEXT, "3x4090", tp=2).plan().notices if "not used" in each]
+    assert note == "GPU 2 (4090) not used: --tp 2 uses 2; CUDA_VISIBLE_DEVICES says which"
+    (note,) = [each for each in question(NEXT, "24GB,12GB").plan().notices if "not used" in each]
+    assert note.startswith("GPU 1 (a GPU of 12 GiB) not used: a model is not divided among unequal GPUs")
+    assert "layers over GPUs are not there yet" in note
+    assert not [each for each in question(NEXT, "2x4090", tp=2).plan().notices if "not used" in each]
+
+
+@pytest.mark.parametrize("gpus", ["24GB,12GB", "4090,3090", "h200,h100"])
+def test_unequal_gpus_are_no_ranks(gpus) -> None:
+    with pytest.raises(ConfigError, match="2: ranks compute equal parts with equal bits, on equal GPUs, not on"):
+        question(NEXT, gpus, tp=2).plan()
+
+
+def test_ranks_on_a_cpu_meet_in_shared_memory() -> None:
+    asked = question("qwen3-30b-a3b", "none", tp=2, device="cpu")
+    plan = asked.plan()
+    assert decision(plan, "sums of ranks").value == "shared memory"
+    assert not any(each.name == "GPUs" for each in plan.decisions)
+    one = replace(asked, config=EngineConfig.from_keywords("qwen3-30b-a3b", device="cpu"))
+    ratio = predicted(asked, plan).decode[1].middle / predicted(one).decode[1].middle
+    assert 0.7 < ratio < 1.05  # the same bytes from the same memory, and sums
