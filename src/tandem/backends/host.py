@@ -1,0 +1,25 @@
+"""`Host`: what an engine that asks for experts says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tandem.config.ranks.shard import ALONE, Shard
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """shard: which part of every expert's width this process adds; the engine sums the parts. device: where batches
+    lie; most_rows: of one. cpus: logical CPUs that may compute, None: those of the calling thread. loads: decoder
+    layers that will be asked for, None: every layer with experts."""
+
+    shard: Shard = ALONE
+    device: torch.device = field(default=CPU)
+    most_rows: int = 8192
+    cpus: frozenset[int] | None = None
+    loads: frozenset[int] | None = None
+    patience_seconds: float = 30.0
