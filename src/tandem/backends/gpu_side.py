@@ -16,8 +16,11 @@ from torch import Tensor
 from tandem import _core
 from tandem.backends.host import Host
 from tandem.config import EngineConfig, ModelConfig
+from tandem.config.layers import SILU, Activation
+from tandem.experts import ExpertStore
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
+from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.mailbox import Mailbox
 from tandem.experts.placement import ExpertPlacement, load_counts, place
@@ -58,11 +61,25 @@ def _watch(mailbox: Mailbox) -> None:
         os._exit(FAILED)
 
 
-def gpu_store(config: EngineConfig, model: ModelConfig, host: Host, cpu: CpuOps, on_gpu: int) -> HybridStore:
+class OwnHybrids:
+    """A store of layers whose first experts are the engine's own, on its GPU: here they have slots, and no weights."""
+
+    def __init__(self, cpu: CpuOps, hidden: int, skipped: int, handoff: Handoff) -> None:
+        self._cpu, self._hidden, self._skipped, self._handoff = cpu, hidden, skipped, handoff
+
+    def layer(self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU) -> HybridExperts:
+        own = torch.arange(count, dtype=torch.int32)
+        packed = self._cpu.experts(count, self._hidden, width, fmt, activation, places=count - self._skipped)
+        return HybridExperts(torch.where(own < self._skipped, own, -1), None, packed, self._handoff)
+
+
+def gpu_store(config: EngineConfig, model: ModelConfig, host: Host, cpu: CpuOps, on_gpu: int) -> ExpertStore:
     """Where experts live beside a host's GPU. on_gpu: (layer, expert) pairs there. Raises ConfigError for statistics of
     another model."""
     sizes = HandoffSizes(host.most_rows, host.most_rows, model.expert_channels, model.moe.router.top_k)
     handoff = PostingHandoff(sizes, host.device, host.patience_seconds, foresight=False)
+    if host.skipped:
+        return OwnHybrids(cpu, model.expert_channels, host.skipped, handoff)
     ops = GpuOps(torch.device(host.device.type, host.device.index or 0), cpu)
     return HybridStore(ops, _placement(config, model, on_gpu), handoff, model.expert_channels)
 

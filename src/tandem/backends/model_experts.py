@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.backends.host import CPU, Host
+from tandem.backends.own_experts import OwnExperts
 from tandem.backends.planning import beginning_at, check_model, experts_plan, share_of, threads_text
 from tandem.checkpoint import load_model_config, open_checkpoint, with_experts
 from tandem.config import EngineConfig, ModelConfig
@@ -27,6 +28,7 @@ from tandem.engine.start.loader import for_loading, model_directory
 from tandem.engine.start.packed_start import packed_cache
 from tandem.errors import CacheDamaged, ConfigError
 from tandem.experts import Experts, ExpertStore
+from tandem.experts.hybrid_experts import HybridExperts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.this_machine import these_cpus
@@ -54,7 +56,7 @@ class ModelExperts:
             raise ConfigError("kt_gpu_experts_ratio and kt_num_gpu_experts need a GPU, which this engine has not")
         if config.packed_cache is not None and host.shard.ranks > 1:
             raise ConfigError("packed_cache: ranks keep no packed experts; leave it out")
-        on_cpu = whole.routed_experts - self.on_gpu
+        on_cpu = whole.routed_experts - self.on_gpu - host.skipped * len(whole.moe_layers)
         plan = experts_plan(own, self.config, machine, stored, on_cpu)
         self.plan = replace(plan, cpus=beginning_at(plan, _only_cpu()))
         self.ops = CpuOps(planned_pool(self.plan), self.plan.tier, self.plan.int8_activations)
@@ -78,7 +80,7 @@ class ModelExperts:
             self._waiting.discard(number)
             if not self._waiting:
                 self._builder.all_done()
-        return LayerExperts(experts, shape, self.config)
+        return LayerExperts(experts, shape, self.config, self.host.graph_rows)
 
     def _moe(self, number: int) -> Moe:
         shape = self.config.layers[number].moe if number < len(self.config.layers) else None
@@ -92,7 +94,7 @@ class ModelExperts:
     def _store(self, config: EngineConfig) -> ExpertStore | None:
         """None: all of them in CPU memory, and so are batches."""
         if self.host.device.type == CPU.type:
-            return None
+            return OwnExperts(self.ops, self.config.expert_channels, self.host.skipped) if self.host.skipped else None
         from tandem.backends.gpu_side import gpu_store  # Triton is there only where a GPU is
 
         return gpu_store(config, self.config, self.host, self.ops, self.on_gpu)
@@ -108,14 +110,29 @@ class ModelExperts:
 class LayerExperts:
     """A layer's experts: `submit` a batch, do something else, `wait` for its sum. One batch at a time in a process."""
 
-    def __init__(self, experts: Experts, shape: Moe, config: ModelConfig) -> None:
+    def __init__(self, experts: Experts, shape: Moe, config: ModelConfig, graph_rows: int) -> None:
         self.experts, self.count, self.hidden = experts, shape.experts.count, shape.experts.channels(config.hidden)
+        self._gpu = experts.gpu if isinstance(experts, HybridExperts) else None
+        self._graph_rows = graph_rows
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, elsewhere: Tensor | None = None) -> Any:
         """x [T, hidden], bfloat16 or float32. ids and weights [T, k], of any integers and floats; pairs whose id is
-        outside [0, experts) add nothing. All on the host's device."""
-        routing = Routing(ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous())
-        return self.experts.submit(x.contiguous(), routing)
+        negative add nothing. elsewhere bool [experts]: nor do theirs. All on the host's device."""
+        ids, weights = ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+        if elsewhere is not None:
+            ids = torch.where(elsewhere[ids.clamp(min=0).long()], -1, ids)
+        if self._gpu is not None:  # kernels are the same before a capture and in it: there they cannot be compiled
+            self._gpu.step.captured = len(x) <= self._graph_rows
+        return self.experts.submit(x.contiguous(), self._routing(ids, weights))
+
+    def _routing(self, ids: Tensor, weights: Tensor) -> Routing:
+        """Beside a GPU a pair of no expert stands for one there, with weight 0: nobody posts it."""
+        places = self.experts.places
+        if places is None:
+            return Routing(ids, weights)
+        asked, no_expert = ids.clamp(min=0), ids < 0
+        slots = places[asked.long()].masked_fill(no_expert, 0)
+        return Routing(asked, weights.masked_fill(no_expert, 0.0), slots)
 
     def wait(self, ticket: Any) -> Tensor:
         """sum over k of weight * expert(x), [T, hidden] in x's dtype; of this rank's width."""

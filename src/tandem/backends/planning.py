@@ -28,7 +28,9 @@ def check_model(model: ModelConfig) -> None:
 
 
 def share_of(config: EngineConfig, machine: Machine, host: Host) -> tuple[EngineConfig, Machine]:
-    """The rank's own threads and cores."""
+    """The rank's own threads, cores and memory."""
+    if host.own_cpus:
+        return config, replace(machine, available_memory=machine.available_memory // host.shard.ranks)
     return own_side(replace(config, tensor_parallel_size=host.shard.ranks), machine, host.shard.rank)
 
 
