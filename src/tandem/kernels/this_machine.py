@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tandem import _core
 from tandem.config.machine import Machine
 
@@ -12,6 +14,7 @@ def this_machine() -> Machine:
     return these_cpus().with_gpus()
 
 
-def these_cpus() -> Machine:
-    """The same before its GPUs are looked for (`Machine.with_gpus`)."""
-    return Machine.detect_cpus().limited_to(_core.supported_tiers())
+def these_cpus(affinity: Iterable[int] | None = None) -> Machine:
+    """The same before its GPUs are looked for (`Machine.with_gpus`). affinity: logical CPUs; None: the calling
+    thread's."""
+    return Machine.detect_cpus(affinity=affinity).limited_to(_core.supported_tiers())

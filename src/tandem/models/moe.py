@@ -57,7 +57,7 @@ class MoEBlock:
             self.table = b.ops.resident(found.to(torch.int32, copy=True))
         if self.router.has_bias:
             self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
-        self.experts = _experts(b, index, shape, names, self.fused)
+        self.experts = routed_experts(b, index, shape, names, self.fused)
         self.shared: MLP | None = None
         self.joins_late = False  # whoever takes the result adds the shared expert's, which is left in the pass
         if shape.shared is not None and not self.fused:
@@ -215,8 +215,8 @@ def _router_gate(b: Builder, shape: Moe, layer: str, names: Names) -> Linear:
     return b.linear([layer + names.router, layer + names.shared_gate], [*rows, 1], hidden)
 
 
-def _experts(b: Builder, index: int, shape: Moe, names: Names, fused: int) -> Experts:
-    """The routed experts, followed by the `fused` ones that the shared expert is cut into."""
+def routed_experts(b: Builder, index: int, shape: Moe, names: Names, fused: int = 0) -> Experts:
+    """The routed experts of decoder layer `index`, loaded, then the `fused` ones of the shared expert."""
     hidden, routed = shape.experts.channels(b.config.hidden), shape.experts.count
     share = shard_of(b.config, shape).share
     width, shared = shape.experts.width, share(0 if shape.shared is None else shape.shared.width)

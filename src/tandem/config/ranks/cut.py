@@ -59,6 +59,29 @@ def cut(
     return replace(model, layers=layers, drafts=drafts, drafter=drafter, shard=shard)
 
 
+def cut_experts(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> ModelConfig:
+    """What rank `shard` has of the routed experts; all else is whole. Raises ConfigError as `cut` does."""
+    experts = model.moe.experts
+    limit = Limit(f"{experts.width} rows of experts", experts.width, _least_rows(model.moe, expert_unit))
+    if shard.ranks == 1:
+        return model
+    if not limit.allows(shard.ranks):
+        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if limit.allows(n))
+        raise _refused(shard.ranks, f"{limit} cannot be divided among {shard.ranks} ranks; possible: {possible}")
+    layers = tuple(_with_experts(layer, shard.ranks) for layer in model.layers)
+    return replace(model, layers=layers, shard=shard)
+
+
+def _with_experts(layer: Layer, ranks: int) -> Layer:
+    bodies = [block.body for block in layer.blocks]
+    cuts = [_experts(body, ranks) if isinstance(body, Moe) else body for body in bodies]
+    return replace(layer, blocks=tuple(replace(b, body=c) for b, c in zip(layer.blocks, cuts, strict=True)))
+
+
+def _experts(body: Moe, ranks: int) -> Moe:
+    return replace(body, experts=replace(body.experts, width=body.experts.width // ranks))
+
+
 def check_ranks(
     model: ModelConfig, ranks: int, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED
 ) -> None:
@@ -131,8 +154,7 @@ def _dense(body: Dense, ranks: int) -> Dense:
 def _moe(body: Moe, ranks: int) -> Moe:
     shared = None if body.shared is None else _dense(body.shared, ranks)
     beside = None if body.beside is None else replace(body.beside, dense=_dense(body.beside.dense, ranks))
-    experts = replace(body.experts, width=body.experts.width // ranks)
-    return replace(body, experts=experts, shared=shared, beside=beside)
+    return replace(_experts(body, ranks), shared=shared, beside=beside)
 
 
 _CUTS: dict[type, Callable[[Any, int], Body]] = {
@@ -198,12 +220,15 @@ _OUTPUTS: dict[type, tuple[str, Callable[[Any], int]]] = {
 
 
 def _limits_of_moe(moe: Moe, unit: int, stored: StoredFormats) -> Iterator[Limit]:
-    least = unit if moe.experts.activation.gated else max(unit, UNGATED_HALVES)
-    yield Limit(f"{moe.experts.width} rows of experts", moe.experts.width, least)
+    yield Limit(f"{moe.experts.width} rows of experts", moe.experts.width, _least_rows(moe, unit))
     if moe.shared is not None:
         yield _width("shared experts", moe.shared, stored.shared)
     if moe.beside is not None:
         yield _width("dense layers", moe.beside.dense, stored.dense)
+
+
+def _least_rows(moe: Moe, unit: int) -> int:
+    return unit if moe.experts.activation.gated else max(unit, UNGATED_HALVES)
 
 
 def _width(what: str, dense: Dense, stored: StoredFormat) -> Limit:

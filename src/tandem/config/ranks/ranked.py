@@ -30,7 +30,7 @@ def ranked(
         return config, model, machine
     if why := _why_not(config, machine, ranks):
         raise ConfigError(f"--tensor-parallel-size {ranks}: {why}", fields=FIELD)
-    own = model if model.shard.ranks == ranks else cut(model, Shard(rank, ranks), _expert_unit(config, stored), stored)
+    own = model if model.shard.ranks == ranks else cut(model, Shard(rank, ranks), expert_unit(config, stored), stored)
     config, machine = own_side(config, machine, rank)
     return config, own, machine
 
@@ -86,7 +86,8 @@ def _why_no_gpus(config: EngineConfig, machine: Machine, ranks: int) -> str:
     return ""
 
 
-def _expert_unit(config: EngineConfig, stored: StoredFormats) -> int:
+def expert_unit(config: EngineConfig, stored: StoredFormats) -> int:
+    """Weights of an expert's width that stay together, as they are loaded."""
     fmt = expert_format_of(config, stored)
     if fmt == STORED:
         return stored.experts.along
