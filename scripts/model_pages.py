@@ -156,7 +156,8 @@ def page(model: Headline) -> str:
     blocks = [
         f"# {model.title}", filled(model.intro),
         filled(f"A machine that does: {first.name} of RAM. {INSTALL}"),
-        f"    {model.serve_line(first)}", filled(first_start(model)), CHAT, "## What to expect", HEAD, machines(model), ASK,
+        f"    {model.serve_line(first)}", filled(first_start(model)), CHAT,
+        "## What to expect", HEAD, machines(model), ASK,
         f"    {model.plan_line(first)}",
         "## Which file", files(model),
         "## What to change", bullets([*faster(model), *model.change, *common(model)]),
@@ -168,7 +169,8 @@ def page(model: Headline) -> str:
 def first_start(model: Headline) -> str:
     """What comes before the first answer."""
     rounds = f" {ROUNDS}" if "INT4" in model.places[0].flags else ""
-    return f"It needs about {disk_gb(model)} GB of disk. After the download it packs the weights for some minutes.{rounds}"
+    size = disk_gb(model)
+    return f"It needs about {size} GB of disk. After the download it packs the weights for some minutes.{rounds}"
 
 
 def machines(model: Headline) -> str:

@@ -377,3 +377,35 @@ def test_no_error_follows_a_streams_last_event(path: str, first: bytes, last: by
     assert asyncio.run(sent(whole)) == asyncio.run(sent(*(bytes([each]) for each in whole))) == whole
     assert all(b"it died" in asyncio.run(sent(half)) for half in halves)
     assert b"it died" in asyncio.run(sent(first))
+
+
+def test_bodies_that_wait_for_a_model_are_bounded():
+    """By --max-queued-bytes: in the front's memory, whatever the number of requests. They are let go at their ends."""
+
+    async def scenario():
+        async with front(*served("a"), max_queued_bytes=10_000) as at:
+            assert (await at.chat("a")).status_code == 200
+            halted = asyncio.create_task(at.chat("a", "halt", padding="x" * 6000))
+            await until(lambda: at.models.named("a").in_flight == 1)
+            refused, alone = await at.chat("a", padding="x" * 6000), await at.chat("a", padding="x" * 20_000)
+            assert (refused.status_code, alone.status_code) == (503, 413) and refused.headers["retry-after"]
+            assert all("--max-queued-bytes" in each.json()["error"]["message"] for each in (refused, alone))
+            assert (await at.chat("a", padding="x" * 1000)).status_code == 200
+            (at.folder / "go").touch()
+            assert (await halted).status_code == 200
+            assert (await at.chat("a", padding="x" * 6000)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_lets_its_body_go():
+    async def scenario():
+        async with front(*served("a"), max_queued_bytes=10_000) as at:
+            await at.chat("a")
+            leaving = asyncio.create_task(at.chat("a", "halt", padding="x" * 6000))
+            await until(lambda: at.models.named("a").in_flight == 1)
+            leaving.cancel()
+            await until(lambda: at.models.named("a").in_flight == 0)
+            assert (await at.chat("a", padding="x" * 6000)).status_code == 200
+
+    asyncio.run(scenario())

@@ -16,7 +16,7 @@ from tandem.server.errors import ApiError
 
 FRONT_FLAGS = frozenset((
     "models", "host", "port", "uds", "api_key", "api_key_file", "allowed_origins", "allowed_hosts", "request_timeout",
-    "sleep_idle_seconds", "served_model_name", "model",
+    "max_queued_bytes", "sleep_idle_seconds", "served_model_name", "model",
 ))  # fmt: skip
 STAY_SECONDS = 30.0
 _OWN = ("aliases", "preload", "sleep_idle_seconds")
