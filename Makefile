@@ -22,7 +22,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-tools test-all test-peers test-vllm faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
+.PHONY: help venv serve chat test test-tools test-all test-peers test-vllm test-ray faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -74,13 +74,12 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS)
 test: $(STAMPS)/package $(STAMPS)/test ## the tests that need no GPU (ARGS="-k name" for some)
 	$(PYTEST) $(ARGS)
 
-# The router has a wheel for some systems only; its test is left out on the others. So are those of programs that
-# measure servers where what they need cannot be had beside the rest: other versions of it would be other tests.
+# Programs that measure servers or stand before them: their tests are left out where there is no wheel, or where what
+# they need cannot be had beside the rest: other versions of it would be other tests.
 $(STAMPS)/clients: $(STAMPS)/test
 	$(BIN)/python scripts/requirements.py clients | $(PIP) install --requirement /dev/stdin
-	-$(BIN)/python scripts/requirements.py router | $(PIP) install --only-binary :all: --requirement /dev/stdin
 	$(PIP) freeze | grep == > $(STAMPS)/installed.txt
-	@$(BIN)/python scripts/requirements.py benchmarkers | while read -r wanted; do \
+	@$(BIN)/python scripts/requirements.py programs | while read -r wanted; do \
 	  $(PIP) install --constraint $(STAMPS)/installed.txt "$$wanted" </dev/null || \
 	    echo "$$wanted and its tests are left out: pip cannot install it beside what is there"; \
 	done
@@ -117,6 +116,10 @@ $(VLLM_VENV)/.done: $(SOURCES) packaging/kt_kernel/pyproject.toml
 
 test-vllm: $(VLLM_VENV)/.done ## experts inside a real vLLM on the CPU, and SGLang's file: 3.5 GB, several minutes
 	$(VLLM_VENV)/bin/python -m pytest tests/backends $(ARGS)
+
+test-ray: $(STAMPS)/package $(STAMPS)/test ## models on Ray Serve, on this machine: some minutes, 500 MB of packages
+	$(BIN)/python scripts/requirements.py ray | $(PIP) install --requirement /dev/stdin
+	$(BIN)/python -m pytest tests/ray --full -W ignore::DeprecationWarning $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, mypy --strict, clang-format, hadolint and check-jsonschema
 	$(BIN)/ruff check src tests benchmarks scripts

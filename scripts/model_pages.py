@@ -156,13 +156,21 @@ def page(model: Headline) -> str:
     blocks = [
         f"# {model.title}", filled(model.intro),
         filled(f"A machine that does: {first.name} of RAM. {INSTALL}"),
-        f"    {model.serve_line(first)}", CHAT, "## What to expect", HEAD, machines(model), ASK,
+        f"    {model.serve_line(first)}", filled(first_start(model)), CHAT,
+        "## What to expect", HEAD, machines(model), ASK,
         f"    {model.plan_line(first)}",
-        "## Which file", files(model), f"The first one takes about {disk_gb(model)} GB of disk.",
+        "## Which file", files(model),
         "## What to change", bullets([*faster(model), *model.change, *common(model)]),
         "## Known traps", bullets(model.traps), END,
     ]  # fmt: skip
     return "\n\n".join(blocks) + "\n"
+
+
+def first_start(model: Headline) -> str:
+    """What comes before the first answer."""
+    rounds = f" {ROUNDS}" if "INT4" in model.places[0].flags else ""
+    size = disk_gb(model)
+    return f"It needs about {size} GB of disk. After the download it packs the weights for some minutes.{rounds}"
 
 
 def machines(model: Headline) -> str:
@@ -181,6 +189,7 @@ HEAD = textwrap.fill(
 )
 INSTALL = "[Install `kt`](../setup-gpu.md) first. This line downloads the model, if it fits, and serves it:"
 CHAT = "When it prints its address, run `kt chat` in another terminal, or open http://127.0.0.1:30000/ in a browser."
+ROUNDS = "`--kt-method INT4` rounds the experts meanwhile, which [costs accuracy](../quality.md#what-rounding-costs)."
 ASK = "Describe your machine, or leave those flags out where it is this one. Nothing is downloaded for it:"
 END = textwrap.fill(
     "More: [tuning](../tuning.md), [which quantisation](../quantisation.md), [messages](../troubleshooting.md). "

@@ -23,8 +23,8 @@ CPP = sorted(
 # Imports go from a higher number to a lower one, or stay inside a package.
 LAYERS = {
     "errors": 0, "_core": 0, "config": 1, "architectures": 2, "formats": 3, "hub": 3, "checkpoint": 4, "kernels": 4,
-    "experts": 5, "models": 6, "engine": 7, "backends": 8, "quality": 8, "server": 8, "convert": 9, "bench": 10,
-    "cli": 11, "launch_server": 12, "__main__": 12,
+    "experts": 5, "models": 6, "engine": 7, "backends": 8, "quality": 8, "server": 8, "convert": 9, "ray": 9,
+    "bench": 10, "cli": 11, "launch_server": 12, "__main__": 12,
 }  # fmt: skip
 
 UPWARD_ALLOWED = {

@@ -14,6 +14,7 @@ import pytest
 
 from fronts import Front, entry, events, front
 from supervision import until
+from tandem.errors import EngineError
 from tandem.server import supervisor
 from tandem.server.front import proxy
 from tandem.server.front.app import FrontApp
@@ -344,3 +345,67 @@ def test_keep_alive_counts_from_the_answer_and_not_from_a_refusal(status: int, k
     wish = wish_of(b'{"model": "a", "prompt": "x", "keep_alive": 0}')
     asyncio.run(app._answered(child, "/api/generate", {}, None, send, b"", wish))
     assert said == kept and len(sent) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "first", "last"),
+    [
+        ("/v1/chat/completions", b'data: {"a": "data: [DONE]"}\n\n', b"data: [DONE]\n\n"),
+        ("/v1/messages", b'event: ping\ndata: {"a": "event: message_stop"}\n\n', b"event: message_stop\ndata: {}\n\n"),
+        ("/v1/responses", b"event: response.created\ndata: {}\n\n", b"event: response.completed\ndata: {}\n\n"),
+        ("/api/chat", b'{"a":",\\"done\\":true","done":false}\n', b'{"a":"","done":true}\n'),
+    ],
+)
+def test_no_error_follows_a_streams_last_event(path: str, first: bytes, last: bytes):
+    """A process that dies then has answered. Of an event that is cut, and behind any other, the error is told."""
+
+    async def sent(*parts: bytes) -> bytes:
+        said = list[bytes]()
+
+        async def send(message) -> None:
+            said.append(message.get("body", b""))
+
+        out = proxy.Out(path, "m", {"app": None}, send, True)
+        await out.begin(200, [])
+        for part in parts:
+            await out.part(part)
+        await out.fail(EngineError("it died"))
+        return b"".join(said)
+
+    whole = first + last
+    halves = [whole[:cut] for cut in range(1, len(whole))]
+    assert asyncio.run(sent(whole)) == asyncio.run(sent(*(bytes([each]) for each in whole))) == whole
+    assert all(b"it died" in asyncio.run(sent(half)) for half in halves)
+    assert b"it died" in asyncio.run(sent(first))
+
+
+def test_bodies_that_wait_for_a_model_are_bounded():
+    """By --max-queued-bytes: in the front's memory, whatever the number of requests. They are let go at their ends."""
+
+    async def scenario():
+        async with front(*served("a"), max_queued_bytes=10_000) as at:
+            assert (await at.chat("a")).status_code == 200
+            halted = asyncio.create_task(at.chat("a", "halt", padding="x" * 6000))
+            await until(lambda: at.models.named("a").in_flight == 1)
+            refused, alone = await at.chat("a", padding="x" * 6000), await at.chat("a", padding="x" * 20_000)
+            assert (refused.status_code, alone.status_code) == (503, 413) and refused.headers["retry-after"]
+            assert all("--max-queued-bytes" in each.json()["error"]["message"] for each in (refused, alone))
+            assert (await at.chat("a", padding="x" * 1000)).status_code == 200
+            (at.folder / "go").touch()
+            assert (await halted).status_code == 200
+            assert (await at.chat("a", padding="x" * 6000)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_lets_its_body_go():
+    async def scenario():
+        async with front(*served("a"), max_queued_bytes=10_000) as at:
+            await at.chat("a")
+            leaving = asyncio.create_task(at.chat("a", "halt", padding="x" * 6000))
+            await until(lambda: at.models.named("a").in_flight == 1)
+            leaving.cancel()
+            await until(lambda: at.models.named("a").in_flight == 0)
+            assert (await at.chat("a", padding="x" * 6000)).status_code == 200
+
+    asyncio.run(scenario())

@@ -82,3 +82,20 @@ def test_time_that_a_prompt_waits_to_be_read_counts(monkeypatch):
             assert server.state.http_active == 0
 
     asyncio.run(go())
+
+
+def test_bodies_of_requests_in_progress_are_bounded():
+    """Those of a sleeping engine's requests, too: each is held until its request has ended."""
+
+    async def scenario(server: LocalServer):
+        first = asyncio.create_task(server.post("/generate", **ENDLESS, rid="first", padding="x" * 6000))
+        await running(server, 1)
+        refused = error_of(await server.post("/generate", text="x", padding="x" * 6000), 503)
+        alone = error_of(await server.post("/generate", text="x", padding="x" * 20_000), 413)
+        assert "--max-queued-bytes" in refused["message"] and "--max-queued-bytes" in alone["message"]
+        assert (await server.post("/generate", text="x")).status_code == 200
+        await server.post("/abort_request", rid="first")
+        await first
+        assert (await server.post("/generate", text="x", padding="x" * 6000)).status_code == 200
+
+    run(scenario, max_queued_bytes=10_000)

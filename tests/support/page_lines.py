@@ -25,6 +25,8 @@ NOT_RUN = {
     "lm_eval": "another project's program: tests/clients/test_lm_eval.py calls its library",
     "modelscope": "another project's program, which downloads",
     "nvidia-smi": "comes with NVIDIA's driver",
+    "smg": "another project's program: tests/clients/test_smg.py starts it",
+    "ray": "another project's program: tests/ray starts a cluster of its own",
     "llama-server": "another project's program",
     "python -m sglang.launch_server": "another project's program",
     "vllm serve": "another project's program: `make test-vllm` has one with the plug-in",

@@ -24,6 +24,7 @@ LEAST_SECONDS = 1.0  # shorter files are not listed
 UNLISTED_SECONDS = 0.02  # of one of their tests
 SERVERS = (  # what start servers, or are like them
     "tests/server/", "tests/faults/", "tests/clients/", "tests/cli/test_bench_serve.py",
+    "tests/ray/test_ray_serve.py", "tests/front/test_front_process.py",
 )  # fmt: skip
 
 

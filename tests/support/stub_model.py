@@ -1,7 +1,8 @@
 """A model's server without a model: `python stub_model.py SOCKET NAME FOLDER`, for tests and measurements of the front.
 
 It says its name and what it was asked. Prompts: "count N S": N events, S seconds between two; "halt": waits for the
-file FOLDER/go; "die": the process ends in mid-stream. FOLDER/NAME.broken: it cannot be loaded. FOLDER/NAME.log: what
+file FOLDER/go; "hold": likewise, before anything is sent; "die": the process ends in mid-stream. FOLDER/NAME.held: the
+processes that wait so. FOLDER/NAME.broken: it cannot be loaded. FOLDER/NAME.log: what
 happened.
 """
 
@@ -37,9 +38,12 @@ class Stub:
             return
         fields = json.loads(body or b"{}")
         prompt = fields["messages"][-1]["content"] if "messages" in fields else fields.get("prompt", "")
+        if prompt == "hold":
+            await self.hold(receive)
         if not fields.get("stream"):
             await self.wait(prompt, receive)
-            await whole(send, json.dumps({"model": self.name, "said": prompt, "path": scope["path"]}).encode(), JSON)
+            said = {"model": self.name, "said": prompt, "path": scope["path"], "pid": os.getpid()}
+            await whole(send, json.dumps(said).encode(), JSON)
             return
         await self.stream(prompt, receive, send)
 
@@ -47,7 +51,7 @@ class Stub:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
         _, events, pace = prompt.split(" ") if prompt.startswith("count ") else ("", "3", "0")
         for number in range(int(events)):
-            await send(event({"model": self.name, "number": number}))
+            await send(event({"model": self.name, "number": number, "pid": os.getpid()}))
             if prompt in ("halt", "die"):
                 await self.wait(prompt, receive)
             elif float(pace):
@@ -55,6 +59,11 @@ class Stub:
             if prompt == "die":
                 os._exit(1)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def hold(self, receive) -> None:
+        with (self.folder / f"{self.name}.held").open("a") as held:
+            held.write(f"{os.getpid()}\n")
+        await self.wait("halt", receive)
 
     async def wait(self, prompt, receive) -> None:
         leaving = asyncio.create_task(receive())

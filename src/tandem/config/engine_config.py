@@ -95,6 +95,9 @@ class EngineConfig:
     max_queued_requests: int | None = flag(
         None, "Answers that may wait for a place; more get status 429.", group=SERVER, minimum=0
     )
+    max_queued_bytes: int | None = flag(
+        None, "Bytes of all requests in progress; more get status 503.", group=SERVER, minimum=1
+    )
     sleep_idle_seconds: float | None = flag(
         None, "Idle seconds until its memory is given back.", group=SERVER, minimum=-1.0,
         essential=True,

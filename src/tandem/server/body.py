@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from tandem.server.errors import ApiError, ClientGone
-from tandem.server.guard.bodies import UnfinishedBodies
+from tandem.server.guard.bodies import HELD, UnfinishedBodies
 from tandem.server.guard.shape import Shape, shape_of
 from tandem.server.limits import (
     DISCARD_BYTES,
@@ -36,7 +36,7 @@ _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>key in )?`\$(?P<path>.*)`)?$
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413, 415; 503 when others arrive, too."""
+    """The whole body, at most MAX_BODY_BYTES of it in memory. Raises ApiError 413, 415, 503 beside others."""
     await _check_coding(request)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
@@ -56,6 +56,8 @@ async def read_body(request: Request) -> bytes:
             body.drop()
             await _discard(request)
             raise
+        if (held := request.scope.get("state", {}).get(HELD)) is not None:
+            held.hold(request.scope, len(body.data))
         return bytes(body.data)
 
 

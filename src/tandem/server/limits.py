@@ -9,6 +9,7 @@ DISCARD_SECONDS = 10.0
 
 BODY_SECONDS = 60.0  # for a whole body
 SMALL_BODY_BYTES = 64 << 10
+MAX_HELD_BYTES = 1 << 30  # of bodies of requests in progress, waiting or not
 MAX_UNFINISHED_BYTES = 256 << 20  # of large bodies that are still arriving, over all connections
 
 MAX_URL_BYTES = 16 << 10

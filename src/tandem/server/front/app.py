@@ -24,7 +24,7 @@ from tandem.server.ollama import errors as ollama_errors
 from tandem.server.ollama.keep_alive import keep_seconds
 
 UPSTREAM = "/upstream/"
-_FORMS = {"/v1/messages": anthropic_errors.error_body, "/api/": ollama_errors.error_body}
+ERROR_FORMS = {"/v1/messages": anthropic_errors.error_body, "/api/": ollama_errors.error_body}
 _OF_ALL = ("/abort_request", "/flush_cache")
 
 
@@ -32,7 +32,7 @@ class FrontApp:
     """`state` is as Starlette's: bodies that arrive, and how each dialect says errors."""
 
     def __init__(self, front: FrontState) -> None:
-        self.state = SimpleNamespace(bodies=UnfinishedBodies(), error_forms=_FORMS)
+        self.state = SimpleNamespace(bodies=UnfinishedBodies(), error_forms=ERROR_FORMS)
         self._front, self._models = front, front.models
         self._proxy = Proxy(front.models)
         self._own = FrontRoutes(front)

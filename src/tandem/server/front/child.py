@@ -8,7 +8,6 @@ import enum
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -230,8 +229,3 @@ class Child:
 def socket_name(index: int) -> str:
     """Short: the system takes 107 characters of a path."""
     return f"{index}.sock"
-
-
-def plain_name(name: str) -> str:
-    """As Ollama's clients say it: `:latest` is the one there is."""
-    return re.sub(r":latest$", "", name)

@@ -16,6 +16,14 @@ _STREAMS = frozenset((
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", *OLLAMA,
 ))  # fmt: skip
 _NEEDED = _STREAMS | {"/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+# With the newline before it, none can be a part of a JSON string.
+_ENDS = {
+    "/v1/messages": (b"\nevent: message_stop\n",),
+    "/v1/responses": tuple(b"\nevent: response.%b\n" % how for how in (b"completed", b"incomplete", b"failed")),
+    **dict.fromkeys(OLLAMA, (b',"done":true',)),
+}  # fmt: skip
+_DONE = (b"\ndata: [DONE]\n",)
+END_BYTES = max(len(end) for end in sum(_ENDS.values(), _DONE))
 _NOTHING = (b"", b"null", b'""', b"[]")
 
 
@@ -71,6 +79,11 @@ def chunk(path: str, model: str) -> dict[str, Any]:
     if path == "/api/chat":
         text = {"message": {"role": "assistant", "content": ""}}
     return {"model": model, "created_at": datetime.now(UTC).isoformat(), **text}
+
+
+def begins_to_end(path: str, data: bytes) -> bool:
+    """Whether a stream's last event, or line, begins in `data`."""
+    return any(end in data for end in _ENDS.get(path, _DONE))
 
 
 def failure(path: str, body: bytes) -> bytes:

@@ -13,8 +13,8 @@ from typing import Any
 
 from tandem.errors import TandemError
 from tandem.server.errors import ApiError, overloaded, unavailable
-from tandem.server.front.child import Child, Command, Life, plain_name, socket_name
-from tandem.server.front.models_file import ModelEntry, ModelsFile, changed
+from tandem.server.front.child import Child, Command, Life, socket_name
+from tandem.server.front.models_file import ModelEntry, ModelsFile, changed, entry_named
 from tandem.server.front.room import Room
 from tandem.server.limits import MAX_OPEN_ANSWERS
 
@@ -54,22 +54,9 @@ class Models:
 
     def named(self, name: str | None) -> Child:
         """None: the only one there is, or that is loaded. Raises ApiError 404, 400."""
-        if name:
-            return self._find(name)
-        choice = self.loaded() if len(self._children) > 1 else self.all()
-        if len(choice) == 1:
-            return choice[0]
-        raise ApiError(400, f"say which model: {self._names()}", param="model", code="model_required")
-
-    def _find(self, name: str) -> Child:
-        for child in self.all():
-            if {name, plain_name(name)} & {child.name, *child.entry.aliases, child.entry.path}:
-                return child
-        message = f"the model {name[:100]!r} is not served here; use {self._names()}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _names(self) -> str:
-        return ", ".join(map(repr, self._children))
+        if not name and len(loaded := self.loaded()) == 1:
+            return loaded[0]
+        return self._children[entry_named([child.entry for child in self.all()], name).name]
 
     # --- use
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.config.engine_config import FLAGS, EngineConfig
 from tandem.errors import ConfigError
+from tandem.server.errors import ApiError
 
 FRONT_FLAGS = frozenset((
     "models", "host", "port", "uds", "api_key", "api_key_file", "allowed_origins", "allowed_hosts", "request_timeout",
-    "sleep_idle_seconds", "served_model_name", "model",
+    "max_queued_bytes", "sleep_idle_seconds", "served_model_name", "model",
 ))  # fmt: skip
 STAY_SECONDS = 30.0
 _OWN = ("aliases", "preload", "sleep_idle_seconds")
@@ -70,7 +72,7 @@ def _of_directory(path: Path, common: Mapping[str, Any], idle: float | None) -> 
     if not found:
         raise ConfigError(f"--models {path} has no model: folders with a config.json, or files {_GGUF}")
     entries = (ModelEntry(names[each], words({"model": str(each), **common}), (), idle) for each in found)
-    return _checked(ModelsFile(tuple(entries)))
+    return checked(ModelsFile(tuple(entries)))
 
 
 def _of_table(
@@ -91,7 +93,7 @@ def _of_table(
         raise ConfigError(*reasons)
     most = own.get("max_loaded")
     stay = own.get("stay_seconds", STAY_SECONDS)
-    return _checked(ModelsFile(tuple(entries), stay, None if most is None else max(1, int(most))))
+    return checked(ModelsFile(tuple(entries), stay, None if most is None else max(1, int(most))))
 
 
 def _numbers(table: Mapping[str, Any], names: tuple[str, ...], path: Path) -> dict[str, float]:
@@ -140,8 +142,8 @@ def words(fields: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _checked(file: ModelsFile) -> ModelsFile:
-    """Raises ConfigError: flags that cannot be, or a name that two models have."""
+def checked(file: ModelsFile) -> ModelsFile:
+    """`file` itself. Raises ConfigError: flags that cannot be, or a name that two models have."""
     reasons, owners = list[str](), dict[str, str]()
     for entry in file.entries:
         _, refused = EngineConfig.possible(entry.flags)
@@ -152,6 +154,25 @@ def _checked(file: ModelsFile) -> ModelsFile:
     if reasons:
         raise ConfigError(*reasons)
     return file
+
+
+def entry_named(entries: Sequence[ModelEntry], name: str | None) -> ModelEntry:
+    """By its name, an alias or its path; None: the only one. Raises ApiError 404, 400."""
+    names = ", ".join(repr(entry.name) for entry in entries)
+    if not name:
+        if len(entries) == 1:
+            return entries[0]
+        raise ApiError(400, f"say which model: {names}", param="model", code="model_required")
+    for entry in entries:
+        if {name, plain_name(name)} & {entry.name, *entry.aliases, entry.path}:
+            return entry
+    message = f"the model {name[:100]!r} is not served here; use {names}"
+    raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def plain_name(name: str) -> str:
+    """As Ollama's clients say it: `:latest` is the one there is."""
+    return re.sub(r":latest$", "", name)
 
 
 def changed(old: ModelEntry, new: ModelEntry) -> bool:

@@ -12,7 +12,17 @@ from tandem.errors import EngineError, TandemError
 from tandem.server.errors import as_api_error, form_of
 from tandem.server.fields import IGNORED_HEADER
 from tandem.server.front.child import Child, Life
-from tandem.server.front.dialects import Wish, failure, is_stream, media_type, streams, waiting
+from tandem.server.front.dialects import (
+    END_BYTES,
+    OLLAMA,
+    Wish,
+    begins_to_end,
+    failure,
+    is_stream,
+    media_type,
+    streams,
+    waiting,
+)
 from tandem.server.front.models import Models
 from tandem.server.front.wire import LOST, Answer, Unreached
 from tandem.server.guard.request_log import ID_HEADER
@@ -34,11 +44,11 @@ _NOT_RETURNED = frozenset((
 
 class Proxy:
     def __init__(self, models: Models) -> None:
-        self._models = models
+        self.models = models
 
     async def answer(self, child: Child, scope: Scope, send: Send, body: bytes, wish: Wish) -> None:
         """Loads the model. Raises ApiError, EngineError while nothing has been sent."""
-        out = _Out(scope["path"], child.name, scope, send, streams(scope["path"], wish))
+        out = Out(scope["path"], child.name, scope, send, streams(scope["path"], wish))
         try:
             if not await self._try(child, scope, out, body):  # its process died a moment ago
                 await child.noticed(None)
@@ -47,7 +57,7 @@ class Proxy:
         except TandemError as error:
             await out.fail(error)
 
-    async def _try(self, child: Child, scope: Scope, out: _Out, body: bytes) -> bool:
+    async def _try(self, child: Child, scope: Scope, out: Out, body: bytes) -> bool:
         """False: nobody has heard the request."""
         await self._acquire(child, out)
         try:
@@ -58,12 +68,12 @@ class Proxy:
             child.done()
         return True
 
-    async def _acquire(self, child: Child, out: _Out) -> None:
+    async def _acquire(self, child: Child, out: Out) -> None:
         """A client that leaves cancels this; the load goes on."""
         if child.life is Life.LOADED:
             child.use()
             return
-        acquiring = asyncio.create_task(self._models.acquire(child))
+        acquiring = asyncio.create_task(self.models.acquire(child))
         try:
             while not (await asyncio.wait({acquiring}, timeout=WAITING_SECONDS))[0]:
                 await out.wait()
@@ -77,13 +87,13 @@ class Proxy:
 
 async def pass_on(child: Child, scope: Scope, send: Send, body: bytes) -> None:
     """As `Proxy.answer`, of a model that is loaded. Raises EngineError."""
-    await _forward(child, scope, _Out(scope["path"], child.name, scope, send, False), body)
+    await _forward(child, scope, Out(scope["path"], child.name, scope, send, False), body)
 
 
-async def _forward(child: Child, scope: Scope, out: _Out, body: bytes) -> None:
+async def _forward(child: Child, scope: Scope, out: Out, body: bytes) -> None:
     answer = None
     try:
-        answer = await child.wire.ask(scope["method"], _target(scope), _sent(scope), body)
+        answer = await child.wire.ask(scope["method"], target_of(scope), sent_headers(scope), body)
         await _return(answer, child, out)
     except Unreached:
         raise
@@ -96,7 +106,7 @@ async def _forward(child: Child, scope: Scope, out: _Out, body: bytes) -> None:
         raise
 
 
-async def _return(answer: Answer, child: Child, out: _Out) -> None:
+async def _return(answer: Answer, child: Child, out: Out) -> None:
     status = await answer.head()
     headers = _returned(answer.headers, child)
     kind = next((value for name, value in headers if name == b"content-type"), b"")
@@ -114,27 +124,34 @@ async def _succeeded(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-class _Out:
-    """The answer to the front's client."""
+class Out:
+    """The answer to the front's client. `begun`: it has a status. `said`: it has more than that it waits."""
 
     def __init__(self, path: str, model: str, scope: Scope, send: Send, may_wait: bool) -> None:
         """may_wait: whether it is a stream, which can begin before its model is there."""
-        self._path, self._model, self._scope, self._send, self._may_wait = path, model, scope, send, may_wait
-        self._begun = False
+        self.model, self.may_wait, self.begun, self.said = model, may_wait, False, False
+        self._path, self._scope, self._send = path, scope, send
+        self._last, self._ends = b"\n", False
 
     async def wait(self) -> None:
-        if not self._may_wait:
+        if not self.may_wait:
             return
         kind = (b"content-type", f"{media_type(self._path)}; charset=utf-8".encode())
         await self.begin(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
-        await self.part(waiting(self._path, self._model))
+        await self._more(waiting(self._path, self.model))
 
     async def begin(self, status: int, headers: Headers) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def part(self, data: bytes) -> None:
+        self.said = True
+        last = self._last + data
+        self._ends, self._last = self._ends or begins_to_end(self._path, last), last[-END_BYTES:]
+        await self._more(data)
+
+    async def _more(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
@@ -142,35 +159,42 @@ class _Out:
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Behind comments it can only be a refusal."""
-        if self._begun:
+        if self.begun:
             await self.end(failure(self._path, body))
             return
         await self.begin(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.end(body)
 
     async def fail(self, error: TandemError) -> None:
-        """Raises `error` where it can have a status of its own."""
-        if not self._begun:
+        """Raises `error` where it can have a status of its own. Behind a stream's last event it says nothing."""
+        if not self.begun:
             raise error
+        if self._ends and self._last.endswith(b"\n" if self._path in OLLAMA else b"\n\n"):
+            return await self.end()
         form = form_of(self._scope["app"], self._path)
         await self.end(failure(self._path, form(as_api_error(error))))
 
 
-def _target(scope: Scope) -> str:
+def target_of(scope: Scope) -> str:
     query = scope["query_string"].decode("latin-1")
     path = scope.get("raw_path", scope["path"].encode()).decode("latin-1").partition("?")[0]
     return f"{path}?{query}" if query else path
 
 
-def _sent(scope: Scope) -> Headers:
+def sent_headers(scope: Scope) -> Headers:
     """With the id that the front's log has."""
     own = [(ID_HEADER, scope["state"]["request_id"])]
     return [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT] + own
 
 
+def returned_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Those of a model's server that its client gets."""
+    return [(name, value) for name, value in headers if name not in _NOT_RETURNED]
+
+
 def _returned(headers: Sequence[tuple[bytes, bytes]], child: Child) -> Headers:
     """The model's server does not know `keep_alive`, but the front does."""
-    found = [(name, value) for name, value in headers if name not in _NOT_RETURNED]
+    found = returned_headers(headers)
     if not child.sleep.by_itself:
         return found
     ignored = IGNORED_HEADER.encode()

@@ -17,19 +17,31 @@ from tandem.server.front.child import Life
 from tandem.server.front.models import Models
 
 
-class FrontMetrics:
-    """The front's own numbers, and those of every loaded model with its name as a label."""
+class GateCounters:
+    """What a front counts of its own requests."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.http_active = Gauge("tandem_front_http_active", "Requests in progress", registry=self.registry)
         self._responses = Counter(
             "tandem_front_http_responses", "Responses by status", ["status"], registry=self.registry
         )
-        self._models = models
 
     def responded(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """As Prometheus reads it, and its media type."""
+        encode, media_type = choose_encoder(accept)
+        return encode(self.registry), media_type
+
+
+class FrontMetrics(GateCounters):
+    """The front's own numbers, and those of every loaded model with its name as a label."""
+
+    def __init__(self, models: Models) -> None:
+        super().__init__()
+        self._models = models
 
     async def render(self, accept: str) -> tuple[bytes, str]:
         """The text and its media type. A model that is not loaded has no numbers, and is not loaded for them."""

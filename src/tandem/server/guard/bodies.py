@@ -1,12 +1,39 @@
-"""`UnfinishedBodies`: how much memory is taken by requests that are still arriving, over all connections."""
+"""How much memory is taken by requests: `UnfinishedBodies`, that are still arriving, and `HeldBodies`, that have not
+ended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from starlette.types import Scope
+
 from tandem.server.errors import ApiError
-from tandem.server.limits import MAX_UNFINISHED_BYTES, RETRY_AFTER_SECONDS, SMALL_BODY_BYTES
+from tandem.server.limits import MAX_HELD_BYTES, MAX_UNFINISHED_BYTES, RETRY_AFTER_SECONDS, SMALL_BODY_BYTES
+
+HELD = "held_bodies"  # of a request's state: the `HeldBodies` of its server
+_BYTES = "held_bytes"  # and what it holds there
+
+
+class HeldBodies:
+    """Bodies of requests in progress: those that wait for a model, too. The gate gives it to each request."""
+
+    def __init__(self, most: int | None) -> None:
+        self.bytes = 0
+        self._most = MAX_HELD_BYTES if most is None else most
+
+    def hold(self, scope: Scope, size: int) -> None:
+        """Until `let_go` of the request's scope. Raises ApiError 413, 503."""
+        if size > self._most:
+            text = f"the body has {size:,} bytes, and --max-queued-bytes is {self._most:,}; send less text"
+            raise ApiError(413, text, code="body_too_large")
+        if self.bytes + size > self._most:
+            raise _overloaded(f"requests in progress have {self.bytes:,} bytes (--max-queued-bytes); try again later")
+        self.bytes += size
+        scope["state"][_BYTES] = scope["state"].get(_BYTES, 0) + size
+
+    def let_go(self, scope: Scope) -> None:
+        self.bytes -= scope["state"].pop(_BYTES, 0)
 
 
 class UnfinishedBodies:
@@ -26,9 +53,7 @@ class UnfinishedBodies:
     def take(self, size: int) -> None:
         """Raises ApiError 503."""
         if self._bytes + size > MAX_UNFINISHED_BYTES:
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
-            message = "too many large requests are arriving at once; try again later"
-            raise ApiError(503, message, kind="service_unavailable_error", code="overloaded", headers=headers)
+            raise _overloaded("too many large requests are arriving at once; try again later", {"Connection": "close"})
         self._bytes += size
 
     def give_back(self, size: int) -> None:
@@ -55,3 +80,8 @@ class UnfinishedBody:
         self.data.clear()
         self._bodies.give_back(self.counted)
         self.counted = 0
+
+
+def _overloaded(message: str, more: Mapping[str, str] | None = None) -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS), **(more or {})}
+    return ApiError(503, message, kind="service_unavailable_error", code="overloaded", headers=headers)

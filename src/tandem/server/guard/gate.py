@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.config.engine_config import EngineConfig
 from tandem.server.errors import ApiError, error_response
 from tandem.server.fields import IGNORED_HEADER
+from tandem.server.guard.bodies import HELD, HeldBodies
 from tandem.server.guard.connection import Deadline, run_while_wanted
 from tandem.server.guard.origins import ANY, Origins
 from tandem.server.guard.request_log import RequestNote
@@ -71,6 +72,7 @@ class Gate:
     def __init__(self, app: ASGIApp, state: Gated) -> None:
         self._app = app
         self._state = state
+        self._held = HeldBodies(state.config.max_queued_bytes)
         self._origins = Origins(state.config)
         key = state.config.api_key
         self._expected = None if key is None else key.encode()
@@ -80,6 +82,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         note = RequestNote(scope)
+        scope["state"][HELD] = self._held
         scope, send = _tolerant(scope, note.sending(send))
         self._state.http_active += 1
         self._state.metrics.http_active.inc()
@@ -91,6 +94,7 @@ class Gate:
             if not self._state.draining:  # else its client did not read what was to end it
                 raise
         finally:
+            self._held.let_go(scope)
             self._state.http_active -= 1
             self._state.metrics.http_active.dec()
             note.tell()
