@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from tandem import _core, models
 from tandem.bench.architectures import named_config
 from tandem.bench.ceilings import DramReader
 from tandem.bench.decode_counts import StepCounts
+from tandem.bench.decode_table import table
 from tandem.bench.handoff_time import handoff_us
 from tandem.bench.memory_ledger import Taken, memory_columns, planned
 from tandem.bench.rows import machine_name, shown, stamp
@@ -64,6 +64,17 @@ WARM_STEPS = 5
 READ_SECONDS = 0.1
 
 
+class Place(NamedTuple):
+    """machine: None: this one. meeting: with other ranks, which build the same at the same time; None: there are no
+    others."""
+
+    machine: Machine | None = None
+    meeting: Meeting | None = None
+
+
+HERE = Place()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
@@ -83,6 +94,7 @@ class Request:
     dense: str = "bf16"
     foresight: tuple[bool, ...] = (True,)
     prompts: bool = False
+    place: Place = HERE
 
 
 @dataclasses.dataclass(slots=True)
@@ -232,14 +244,12 @@ def build(
     chosen: Tensor | None = None,
     live: MakeLive | None = None,
     placement: ExpertPlacement | None = None,
-    meeting: Meeting | None = None,
-    machine: Machine | None = None,
     **flags: Any,
 ) -> Built:
     """empty: without routed experts. counted: as in the server, `ExpertUsage` counts who is chosen. chosen: what is
     computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
-    every expert. meeting: with other ranks, which build the same at the same time. machine: this one.
-    flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
+    every expert. flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
+    meeting = request.place.meeting
     flags = {"kt_gpu_prefill_token_threshold": 0} | flags
     config = named_config(request.config, request.layers)
     positions = max(config.max_positions, request.context + 1024)  # of made-up weights, any
@@ -251,7 +261,7 @@ def build(
         context_length=request.context + 1024, max_total_tokens=max(request.batches) * (request.context + 1024),
         device="cuda", disable_radix_cache=True, tp=1 if meeting is None else meeting.ranks, **flags,
     )  # fmt: skip
-    stored, machine = stored_as(config, request.dense, experts_of(fmt)), machine or this_machine()
+    stored, machine = stored_as(config, request.dense, experts_of(fmt)), request.place.machine or this_machine()
     plan = resolve(asked, config, machine, stored)
     if meeting is not None:
         own, config, machine = ranked(asked, config, machine, stored, meeting.rank)
@@ -377,32 +387,3 @@ def gpu_copy_gbps() -> float:
 
 def _where(request: Request) -> dict[str, Any]:
     return stamp(machine_name(Machine.detect(), request.threads))
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(
-        title="Decoding with experts on GPU and CPU; hit = routed tokens on the GPU, MB = experts read per step,\n"
-        "bound = GPU step without experts + experts' bytes, foreseen = used ones among the CPU's that were foreseen"
-    )
-    for name in (
-        "format",
-        "GPU share",
-        "hit",
-        "CPU MB",
-        "GPU MB",
-        "batch",
-        "step ms",
-        "tokens/s",
-        "bound",
-        "share",
-        "foreseen",
-    ):
-        made.add_column(name, justify="right")
-    for r in rows:
-        if r["bench"] == "decode":
-            made.add_row(
-                r["format"], f"{r['gpu_share']:.0%}", f"{r['hit']:.0%}", f"{r['cpu_bytes_per_step'] / 1e6:.0f}",
-                f"{r['gpu_bytes_per_step'] / 1e6:.0f}", str(r["batch"]), f"{r['step_ms']:.2f}", f"{r['tok_s']:.1f}",
-                f"{r['bound_tok_s']:.1f}", f"{r['share']:.0%}", f"{r['hint_hit']:.0%}" if r["foresight"] else "off",
-            )  # fmt: skip
-    return made
