@@ -61,7 +61,7 @@ class ShmGroup:
     def _gathered_sum(self, rows: Tensor) -> Tensor:
         whole = self.gather(rows, self._ranks * rows.shape[1])
         first, *others = whole.split(rows.shape[1], dim=1)
-        total = first.float()
+        total: Tensor = first.float()
         for each in others:
             total = total + each
         return total.to(rows.dtype)
