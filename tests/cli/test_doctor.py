@@ -67,7 +67,9 @@ def test_gpus_that_cannot_serve(gpu: Gpu, says: str) -> None:
 
 def test_other_gpus_are_mentioned() -> None:
     found = by_name(hardware(replace(RICH, gpus=(GPU, replace(GPU, number=1)))))
-    assert "not used" in found["GPU 1"].value and not found["GPU 1"].fix
+    assert "idle without --tp" in found["GPU 1"].value and not found["GPU 1"].fix
+    found = by_name(hardware(replace(RICH, gpus=(GPU, replace(GPU, number=1, name="L40")))))
+    assert "not used: another kind" in found["GPU 1"].value and not found["GPU 1"].fix
 
 
 def test_packages_that_a_gpu_lacks() -> None:

@@ -8,6 +8,7 @@ import typer
 
 from tandem.cli import doctor_checks as checks
 from tandem.cli import doctor_container as container
+from tandem.cli import doctor_gpus as gpus
 from tandem.cli.doctor_checks import Finding
 from tandem.config import Machine
 
@@ -29,6 +30,7 @@ def _findings() -> Iterator[Finding]:
     machine = Machine.detect()
     yield from checks.software(machine)
     yield from checks.hardware(machine)
+    yield from gpus.several_gpus(machine)
     yield from checks.settings(machine)
     yield from container.limits(machine)
     yield from _measured(machine)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tandem.cli.version import installed_version
 from tandem.config import Machine
 from tandem.config.forecast.speeds import Speeds, gpu_model
-from tandem.config.gpus import LEAST_CAPABILITY, Gpu
+from tandem.config.gpus import LEAST_CAPABILITY, Gpu, equals
 from tandem.config.memory import gib
 
 DEMO_BYTES = 1 << 30  # weights, the base file and what lies beside them while building
@@ -138,7 +138,8 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         elif gpu.free_bytes < gpu.memory_bytes // 2:
             yield Finding(name, value, "other programs hold most of its memory", "nvidia-smi (then end them)")
         elif place:
-            yield Finding(name, f"{value}; not used: one engine process uses one GPU")
+            equal = equals(gpu, machine.gpus[0])
+            yield Finding(name, f"{value}; {'idle without --tp' if equal else 'not used: another kind than the first'}")
         else:
             yield Finding(name, value)
 

@@ -122,11 +122,12 @@ def _binding(machine: Machine) -> Finding:
 
 
 def _shared_memory(root: Path) -> Finding:
-    """Tandem's processes share no tensors, so Docker's 64 MiB are enough."""
+    """Ranks share memory that belongs to no file system, so Docker's 64 MiB are enough."""
     place = root / "dev/shm"
     if not place.is_dir():
         return Finding("shared memory", "none; Tandem needs none")
-    return Finding("shared memory", f"{gib(shutil.disk_usage(place).total)}; no larger --shm-size is needed")
+    size = gib(shutil.disk_usage(place).total)
+    return Finding("shared memory", f"{size}; no larger --shm-size is needed, and no --ipc")
 
 
 def _meeting_place(boxed: bool) -> Iterator[Finding]:

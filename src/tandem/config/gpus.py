@@ -35,7 +35,7 @@ def may_have_gpus() -> bool:
 def detect_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The ones that may be used, the one to take first, and why there are none. nvidia-smi answers without creating a
     CUDA context in this process."""
-    present, chosen = parse_nvidia_smi(_ask_nvidia_smi()), visible_gpus()
+    present, chosen = present_gpus(), visible_gpus()
     gpus = usable_gpus(present, chosen)
     if present and not gpus:
         return (), f"CUDA_VISIBLE_DEVICES={chosen} hides every GPU that nvidia-smi shows"
@@ -66,14 +66,18 @@ def _named(present: tuple[Gpu, ...], word: str) -> Gpu | None:
     return found[0] if len(found) == 1 else None
 
 
-def _ask_nvidia_smi() -> str:
+def present_gpus() -> tuple[Gpu, ...]:
+    """All that nvidia-smi shows, also those that CUDA_VISIBLE_DEVICES hides."""
+    return parse_nvidia_smi(ask_nvidia_smi(f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"))
+
+
+def ask_nvidia_smi(*arguments: str) -> str:
     """Its answer, "" where there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
-    command = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run([program, *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return ""  # a driver that does not answer is a machine without usable GPUs
 
