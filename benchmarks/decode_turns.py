@@ -6,6 +6,9 @@ Each version (a folder with `tandem` and its extension) gets two processes with 
 are loaded as first, second, second, first: who is loaded early decodes some per cent faster, and so this cancels out.
 In a round each process is timed once; every second round goes backwards. `--once` loads each version only once.
 
+`--prompt TOKENS` times prompts of so many tokens, in chunks as the server has them, while nobody decodes. `--batch N`
+decodes N sequences at once.
+
 Prints the median ratio of speeds over the rounds (second version to first; above 1: the second is faster), seconds of
 loading, and for each process the medians of a step: milliseconds, microseconds of a layer until the CPU was asked and
 until it answered, and experts that the CPU computed for a layer. Versions may choose other experts, so compare these.
@@ -33,6 +36,8 @@ class Version:
         command = [sys.executable, __file__, "--serve", str(folder), "--config", asked.config]
         command += ["--format", asked.format, "--steps", str(asked.steps)]
         command += ["--layers", str(asked.layers)] if asked.layers else []
+        command += [f"--batch={batch}" for batch in asked.batch or ()]
+        command += [f"--prompt={tokens}" for tokens in asked.prompt or ()]
         path = os.pathsep.join(filter(None, (str(folder.resolve()), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             command,
@@ -60,16 +65,34 @@ def bench_module() -> Any:
         return importlib.import_module("tandem.cli.bench_hybrid")
 
 
+def request_of(bench: Any, asked: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """What a model is built by, and more flags."""
+    if not asked.prompt:
+        batches = tuple(asked.batch or [1])
+        return bench.Request(
+            asked.config, (asked.format,), (0.0,), batches, asked.layers, 1024, asked.steps, 1, None
+        ), {}
+    prefill = importlib.import_module("tandem.bench.prefill")
+    request = prefill.Request(asked.config, (asked.format,), (0.0,), tuple(asked.prompt), asked.layers)
+    return request.model(), {"chunked_prefill_size": request.chunk, "kt_gpu_prefill_token_threshold": None}
+
+
+def seconds_of(bench: Any, built: Any, request: Any, what: str, value: int) -> float:
+    """Of a mean step of `value` sequences, or of a prompt of as many tokens after another one."""
+    if what == "decode":
+        return float(next(iter(bench.step_times(built, value, request))))
+    prefill = importlib.import_module("tandem.bench.prefill")
+    return float(next(iter(prefill.prompt_seconds(built, value, 1))))
+
+
 def serve(asked: argparse.Namespace) -> None:
-    """Requests by line: load SHARE, time 0. Answers: seconds; of "time" also those of a post until the CPU was asked
-    and until it answered, and experts of a post."""
+    """Requests by line: load SHARE, decode SEQUENCES, prompt TOKENS. Answers: seconds; of the last two also those of a
+    post until the CPU was asked and until it answered, and experts of a post."""
     import torch
 
     bench = bench_module()
     bench.use_one_torch_thread()
-    request = bench.Request(
-        asked.config, (asked.format,), (0.0,), (1,), asked.layers, 1024, asked.steps, 1, None
-    )
+    request, flags = request_of(bench, asked)
     built: Any = None
     for line in sys.stdin:
         what, value = line.split()
@@ -78,33 +101,39 @@ def serve(asked: argparse.Namespace) -> None:
             built = None
             torch.cuda.empty_cache()
             torch.manual_seed(0)
-            built = bench.build(request, asked.format, float(value))
+            built = bench.build(request, asked.format, float(value), **flags)
             torch.cuda.synchronize()
             print("answer", perf_counter() - started, flush=True)
         else:
             before, cpus = built.counts(), os.sched_getaffinity(0)
             os.sched_setaffinity(0, {built.plan.cpus[0]} if built.plan.cpus[0] >= 0 else cpus)  # as in the server
-            step = next(iter(bench.step_times(built, 1, request)))
+            step = seconds_of(bench, built, request, what, int(float(value)))
             os.sched_setaffinity(0, cpus)  # the next load asks which CPUs there are
             counts = built.counts().since(before)
             of_post = (counts.wait_seconds, counts.serve_seconds, counts.cpu_experts)
             print("answer", step, *(each / max(1, counts.posts) for each in of_post), flush=True)
 
 
-def compare(versions: list[Version], share: float, rounds: int) -> dict[str, Any]:
+def loaded(versions: list[Version], share: float) -> dict[str, Any]:
+    """A row's columns of loading, in its order."""
+    seconds = [each.ask("load", share)[0] for each in versions]
+    return {
+        "gpu_share": share, "loaded": [str(each.folder) for each in versions], "load_s": [round(s, 2) for s in seconds]
+    }  # fmt: skip
+
+
+def compare(versions: list[Version], what: str, value: int, rounds: int) -> dict[str, Any]:
     """Rows give figures in the order of loading."""
-    loaded = [each.ask("load", share)[0] for each in versions]
     found: list[list[list[float]]] = [[] for _ in versions]
     for i in range(rounds + 1):
         for v in range(len(versions))[:: 1 if i % 2 == 0 else -1]:
-            figures = versions[v].ask("time")
+            figures = versions[v].ask(what, value)
             if i:  # the first round warms up
                 found[v].append(figures)
     ratios = [_ratio(versions, [each[i][0] for each in found]) for i in range(rounds)]
     middle = [[statistics.median(column) for column in zip(*each, strict=True)] for each in found]
     return {
-        "gpu_share": share, "ratio": round(statistics.median(ratios), 4),
-        "loaded": [str(each.folder) for each in versions], "load_s": [round(s, 2) for s in loaded],
+        "batch" if what == "decode" else "tokens": value, "ratio": round(statistics.median(ratios), 4),
         "step_ms": [round(each[0] * 1e3, 3) for each in middle],
         "wait_us": [round(each[1] * 1e6, 1) for each in middle],
         "cpu_us": [round(each[2] * 1e6, 1) for each in middle],
@@ -130,6 +159,8 @@ def main() -> None:
     parser.add_argument("--format", default="INT4")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--gpu-share", type=float, action="append", help="default: 0, 0.5, 1")
+    parser.add_argument("--batch", type=int, action="append", help="sequences of a step; default: 1")
+    parser.add_argument("--prompt", type=int, action="append", help="tokens of a prompt, instead of decode steps")
     parser.add_argument("--steps", type=int, default=32, help="of each turn")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
@@ -145,8 +176,11 @@ def main() -> None:
     about = {"bench": "decode_turns", "config": asked.config, "format": asked.format, "layers": asked.layers}
     rows = []
     for share in asked.gpu_share or [0.0, 0.5, 1.0]:
-        rows.append(about | compare(versions, share, asked.rounds))
-        print(json.dumps(rows[-1]), flush=True)
+        start = loaded(versions, share)
+        for value in asked.prompt or asked.batch or [1]:
+            figures = compare(versions, "prompt" if asked.prompt else "decode", value, asked.rounds)
+            rows.append(about | start | figures)
+            print(json.dumps(rows[-1]), flush=True)
         if asked.json:
             asked.json.write_text(json.dumps(rows, indent=1) + "\n")
     for each in versions:

@@ -21,7 +21,6 @@ from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
-from tandem.engine.runner import ModelRunner
 from tandem.engine.runners import layout_of, runner_of, states_of
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
@@ -35,6 +34,7 @@ from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
 from tandem.engine.state.windows import WindowPages
+from tandem.engine.step.executor import Executor
 from tandem.engine.step.overlap import PrefillOverlap, StepOverlap
 from tandem.engine.step.prefill import PausingModel
 from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
@@ -338,13 +338,13 @@ def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorde
         _log.exception("a step was not counted")
 
 
-def _settle_rows(runner: ModelRunner | GpuRunner, turns: list[Turn]) -> None:
+def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
     """Likewise, unless the GPU has stopped: then it raises EngineError."""
     try:
-        runner.settled(sum(turn.rows for turn in turns))
+        executor.settled(sum(turn.rows for turn in turns))
     except Exception:
         _log.exception("experts may stay where they are: a step's rows were not counted")
-        runner.after_failure()
+        executor.after_failure()
 
 
 def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:

@@ -22,7 +22,7 @@ from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.engine.step.batch import BatchArrays, StepShape, moved
 from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
-from tandem.engine.step.path import Choice, Path, background_path_of, path_of
+from tandem.engine.step.path import Choice, Path, background_path_of, background_with_cpu, path_of
 from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 from tandem.engine.step.streams import Feeder, Streams
@@ -268,20 +268,21 @@ class GpuRunner:
         start = self._start
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
-        beside = None
-        if graph is None:
-            choice = background_path_of(batch, self._graphs)
-            choice.log(len(batch.input_ids))
-            beside = choice.prefill
+        choice = background_path_of(batch, self._graphs) if graph is None else None
+        spares = choice is not None and choice.prefill is not None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it.
-        with torch.inference_mode(), self._streams.aside(graph is not None, beside is not None):
+        with torch.inference_mode(), self._streams.aside(choice is None, spares):
             alone = start.hold(batch, split)
             try:
-                pieces = self._pieces(batch, self._model, graph or (beside if alone else None))
+                if choice is not None:
+                    choice = choice if alone else background_with_cpu()
+                    choice.log(len(batch.input_ids))
+                    graph = choice.prefill
+                pieces = self._pieces(batch, self._model, graph)
             except BaseException:
                 start.release()
                 raise
-        place = GpuPlace(start, self._streams, self._usage, self._rows, spares=beside is not None)
+        place = GpuPlace(start, self._streams, self._usage, self._rows, spares)
         return PrefillTask(pieces, place, self._feeder if alone and isinstance(pieces, LayerPieces) else None)
 
     def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:

@@ -52,7 +52,7 @@ def engine_of(model: PausingFake, **plan: Any) -> Engine:
     """One piece in a step; "a" decodes."""
     engine = fake_engine(model, **{"max_step_tokens": 64} | plan)
     engine._scheduler.pace.slice_seconds = lambda: 0.0
-    engine._runner = engine._overlap._runner = Device(engine._runner)
+    engine._runner = engine._overlap._executor = Device(engine._runner)
     engine.add(request("a", [2, 3, 4], max_tokens=60, ignore_eos=True))
     engine.step()
     return engine

@@ -176,6 +176,20 @@ def test_where_the_cpu_has_a_part_slices_run_between_steps(monkeypatch) -> None:
     assert "aside" in calls[7:-1] and calls[-1] == "check"
 
 
+def test_a_graph_that_the_cpu_would_have_a_part_in_is_not_replayed(monkeypatch, caplog) -> None:
+    """Experts travelled when it was captured; now some stay at home. The log says the path that is taken."""
+    engine, calls = decoding(monkeypatch)
+    start: Any = engine.gpu_runner._start
+    start.alone = False
+    with caplog.at_level(logging.DEBUG, "tandem.engine.step.path"):
+        engine.add(request("b", PROMPTS["b"], max_tokens=4))
+        got = {name: token_ids(outputs) for (name, _), outputs in run(engine).items()}
+    assert got["b"] == greedy_reference(PROMPTS["b"], 4)
+    assert paths_of(caplog) == {Path.DECODE_GRAPH.value, Path.BACKGROUND.value}
+    assert any("the CPU has a part" in record.message for record in caplog.records)
+    assert not any(call.startswith("piece") for call in calls)
+
+
 @pytest.mark.parametrize("flags", [{}, {"prompts": ()}, {"alone": False}, {"spared": 8}], ids=str)
 def test_an_abort_ends_a_pass_and_another_can_begin(monkeypatch, flags: dict[str, Any]) -> None:
     engine, calls = decoding(monkeypatch, **flags)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from time import perf_counter
-from typing import Protocol
 
 from tandem.engine.protocol import TokenOutput
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
+from tandem.engine.step.executor import Executor
 from tandem.engine.step.prefill import FailedPieces, HostPlace, PrefillTask
 from tandem.engine.step.step import Ran, Step, StepOutput
 
@@ -24,30 +24,14 @@ Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], Ran]
 """Runs a slice of these chunks, and settles them where it was the last."""
 
 
-class OverlappingRunner(Protocol):
-    """Runs steps, and tasks between them."""
-
-    def pause(self, chunks: list[Chunk]) -> PrefillTask | None:
-        """Begins a task of these chunks; None: its model or its device cannot."""
-        ...
-
-    def runs_beside(self, chunks: list[Chunk]) -> bool:
-        """Whether a step of these chunks can run while a task is under way."""
-        ...
-
-    def step_ended(self) -> bool:
-        """Whether the device has computed the step that was given last."""
-        ...
-
-
 class PrefillOverlap:
     """At most one task at a time. The scheduler keeps its sequences from running otherwise; when one of them loses its
     pages, the task ends, and what it computed is computed again."""
 
-    def __init__(self, scheduler: Scheduler, runner: OverlappingRunner, together: bool) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, together: bool) -> None:
         """together: several sequences may share a task. Not where layers change what a sequence keeps in place: that
         cannot be computed again."""
-        self._scheduler, self._runner, self._together = scheduler, runner, together
+        self._scheduler, self._executor, self._together = scheduler, executor, together
         self._task: PrefillTask | None = None
         self._began = self._spent = 0.0
         self._oldest = False  # whose turn was last
@@ -64,7 +48,7 @@ class PrefillOverlap:
 
     def beside(self, step: list[Chunk], tried: Tried, pauses: bool) -> StepOverlap:
         """What is to be done of the task under way in this step of the engine. pauses: another task may follow it."""
-        return StepOverlap(self, step, tried, bool(step) and self._runner.runs_beside(step), pauses)
+        return StepOverlap(self, step, tried, bool(step) and self._executor.runs_beside(step), pauses)
 
     def follow(self, step: list[Chunk]) -> None:
         """The next task begins, while this step runs. The step is not to blame if none can."""
@@ -74,18 +58,18 @@ class PrefillOverlap:
             _log.exception("no prompt could be begun while a step ran")
 
     def step_ended(self) -> bool:
-        return self._runner.step_ended()
+        return self._executor.step_ended()
 
     def take(self, chunks: list[Chunk]) -> list[Chunk]:
         """A step's chunks without the prompts that are computed aside from now on."""
         decoding = [chunk for chunk in chunks if not chunk.prefills]
         prompts = [chunk for chunk in chunks if chunk.prefills]
-        if self._task is not None or not decoding or not prompts or not self._runner.runs_beside(decoding):
+        if self._task is not None or not decoding or not prompts or not self._executor.runs_beside(decoding):
             return chunks
         some = prompts if self._together else [self._one(prompts)]
         self._began, self._spent = perf_counter(), 0.0
         try:
-            self._task = self._runner.pause(some)
+            self._task = self._executor.pause(some)
         except Exception as error:  # its first slice says so: the prompts fail, and nobody else
             self._task = PrefillTask(FailedPieces(error), HostPlace())
         if self._task is None:

@@ -82,7 +82,13 @@ def path_of(step: S, facts: Facts[S, G, P] | None, *, shrinks: bool = False) -> 
 
 
 def background_path_of(step: S, facts: Facts[S, G, P]) -> Choice[G, P]:
-    """The path of a prefill beside which decode graphs are replayed."""
+    """The path of a prefill beside which decode graphs are replayed, if the GPU computes it alone."""
     if (prefill := facts.background_graph(step)) is not None:
         return Choice(Path.BACKGROUND_GRAPH, "a chunk that a graph has room for, on the GPU alone", prefill=prefill)
     return Choice(Path.BACKGROUND, "no graph fits these rows: layer by layer")
+
+
+def background_with_cpu() -> Choice[G, P]:
+    """Instead, where some of its experts are neither on the GPU nor on their way there. An executor knows that once it
+    has prepared the prefill."""
+    return Choice(Path.BACKGROUND, "the CPU has a part in its experts, for which no graph waits: layer by layer")
