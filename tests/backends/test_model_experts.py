@@ -88,6 +88,16 @@ def test_only_some_layers_may_be_asked_for(tiny_models: TinyModels, tmp_path: Pa
     assert len(list(tmp_path.glob("*.packed"))) == 1
 
 
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])
+def test_made_up_weights_need_no_files(tiny_models: TinyModels, tmp_path: Path, variant: str) -> None:
+    """For measurements: the configuration is enough."""
+    (tmp_path / "config.json").write_bytes((tiny_models[variant] / "config.json").read_bytes())
+    experts = opened(tmp_path, Host(made_up=True), kt_method="INT8")
+    layer, (x, ids, weights) = experts.layer(0), batch(experts)
+    assert layer(x, ids, weights).abs().sum() > 0
+    assert experts.plan.expert_format == "int8"
+
+
 def test_a_thread_is_where_the_caller_is(tiny_models: TinyModels) -> None:
     experts = opened(tiny_models["qwen3_moe"], Host(cpus=frozenset({core.cpu for core in these_cpus().cores})))
     at = experts.plan.cpus[-1]

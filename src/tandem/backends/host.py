@@ -16,7 +16,8 @@ class Host:
     """shard: which part of every expert's width this process adds; the engine sums the parts. device: where batches
     lie; most_rows: of one; graph_rows: of one that may be recorded in a CUDA graph. cpus: logical CPUs that may
     compute, None: those of the calling thread; own_cpus: no other rank has them. loads: decoder layers that will be
-    asked for, None: every layer with experts. skipped: so many experts, the first of each, are the engine's own."""
+    asked for, None: every layer with experts. skipped: so many experts, the first of each, are the engine's own.
+    made_up: there are no weights, and none are read."""
 
     shard: Shard = ALONE
     device: torch.device = field(default=CPU)
@@ -26,4 +27,5 @@ class Host:
     own_cpus: bool = False
     loads: frozenset[int] | None = None
     skipped: int = 0
+    made_up: bool = False
     patience_seconds: float = 30.0

@@ -9,15 +9,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tandem.backends.host import CPU, Host
+from tandem.backends.made_up import MadeUpExperts
 from tandem.backends.own_experts import OwnExperts
 from tandem.backends.planning import beginning_at, check_model, experts_plan, share_of, threads_text
-from tandem.checkpoint import load_model_config, open_checkpoint, with_experts
+from tandem.checkpoint import Checkpoint, load_model_config, open_checkpoint, with_experts
 from tandem.config import EngineConfig, ModelConfig
 from tandem.config.choices.left_to_ram import asked_experts
 from tandem.config.in_place import stored_in
@@ -46,7 +48,7 @@ class ModelExperts:
         directory = model_directory(config.model)
         whole = load_model_config(directory)
         check_model(whole)
-        checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, whole)
+        checkpoint = _checkpoint(directory, config, host, whole)
         stored = stored_in(checkpoint.formats(), *checkpoint.expert_files())
         machine = these_cpus(host.cpus)
         own, machine = share_of(config, machine, host)
@@ -140,6 +142,12 @@ class LayerExperts:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.wait(self.submit(x, ids, weights))
+
+
+def _checkpoint(directory: Path, config: EngineConfig, host: Host, model: ModelConfig) -> Checkpoint:
+    if host.made_up:
+        return cast(Checkpoint, MadeUpExperts(directory))
+    return with_experts(open_checkpoint(directory), config.kt_weight_path, model)
 
 
 def _only_cpu() -> int:

@@ -40,7 +40,8 @@ class Joined:
             own = _device().type == "cpu" and self._cpus != os.sched_getaffinity(os.getppid())  # vLLM has bound it
             graphs = getattr(self.config.compilation_config, "max_cudagraph_capture_size", None) or 0
             loads = frozenset(self.numbers)
-            host = Host(shard, _device(), max(rows, graphs), graphs, cpus=self._cpus, own_cpus=own, loads=loads)
+            dummy = self.config.load_config.load_format == "dummy"
+            host = Host(shard, _device(), max(rows, graphs), graphs, self._cpus, own, loads, made_up=dummy)
             self._model = ModelExperts(engine_config(self.config), host)
             _log.info("experts: %s; vLLM's own threads may have the same CPUs", self._model.text())
         return self._model.layer(number)
