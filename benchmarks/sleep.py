@@ -4,7 +4,8 @@
 
 A cycle: `/release_memory_occupation`, memory of the server's processes, one chat, which wakes the engine. `asleep_mb`
 is memory of the API process alone that no file backs (RssAnon), first and last cycle; `growth_kb` is its slope over the
-second half of the cycles. `bound_s` is 8 seconds and the model's bytes from a disk of 1 GB/s.
+second half of the cycles. `wake_cpu_s` is processor time of the new engine until its first answer has come: what a wake
+takes of the cores, whatever else they do. `bound_s` is 8 seconds and the model's bytes from a disk of 1 GB/s.
 """
 
 from __future__ import annotations
@@ -72,6 +73,16 @@ def own_bytes(pid: int) -> int:
     return 0
 
 
+def cpu_seconds(server: Server) -> float:
+    """Of all processes that were started for the engine: they are new after each wake."""
+    times = [process.cpu_times() for process in server.processes()[1:] if is_engine(process)]
+    return sum(each.user + each.system for each in times)
+
+
+def is_engine(process: psutil.Process) -> bool:
+    return any("engine_process" in word for word in process.cmdline())
+
+
 def cycle(server: Server) -> dict[str, float]:
     began = time.monotonic()
     server.post("/release_memory_occupation")
@@ -79,11 +90,12 @@ def cycle(server: Server) -> dict[str, float]:
     api, others = server.memory_mb()
     answer = server.post("/v1/chat/completions", **CHAT)
     woke = time.monotonic()
+    spent = cpu_seconds(server)
     assert answer["usage"]["completion_tokens"] > 0
     files = psutil.Process(server.process.pid).num_fds()
     return {
-        "sleep_s": asleep - began, "wake_s": woke - asleep, "api_mb": api, "others_mb": others, "files": files,
-        "awake_mb": sum(server.memory_mb()), "left": len(server.processes()),
+        "sleep_s": asleep - began, "wake_s": woke - asleep, "wake_cpu_s": spent, "api_mb": api, "others_mb": others,
+        "files": files, "awake_mb": sum(server.memory_mb()), "left": len(server.processes()),
     }  # fmt: skip
 
 
@@ -100,6 +112,8 @@ def row(model: str, nbytes: int, cycles: list[dict[str, float]]) -> dict[str, An
         "bench": "sleep", "model": model, "cycles": len(cycles), "model_gb": round(nbytes / 1e9, 3),
         "sleep_s": round(statistics.median(each["sleep_s"] for each in cycles), 2),
         "wake_s": round(statistics.median(wakes), 2), "wake_most_s": round(wakes[-1], 2),
+        "wake_cpu_s": round(statistics.median(each["wake_cpu_s"] for each in cycles), 2),
+        "slow_wakes_s": [round(each, 1) for each in wakes if each > 3 * statistics.median(wakes)],
         "bound_s": round(WAKE_SECONDS + nbytes / DISK_BYTES_A_SECOND, 2),
         "awake_mb": round(cycles[-1]["awake_mb"]), "asleep_mb": [round(api[0], 1), round(api[-1], 1)],
         "others_mb": round(max(each["others_mb"] for each in cycles), 1), "growth_kb": round(slope_kb(api), 1),

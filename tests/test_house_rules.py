@@ -46,7 +46,10 @@ MAX_FUNCTION_LINES = 60
 LARGE_FILES: dict[str, str] = {
     "src/tandem/cli/bench.py": "the flags of all benches: data, a line or two each",  # path: why it may be larger
 }
-LARGE_FUNCTIONS: dict[str, str] = {"src/tandem/cli/bench.py:decode": "a parameter for each flag is a third of it"}
+LARGE_FUNCTIONS: dict[str, str] = {
+    "src/tandem/cli/bench.py:decode": "a parameter for each flag is a third of it",
+    "src/tandem/cli/bench.py:serve": "likewise half of it",
+}
 
 # What is larger than the house allows, and how large. No entry may grow; one that fits again must go.
 MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 25, 8, 30  # at 20 and 25 the code was cut where the limit was

@@ -13,6 +13,7 @@ from tandem.bench import load_client
 from tandem.bench import serve as bench_serve
 from tandem.bench.load_client import Answer, Load, LoadClient, LoadError, prompts_of
 from tandem.bench.own_server import own_server
+from tandem.bench.prompt_file import read_prompts
 from tandem.bench.serve import Request
 
 
@@ -91,3 +92,43 @@ def test_what_is_wrong_is_said(echo) -> None:
         own_server("nonsense", ()),
     ):
         pass
+
+
+TURNS = [{"from": "human", "value": "What is rain?"}, {"from": "gpt", "value": "Water that falls from clouds."}]
+CONVERSATIONS = [
+    {"id": "1", "conversations": TURNS},
+    {"conversations": [{"from": "user", "value": "Count."}, {"from": "assistant", "value": "1, 2"}, *TURNS]},
+    {"conversations": TURNS[1:]}, {"conversations": []}, {"conversations": [1, 2]}, 7,
+    {"conversations": [TURNS[0], {"from": "gpt", "value": ""}]},
+]  # fmt: skip
+
+
+def test_prompts_of_a_file(tmp_path) -> None:
+    """First questions, each with its answer's length; entries without both are left out."""
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(CONVERSATIONS))
+    texts = read_prompts(file, None)
+    assert texts == (("What is rain?", 7), ("Count.", 1))
+    assert [length for _, length in read_prompts(file, 5)] == [5, 5]
+    sent = prompts_of(Load(5, 1, 1, texts=texts, seed=3))
+    assert sent == prompts_of(Load(5, 1, 1, texts=texts, seed=3)) and set(sent) == set(texts)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '{"conversations": []}'])
+def test_a_file_of_another_form_is_refused(tmp_path, text: str) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text(text)
+    with pytest.raises(LoadError, match="--prompts"):
+        read_prompts(file, None)
+    with pytest.raises(LoadError, match="--prompts"):
+        read_prompts(tmp_path / "none.json", None)
+
+
+def test_texts_are_sent_and_counted(echo, tmp_path) -> None:
+    """The echo model has a token for each letter; usage says how many."""
+    load = Load(4, 999, 999, concurrency=2, texts=(("What is rain?", 7), ("Count.", 5)))
+    bench_serve.run(request(echo.url, load), tmp_path / "serve.json")
+    (row,) = json.loads((tmp_path / "serve.json").read_text())
+    assert (row["requests"], row["failed"], row["output_len"]) == (4, 0, 6)
+    assert row["tok_s"] * row["seconds"] == pytest.approx(2 * (7 + 5), rel=0.01)
+    assert 6 <= row["input_len"] <= 13

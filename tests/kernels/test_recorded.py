@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def decode(session: Session, steps: int = 5) -> list[torch.Tensor]:
         got += session.step([(s, [11 * i + s]) for s in order])
     got += session.step([(1, [7, 8, 9])])
     return got + session.step([(2, [17, 18]), (0, [3])])
+
+
+def test_a_recording_does_not_load_the_compiler():
+    """torch._dynamo is a fifth of a start's CPU time, and nothing is compiled."""
+    code = """if True:
+        import sys, torch
+        from tandem.kernels.recorded import OnlyAllocations
+        with OnlyAllocations() as calls:
+            torch.empty_like(torch.zeros(2)).view(1, 2)
+        print(calls.others, 'torch._dynamo' in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "['zeros'] False\n", done.stderr
 
 
 def steps_of(session: Session) -> list[object]:

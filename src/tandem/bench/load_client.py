@@ -27,7 +27,8 @@ class LoadError(TandemError):
 @dataclass(frozen=True, slots=True)
 class Load:
     """The load to send. Lengths are tokens; spread 0.5: between half and one and a half times as many. concurrency:
-    requests in flight, a new one when one ends; or rate: requests per second, at random times (Poisson)."""
+    requests in flight, a new one when one ends; or rate: requests per second, at random times (Poisson). texts: what is
+    asked, with its answer's length, again from the start where they are too few; empty: token ids at random."""
 
     requests: int
     input_len: int
@@ -37,6 +38,10 @@ class Load:
     spread: float = 0.0
     shared_prefix: int = 0  # first tokens that all prompts have in common
     seed: int = 0
+    texts: tuple[tuple[str, int], ...] = ()
+
+
+Prompt = list[int] | str
 
 
 @dataclass(slots=True)
@@ -70,9 +75,12 @@ def some_ids(dice: random.Random, count: int) -> list[int]:
     return [dice.randint(FIRST_ID, LAST_ID) for _ in range(count)]
 
 
-def prompts_of(load: Load) -> list[tuple[list[int], int]]:
-    """(prompt ids, answer length) of every request; the same for a seed."""
+def prompts_of(load: Load) -> list[tuple[Prompt, int]]:
+    """(prompt, answer length) of every request; the same for a seed."""
     dice = random.Random(load.seed)
+    if load.texts:
+        texts = dice.sample(load.texts, len(load.texts))
+        return [texts[number % len(texts)] for number in range(load.requests)]
     prefix = some_ids(dice, load.shared_prefix)
 
     def length(mean: int) -> int:
@@ -125,9 +133,9 @@ class LoadClient:
             gate = asyncio.Semaphore(load.concurrency or load.requests)
             started = perf_counter()
 
-            async def one(prompt: list[int], length: int) -> None:
+            async def one(prompt: Prompt, length: int) -> None:
                 async with gate:
-                    answer = Answer(perf_counter() - started, len(prompt))
+                    answer = Answer(perf_counter() - started, 0 if isinstance(prompt, str) else len(prompt))
                     await ask(http, body_of(model, prompt, length), answer, started)
                     answers.append(answer)
                 done(len(answers))
@@ -138,7 +146,7 @@ class LoadClient:
         return answers, max((a.ended for a in answers), default=0.0)
 
 
-async def _timed(load: Load) -> AsyncIterator[tuple[list[int], int]]:
+async def _timed(load: Load) -> AsyncIterator[tuple[Prompt, int]]:
     dice = random.Random(load.seed + 1)
     for request in prompts_of(load):
         yield request
@@ -146,7 +154,7 @@ async def _timed(load: Load) -> AsyncIterator[tuple[list[int], int]]:
             await asyncio.sleep(dice.expovariate(load.rate))
 
 
-def body_of(model: str, prompt: list[int], length: int) -> bytes:
+def body_of(model: str, prompt: Prompt, length: int) -> bytes:
     """A streamed completion of exactly `length` tokens, as JSON."""
     body: dict[str, Any] = {
         "model": model, "prompt": prompt, "max_tokens": length, "temperature": 0.0, "ignore_eos": True,
@@ -182,4 +190,6 @@ async def _read(response: httpx.Response, answer: Answer, started: float) -> Non
             return
         if any(choice.get("text") is not None for choice in event.get("choices", ())):
             answer.pieces.append(perf_counter() - started)
-        answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
+        usage = event.get("usage") or {}
+        answer.tokens = usage.get("completion_tokens", answer.tokens)
+        answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)

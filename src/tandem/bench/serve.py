@@ -147,8 +147,8 @@ def _row(request: Request, name: str, load: Load, good: list[Answer], seconds: f
         rate=load.rate,
         requests=load.requests,
         failed=load.requests - len(good),
-        input_len=load.input_len,
-        output_len=load.output_len,
+        input_len=_mean([a.prompt_tokens for a in good]) if load.texts else load.input_len,
+        output_len=_mean([a.tokens for a in good]) if load.texts else load.output_len,
         spread=load.spread,
         shared_prefix=load.shared_prefix,
         seconds=round(seconds, 3),
@@ -165,6 +165,10 @@ def _row(request: Request, name: str, load: Load, good: list[Answer], seconds: f
         total_ms_p50=_milliseconds(total, 50),
         **stamp(f"{machine.cpu_model}, {machine.max_threads} threads; the client runs on it too"),
     )
+
+
+def _mean(counts: list[int]) -> int:
+    return round(sum(counts) / len(counts))
 
 
 def _milliseconds(seconds: list[float], percentile: float) -> float:

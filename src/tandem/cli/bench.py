@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from types import ModuleType
@@ -285,6 +286,9 @@ def serve(
     spread: Annotated[float, typer.Option(min=0, max=1, help="0.5: lengths vary by half both ways")] = 0.0,
     shared_prefix: Annotated[int, typer.Option(min=0, help="first tokens that all prompts share")] = 0,
     seed: Annotated[int, typer.Option(help="of prompts, lengths and times")] = 0,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON of conversations (ShareGPT's form): their first questions instead")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="if the server wants one; or TANDEM_API_KEY")] = None,
     flag: Annotated[list[str] | None, typer.Option(help="for kt serve, as --flag='--kt-method INT4'")] = None,
     long_prompt: Annotated[
@@ -316,12 +320,16 @@ def serve(
         key = api_key or env.api_key()
         return rows.run(rows.Request(model, url, config, layers, wanted, key, flags), out, plot)
     from tandem.bench.load_client import Load
+    from tandem.bench.prompt_file import read_prompts
     from tandem.bench.serve import Request, run
 
-    output_len = output_len or 64
-    loads = [Load(requests, input_len, output_len, None, r, spread, shared_prefix, seed) for r in rate or ()]
+    texts = () if prompts is None else read_prompts(prompts, output_len)
+    load = Load(
+        requests, input_len, output_len or 64, spread=spread, shared_prefix=shared_prefix, seed=seed, texts=texts
+    )
+    loads = [dataclasses.replace(load, rate=each) for each in rate or ()]
     in_flight = concurrency or ([] if rate else [1, 8])
-    loads += [Load(requests, input_len, output_len, c, None, spread, shared_prefix, seed) for c in in_flight]
+    loads += [dataclasses.replace(load, concurrency=each) for each in in_flight]
     run(Request(model, url, tuple(loads), api_key or env.api_key(), flags), out)
 
 
