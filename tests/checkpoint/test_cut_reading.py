@@ -75,10 +75,33 @@ def test_codes_stay_codes_and_only_their_part_is_read(name, tmp_path) -> None:
     assert large // 4 <= sum(seen) <= large // 4 + small
 
 
-def test_a_cut_through_a_group_is_numbers(tmp_path) -> None:
+@pytest.mark.parametrize("name", formats.MAKERS)
+def test_a_cut_through_groups_of_128_keeps_codes(name, tmp_path) -> None:
+    """The scale of such a group is that of both halves. Rows may end anywhere."""
+    made, checkpoint = saved(name, tmp_path), open_checkpoint(tmp_path)
+    whole = checkpoint.weight(MODULE, (N, K))
+    cuts = (slice(None), slice(64, 192)), (slice(96, 192), slice(192, 512)), (slice(None, 32), slice(None, 64))
+    for rows, columns in cuts:
+        read = checkpoint.weight(MODULE, (N, K), rows, columns)
+        assert torch.equal(numbers(read).float(), made.expected[rows, columns])
+        assert isinstance(read, WeightCodes) == isinstance(whole, WeightCodes)
+
+
+def test_a_finer_cut_is_numbers(tmp_path) -> None:
     made = saved("fp8 blocks", tmp_path)
-    read = open_checkpoint(tmp_path).weight(MODULE, (N, K), slice(32, 64), slice(64, 192))
-    assert isinstance(read, torch.Tensor) and torch.equal(read, made.expected[32:64, 64:192])
+    read = open_checkpoint(tmp_path).weight(MODULE, (N, K), slice(32, 64), slice(32, 192))
+    assert isinstance(read, torch.Tensor) and torch.equal(read, made.expected[32:64, 32:192])
+
+
+def test_of_a_cut_through_groups_no_others_are_read(tmp_path) -> None:
+    made, checkpoint = saved("fp8 blocks", tmp_path), safetensors.open_checkpoint(tmp_path)
+    parts = checkpoint.modules()[MODULE]
+    found, seen = detect(parts, checkpoint._hints, (N, K)), []
+    tensors = {role: Mapped(checkpoint.mapped(part), seen) for role, part in parts.items()}
+    read = read_part(found, parts, tensors.__getitem__, slice(64, 128), slice(192, 256))
+    assert isinstance(read, WeightCodes) and read.group == 64
+    assert torch.equal(numbers(read), made.expected[64:128, 192:256])
+    assert max(seen) == 128 * 128  # the block of codes
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

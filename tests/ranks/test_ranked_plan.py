@@ -75,9 +75,10 @@ def test_groups_of_dense_matrices_stay_whole(tmp_path, choice, says) -> None:
     if not says:
         assert of(path, tp=4).decisions[0].value == "4"
         return
-    named = " and ".join(f"{each}, which have groups of 128," for each in says)
-    with pytest.raises(ConfigError, match=f"4: {named} cannot be divided among 4 ranks; possible: 1, 2$"):
-        of(path, tp=4)
+    assert of(path, tp=4).decisions[0].value == "4"  # a group of 128 becomes two
+    named = " and ".join(f"{each}, which have groups of 64," for each in says)
+    with pytest.raises(ConfigError, match=f"8: {named} cannot be divided among 8 ranks; possible: 1, 2, 4$"):
+        of(path, tp=8)
 
 
 H200 = Gpu("NVIDIA H200", 141 << 30, 139 << 30, "gen5 x16", 0, "GPU-a", (9, 0))

@@ -21,6 +21,8 @@ from tandem.config.model_config import head_rows
 from tandem.config.ranks.cut import cut, divided, possible_ranks
 from tandem.config.ranks.shard import Shard
 from tandem.errors import ConfigError
+from tandem.formats.codes import WeightCodes
+from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.models import build
@@ -118,6 +120,51 @@ def test_stored_codes(wide, tmp_path, name) -> None:
     exact = ours(Session(path))
     alone = median(ours(Session(path, ops=core(), **how)), exact)
     assert median(with_ranks(2, path, core, ours, **how)[0], exact) < 1.5 * alone
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Four ranks have 64 of what 128 share a scale: experts' widths, and inputs of o_proj."""
+    family, changes = VARIANTS["glm4_moe"]
+    sizes = settings(moe_intermediate_size=256, intermediate_size=256, num_key_value_heads=4)
+    VARIANTS["glm4_moe-four"] = (family, changes | BLOCKS | sizes)
+    yield TinyModels(tmp_path_factory.mktemp("plain"))["glm4_moe-four"]
+    del VARIANTS["glm4_moe-four"]
+
+
+@pytest.mark.parametrize("name", ["all fp8", "all gptq", "all awq"])
+def test_a_cut_goes_through_groups(four, tmp_path, name) -> None:
+    """A scale is repeated for both halves of its group. The numbers are the same, and codes stay codes."""
+    path = save_quantised(four, tmp_path, STORED[name])[0]
+    compare(path, 4)
+    how = {"expert_format": "stored", "dense_codes": True, "dtype": "bfloat16"}
+    exact = ours(Session(path))
+    alone = median(ours(Session(path, ops=core(), **how)), exact)
+    assert median(with_ranks(4, path, core, ours, **how)[0], exact) < 1.5 * alone
+
+
+def test_what_a_cut_through_groups_holds(four, tmp_path) -> None:
+    """The planner counts the scales that are repeated: those of down."""
+    path = save_quantised(four, tmp_path, everything("fp8 blocks"))[0]
+    checkpoint, model = open_checkpoint(path), load_model_config(path)
+    stored = checkpoint.formats()
+    assert possible_ranks(model, stored.experts.along, stored) == [1, 2, 4]
+    module, shape = "model.layers.1.mlp.experts.3.down_proj", (model.hidden, 256)
+    whole = checkpoint.weight(module, shape)
+    for rank in range(4):
+        columns = slice(64 * rank, 64 * (rank + 1))
+        own = checkpoint.weight(module, shape, slice(None), columns)
+        assert isinstance(own, WeightCodes) and own.group == 64 and whole.group == 128
+        assert torch.equal(own.codes, whole.codes[:, columns])
+        assert torch.equal(decoded(own), decoded(whole)[:, columns])
+    parts = [cut(model, Shard(rank, 4), stored.experts.along, stored) for rank in range(4)]
+    bytes = sum(part.expert_bytes("stored", stored.experts) for part in parts)
+    more = model.hidden * 256 * 4 / 128  # a float32 scale for every row of panels
+    assert bytes - model.expert_bytes("stored", stored.experts) == pytest.approx(more, abs=4)
+    halves = [cut(model, Shard(rank, 2), stored.experts.along, stored) for rank in range(2)]
+    assert sum(half.expert_bytes("stored", stored.experts) for half in halves) == pytest.approx(
+        model.expert_bytes("stored", stored.experts), abs=2
+    )
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3-plain", "qwen3_next", "deepseek_v4-every", "dspark"])
@@ -231,10 +278,10 @@ def test_what_cannot_be_divided_is_named(tiny_models, variant, ranks, unit, mess
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_groups_of_codes_stay_whole(wide, tmp_path, dense) -> None:
-    """Blocks of 128 in experts of 256 rows, and in a projection of as many inputs."""
+    """Blocks of 128 in experts of 256 rows, and in a projection of as many inputs: halves of them are whole enough."""
     choice = everything("fp8 blocks") if dense else experts_only("fp8 blocks")
     path = save_quantised(wide, tmp_path, choice)[0]
     what = "o_proj" if dense else "down_proj"
-    said = rf"^--tensor-parallel-size 4: model.*{what} is fp8 128x128, and its 256 inputs .* 1, 2$"
+    said = rf"^--tensor-parallel-size 8: model.*{what} is fp8 128x128, and its 256 inputs .* 1, 2, 4$"
     with pytest.raises(ConfigError, match=said):
-        build(cut(load_model_config(path), Shard(0, 4)), plan(), open_checkpoint(path), TorchOps())
+        build(cut(load_model_config(path), Shard(0, 8)), plan(), open_checkpoint(path), TorchOps())

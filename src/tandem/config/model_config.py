@@ -147,8 +147,11 @@ class ModelConfig:
 
     def expert_bytes(self, expert_format: str, stored: StoredFormat = UNQUANTISED.experts) -> int:
         """Packed bytes of one routed expert."""
-        each = stored.bytes_per_weight if expert_format == STORED else FORMAT_BYTES[expert_format]
-        return int(self.expert_params * each)
+        if expert_format != STORED:
+            return int(self.expert_params * FORMAT_BYTES[expert_format])
+        down = self.expert_channels * self.moe.experts.width
+        cut = down * stored.cut_bytes(self.moe.experts.width) if self.shard.ranks > 1 else 0.0
+        return int(self.expert_params * stored.bytes_per_weight + cut)
 
     @property
     def routed_params(self) -> int:

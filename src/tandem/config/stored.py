@@ -24,6 +24,14 @@ class StoredFormat:
     unlike: str = ""  # an expert's gate and up that have different formats: "blk.3: IQ1_S and IQ1_M"
     not_on_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"
 
+    def cut_bytes(self, width: int) -> float:
+        """Per weight of a matrix that is cut to `width` columns, what scales take beyond `bytes_per_weight`: a group
+        that the cut goes through becomes several (formats/cut.py)."""
+        if not self.group or width % self.group == 0 or width % self.along:
+            return 0.0
+        scales = self.bytes_per_weight - int(2 * self.bytes_per_weight) / 2  # codes take whole halves of a byte
+        return scales * (self.group / self.along - 1)
+
     def unit(self, output: str) -> int:
         """Weights along K that stay together in modules whose names end so."""
         return dict(self.outputs).get(output, 1)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.formats.codes import SHARING, Blocks, Weight, WeightCodes, scale_tensors
+from tandem.formats.packed import finer
+from tandem.formats.quant_format import CUT_GROUP
 from tandem.formats.reference import decoded
 
 
@@ -48,10 +50,11 @@ def together(pieces: Sequence[Weight]) -> Weight:
 
 
 def columns_of(weight: Weight, columns: slice) -> Weight:
-    """weight[:, columns]; codes stay codes where the cut is between groups."""
+    """weight[:, columns]; codes stay codes where the cut is between groups, or parts of groups that kernels take."""
     if not isinstance(weight, WeightCodes):
         return weight[:, columns]
     start, stop, _ = columns.indices(weight.depth)
+    weight = _in_groups(weight, start, stop)
     group, width = weight.group, weight.codes.shape[1]
     halves = 1 if width == weight.depth else 2
     unit = SHARING if weight.halves is not None else group or halves
@@ -59,6 +62,16 @@ def columns_of(weight: Weight, columns: slice) -> Weight:
         return decoded(weight)[:, columns]
     codes = weight.codes[:, start // halves : -(-stop // halves)]
     return _rebuilt(weight, codes, _scale_columns(weight, start, stop), stop - start)
+
+
+def _in_groups(weight: WeightCodes, start: int, stop: int) -> WeightCodes:
+    """Whose groups end at `start` and `stop`, if groups of CUT_GROUP do."""
+    ends = [start] if stop == weight.depth else [start, stop]
+    if weight.halves is not None or weight.group <= CUT_GROUP or weight.group % CUT_GROUP:
+        return weight
+    if not any(end % weight.group for end in ends) or any(end % CUT_GROUP for end in ends):
+        return weight
+    return finer(weight, CUT_GROUP)
 
 
 def _scale_columns(weight: WeightCodes, start: int, stop: int) -> dict[str, Tensor]:

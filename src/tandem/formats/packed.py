@@ -64,15 +64,21 @@ def fitted(codes: WeightCodes) -> Weight:
         return codes
     whole = codes.group or GROUPS[0] * -(-codes.depth // GROUPS[0])
     group = next((g for g in GROUPS if whole % g == 0), 0)
-    if not group:
-        return decoded(codes)
+    return finer(codes, group, whole) if group else decoded(codes)
 
-    def spread(values: Tensor) -> Tensor:
-        return values.repeat_interleave(whole // group, 1)[:, : -(-codes.depth // group)].contiguous()
 
-    zeros = None if codes.zeros is None else spread(codes.zeros)
-    offsets = None if codes.offsets is None else spread(codes.offsets)
-    return replace(codes, scales=spread(codes.scales), offsets=offsets, zeros=zeros, group=group)
+def finer(codes: WeightCodes, group: int, whole: int = 0) -> WeightCodes:
+    """The same weights, of which `group` share a scale: scales are repeated, codes stay. whole: that do so now."""
+    times = (whole or codes.group) // group
+
+    def spread(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return values.repeat_interleave(times, 1)[:, : -(-codes.depth // group)].contiguous()
+
+    zeros, offsets, scales = spread(codes.zeros), spread(codes.offsets), spread(codes.scales)
+    assert scales is not None
+    return replace(codes, scales=scales, offsets=offsets, zeros=zeros, group=group)
 
 
 def reordered(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, order: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ _METHODS = {
 }  # fmt: skip
 SMALL_BLOCKS = ("mxfp4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")  # of 32 weights; others have 256
 FLOATS = ("f32", "f16", "bf16")
+CUT_GROUP = 64  # weights along K: larger groups of codes may be cut into such ones, with the same scale each
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class QuantFormat:
             return 1
         if self.packing == "gguf":
             return 64 if self.kind == "nvfp4" else 32 if self.kind in SMALL_BLOCKS else 256
+        if self.group > CUT_GROUP and self.group % CUT_GROUP == 0:
+            return CUT_GROUP
         return self.group or 32 // self.bits
 
     @property

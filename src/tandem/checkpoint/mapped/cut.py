@@ -1,6 +1,7 @@
 """Rows and columns of a matrix out of the mapped tensors that hold them: nothing else is read, and nothing decoded.
 
-Where a cut goes through what belongs together in the file (a word, a block of rows), all of the matrix is read first.
+Where a cut goes through a group or a block of rows, all of those are read. Where it goes through what else belongs
+together in the file (a word), all of the matrix is read first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, 
     """weight[rows, columns] of a matrix that was found in `parts`, its headers; `tensors` as `Stored.read` takes."""
     if rows == ALL and columns == ALL:
         return found.read(tensors, found.shape)
+    units = found.format.block_rows, found.format.group
+    wide = tuple(map(_covering, (rows, columns), units, found.shape))
+    if wide != (rows, columns):
+        inside = tuple(map(_inside, (rows, columns), wide, found.shape))
+        return own_columns(rows_of(read_part(found, parts, tensors, wide[0], wide[1]), inside[0]), inside[1])
     cuts = _cuts(found, parts, rows, columns)
     if cuts is None or not _in_order(found, parts, tensors, columns):
         return own_columns(rows_of(found.read(tensors, found.shape), rows), columns)
@@ -35,6 +41,19 @@ def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, 
 
     read = found.read(own, (n, k))
     return read.contiguous() if isinstance(read, Tensor) else read
+
+
+def _covering(wanted: slice, unit: int, size: int) -> slice:
+    """Whole groups or blocks of `unit` that have those in them."""
+    start, stop, step = wanted.indices(size)
+    first, last = start // max(1, unit) * unit, min(size, -(-stop // max(1, unit)) * unit)
+    return wanted if unit < 2 or step != 1 or (first, last) == (start, stop) else slice(first, last)
+
+
+def _inside(wanted: slice, wide: slice, size: int) -> slice:
+    """The same places, counted from the beginning of `wide`."""
+    (start, stop, _), first = wanted.indices(size), wide.indices(size)[0]
+    return ALL if wanted == wide else slice(start - first, stop - first)
 
 
 def own_columns(weight: Weight, columns: slice) -> Weight:
