@@ -239,7 +239,8 @@ class EngineConfig:
 
     # --- several GPUs and hosts
     tensor_parallel_size: int = flag(
-        1, "Processes that share the model, each on a GPU of its own.", group=HOSTS, aliases=["--tp", "--tp-size"], minimum=1
+        1, "Processes that share the model, each on a GPU of its own.", group=HOSTS, aliases=["--tp", "--tp-size"],
+        minimum=1,
     )  # fmt: skip
     nnodes: int = flag(
         1, "Hosts that share the model.", group=HOSTS, minimum=1, later=_ONE_PROCESS,
