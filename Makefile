@@ -22,7 +22,7 @@ PACKAGE = .$(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L; } >/de
 CPP_FILES = $(shell find csrc src -name '*.h' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve chat test test-tools test-all test-peers test-vllm test-ray faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
+.PHONY: help venv serve chat test test-tools test-all test-peers test-vllm test-ray bench-peers faults tsan fuzz lint format ext stub bench wheel image docs test-gpu page-vendor clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -116,6 +116,9 @@ $(VLLM_VENV)/.done: $(SOURCES) packaging/kt_kernel/pyproject.toml
 
 test-vllm: $(VLLM_VENV)/.done ## experts inside a real vLLM on the CPU, and SGLang's file: 3.5 GB, several minutes
 	$(VLLM_VENV)/bin/python -m pytest tests/backends $(ARGS)
+
+bench-peers: $(STAMPS)/package $(STAMPS)/test ## Tandem beside llama.cpp, KTransformers, vLLM and SGLang, those that are installed
+	$(BIN)/python benchmarks/peers/compare.py $(ARGS)
 
 test-ray: $(STAMPS)/package $(STAMPS)/test ## models on Ray Serve, on this machine: some minutes, 500 MB of packages
 	$(BIN)/python scripts/requirements.py ray | $(PIP) install --requirement /dev/stdin
