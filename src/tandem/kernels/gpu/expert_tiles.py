@@ -91,7 +91,10 @@ def multiply_tile(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.cons
     b = tl.arange(0, STEP)
     for start in range(0, blocks, STEP):
         at = start + b
-        word, upper = block_words(words[None, :], at[:, None], 0, (at < blocks)[:, None], FMT)
+        if FMT == 8:  # two rows share the bytes of a block, so the row has to be known
+            word, upper = block_words((words - lane)[None, :], at[:, None], lane[None, :], (at < blocks)[:, None], FMT)
+        else:
+            word, upper = block_words(words[None, :], at[:, None], 0, (at < blocks)[:, None], FMT)
         for pair in tl.static_range(CODES // 2):
             k = at * (CODES // 2) + pair
             even, odd = halves(
