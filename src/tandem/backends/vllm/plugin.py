@@ -79,7 +79,9 @@ def seam_differs() -> str:
     for method, names in ((_method(RoutedExperts, "_get_quant_method"), ASKED), (FusedMoEMethodBase.apply, APPLIED)):
         if method is None or tuple(inspect.signature(method).parameters) != names:
             return f"{refused}. What is asked for {', '.join(names[1:])} there is not asked here"
-    return f"{refused}, on a CPU 0.32 and newer. This one chooses and computes experts in one kernel there" if _lacks_router() else ""
+    if _lacks_router():
+        return f"{refused}, on a CPU 0.32 and newer. There this one chooses and computes experts in one kernel"
+    return ""
 
 
 def _lacks_router() -> bool:
