@@ -31,6 +31,8 @@ def kt_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Imported as SGLang does."""
     monkeypatch.syspath_prepend(str(PACKAGE))
     monkeypatch.setattr(layer, "_models", {})
+    monkeypatch.setattr(layer, "_logged", set())
+    monkeypatch.setattr(layer.KtLayer, "_waiting", None)
     yield importlib.import_module("kt_kernel")
     sys.modules.pop("kt_kernel")
 
@@ -144,8 +146,11 @@ def test_calls_out_of_turn_are_refused(kt_kernel: ModuleType, tiny_models: TinyM
     with pytest.raises(EngineError, match="submit_forward comes before"):
         experts.sync_forward(batch()[0], STREAM)
     experts.submit_forward(*batch(), STREAM)
-    with pytest.raises(EngineError, match="--enable-two-batch-overlap"):
-        experts.submit_forward(*batch(), STREAM)
+    another = kt_kernel.KTMoEWrapper(**wanted(tiny_models["qwen3_moe"], layer_idx=2))
+    another.load_weights(SAME)
+    for each in (experts, another):
+        with pytest.raises(EngineError, match="--enable-two-batch-overlap"):
+            each.submit_forward(*batch(), STREAM)
     with pytest.raises(ConfigError, match="--kt-gpu-prefill-token-threshold"):
         experts.submit_write_weight_scale_to_buffer(1)
 

@@ -146,5 +146,9 @@ def test_versions_that_differ_are_refused_by_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FusedMoEMethodBase, "apply", lambda self, layer, x: x)
     assert plugin.seam_differs().startswith("--additional-config '{\"tandem\": ...}': vLLM 0.99.0 cannot be joined")
     monkeypatch.undo()
-    monkeypatch.delattr(RoutedExperts, "_get_quant_method")
-    assert "cannot be joined" in plugin.seam_differs()
+    with monkeypatch.context() as changed:
+        changed.delattr(RoutedExperts, "_get_quant_method")
+        assert "cannot be joined" in plugin.seam_differs()
+    with monkeypatch.context() as changed:
+        changed.setattr(importlib.util, "find_spec", lambda _name: None)
+        assert "on a CPU 0.32 and newer" in plugin.seam_differs()

@@ -29,6 +29,7 @@ NOT_RUN = {
     "ray": "another project's program: tests/ray starts a cluster of its own",
     "llama-server": "another project's program",
     "python -m sglang.launch_server": "another project's program",
+    "python -m vllm.entrypoints.openai.api_server": "another project's program",
     "vllm serve": "another project's program: `make test-vllm` has one with the plug-in",
     "python -m pip uninstall": "removes a package",
     "python -m pip install": "builds a second distribution",

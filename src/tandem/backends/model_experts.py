@@ -162,7 +162,7 @@ def _plain_torch() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"), torch.inference_mode():
+        with torch.device("cpu"), torch.no_grad():
             yield
     finally:
         torch.set_default_dtype(before)

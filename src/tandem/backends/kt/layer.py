@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ METHODS = {"LLAMAFILE": None, "MXFP8": None, "MOE_INT4": "INT4", "MOE_INT8": "IN
 """Those that have another name here; None: what the files hold."""
 
 _models: dict[tuple[object, ...], ModelExperts] = {}
+_logged: set[int] = set()  # models of which the log has heard
+
+WHOLE_PROMPTS, BESIDE = 16384, 1024
+"""Rows of a batch where prompts are not cut into chunks; and those that decode beside a chunk."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class Wanted:
 class KtLayer:
     """Made for a layer, loaded later, then asked for batches: `submit_forward`, `sync_forward`, in turns."""
 
-    _capture_sizes: list[int] = []  # noqa: RUF012
+    _capture_sizes: ClassVar[list[int]] = []
+    _waiting: ClassVar[KtLayer | None] = None  # whose batch is under way: one at a time in a process
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """By keywords, as SGLang does. Raises ConfigError."""
@@ -96,25 +101,26 @@ class KtLayer:
         model = _model_of(self.wanted)
         self._experts = model.layer(self.layer_idx)
         _check_same(self.wanted, model)
-        if not _said_of.get(id(model)):
-            _said_of[id(model)] = True
-            _say(self.wanted, model)
+        if id(model) not in _logged:
+            _logged.add(id(model))
+            _log_once(self.wanted, model)
 
     def submit_forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, cuda_stream: int) -> None:
         """In the stream's order: ids may be changed afterwards. cuda_stream: the current one. Raises EngineError."""
         if self._experts is None:
             raise EngineError("kt_kernel: load_weights comes before submit_forward")
-        if self._ticket is not None:
+        if KtLayer._waiting is not None:
             raise EngineError("kt_kernel: one batch at a time: leave --enable-two-batch-overlap out")
         x = hidden_states.view(-1, hidden_states.shape[-1])
         x = x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.bfloat16)
         self._ticket = self._experts.submit(x, topk_ids, topk_weights, self._elsewhere(x.device))
+        KtLayer._waiting = self
 
     def sync_forward(self, hidden_states: Tensor, cuda_stream: int) -> Tensor:
         """What these experts add, of the shape and dtype of hidden_states."""
-        if self._experts is None or self._ticket is None:
+        if self._experts is None or KtLayer._waiting is not self:
             raise EngineError("kt_kernel: submit_forward comes before sync_forward")
-        ticket, self._ticket = self._ticket, None
+        KtLayer._waiting, self._ticket, ticket = None, None, self._ticket
         return self._experts.wait(ticket).view(hidden_states.shape).to(hidden_states.dtype)
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, cuda_stream: int) -> Tensor:
@@ -151,9 +157,6 @@ class KtLayer:
         """There is none."""
 
 
-_said_of: dict[int, bool] = {}
-
-
 def _own_mask(mask: Tensor | None) -> Tensor | None:
     """A copy that a GPU can read at any time."""
     if mask is None:
@@ -174,7 +177,8 @@ def _model_of(wanted: Wanted) -> ModelExperts:
     if key not in _models:
         given = {name: value for name, value in options.items() if value is not None}
         config = experts_config(wanted.weight_path, given, "bfloat16", WHERE)
-        rows = max(wanted.chunked_prefill_size, 1024)  # -1: prompts in one piece
+        chunk = wanted.chunked_prefill_size
+        rows = chunk + BESIDE if chunk > 0 else WHOLE_PROMPTS
         _models[key] = ModelExperts(config, Host(device=_device(), most_rows=rows, skipped=skipped))
     return _models[key]
 
@@ -195,7 +199,7 @@ def _check_same(wanted: Wanted, model: ModelExperts) -> None:
         )
 
 
-def _say(wanted: Wanted, model: ModelExperts) -> None:
+def _log_once(wanted: Wanted, model: ModelExperts) -> None:
     _log.warning("experts: %s", model.text())
     if wanted.max_deferred_experts_per_token:
         _log.warning("--kt-max-deferred-experts-per-token changes nothing: no expert is late")

@@ -6,6 +6,7 @@ an engine starts. And a layer of experts asks for the method that computes it: w
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable
@@ -78,7 +79,17 @@ def seam_differs() -> str:
     for method, names in ((_method(RoutedExperts, "_get_quant_method"), ASKED), (FusedMoEMethodBase.apply, APPLIED)):
         if method is None or tuple(inspect.signature(method).parameters) != names:
             return f"{refused}. What is asked for {', '.join(names[1:])} there is not asked here"
+    if _lacks_router():
+        return f"{refused}, on a CPU 0.32 and newer. There this one chooses and computes experts in one kernel"
     return ""
+
+
+def _lacks_router() -> bool:
+    """Older ones have a router for GPUs alone: on a CPU experts and router were one kernel."""
+    from vllm.platforms import current_platform
+
+    here = "vllm.model_executor.layers.fused_moe.router"
+    return bool(current_platform.is_cpu()) and importlib.util.find_spec(f"{here}.cpu_router") is None
 
 
 def _method(owner: type, name: str) -> Callable[..., Any] | None:
