@@ -7,7 +7,7 @@
 Only routed experts are rounded, each to the nearest code. K-quants and codebooks are rounded by llama.cpp's own code:
 `--ggml libggml-base.so`, which llama-cpp-python has. Their blocks have 256 weights, and the demo model's rows 576 or
 192: blocks go on from row to row there, which no file could say. `--only NAME` measures this row, and keeps the others.
-A KV cache in fp8 is measured where a GPU since Ada is.
+A KV cache in fp8 is measured where a GPU since Ada is; without one its rounding alone, in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tandem.quality.compare import Measured
-    from tandem.quality.stream import Variant
+    from tandem.quality.stream import LayerStream, Variant
 
 PAGE, RESULTS = ROOT / "docs" / "quality.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- formats: scripts/quality_table.py writes this -->", "<!-- /formats -->"
 TOKENS, WINDOW = 2048, 512
+CACHE_ROUNDED = "KV cache in fp8, its rounding alone"
 UNROUNDED = "nothing rounded, another kernel tier"
 ADA = (8, 9)
 BLOCK = 256  # weights of a K-quant's
@@ -77,6 +78,23 @@ def variants(demo: Path, folder: Path, ggml: Path | None) -> Iterator[tuple[str,
         yield f"GGUF {name}", bits, lambda name=name: Variant(_rounded(demo, folder / name, name, ggml))
     if _gpu_since_ada():
         yield "KV cache in fp8", 16.0, lambda: Variant(demo, gpu_share=0.0, cached="fp8_e4m3")
+    else:
+        yield CACHE_ROUNDED, 16.0, lambda: Variant(demo)
+
+
+def round_cache(stream: LayerStream) -> None:
+    """Keys and values are stored as a cache in fp8 would have them: without scales, and 448 at most."""
+    import torch
+
+    store, most = stream.ops.rope_store, torch.finfo(torch.float8_e4m3fn).max
+
+    def rounded(*given: Any, **named: Any) -> Tensor:
+        queries = store(*given, **named)
+        for pages in given[3:5]:
+            pages.copy_(pages.clamp(-most, most).to(torch.float8_e4m3fn))
+        return queries
+
+    vars(stream.ops)["rope_store"] = rounded
 
 
 def _other_tier() -> str:
@@ -176,6 +194,8 @@ def measured(ggml: Path | None, only: Collection[str]) -> Iterator[Row]:
                 continue
             reference = LayerStream(Variant(demo), windows)
             candidate = Candidate(name, LayerStream(variant(), windows, reference.pool))
+            if name == CACHE_ROUNDED:
+                round_cache(candidate.stream)
             base, (found,) = Comparison(windows, reference, [candidate]).run()
             assert base is not None
             row = _row(found, bits, base) | said
