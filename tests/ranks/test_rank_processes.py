@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import httpx
 import psutil
@@ -17,6 +18,7 @@ from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
 from tandem import LLM, SamplingParams
 from tandem.config import Machine
+from tandem.server.ranks.processes import RankProcesses
 
 pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a rank needs a core")
 
@@ -38,6 +40,12 @@ if "tandem.server.ranks.process" in sys.orig_argv:
         time.sleep(8)
         raise RuntimeError("no memory for a shard")
     runners.allocate = refuse  # the last one
+"""
+IMPATIENT = """
+import sys
+if {"tandem.server.ranks.process", "tandem.server.engine_process"} & {*sys.orig_argv}:
+    from tandem.kernels.ranks.shm import ShmGroup
+    ShmGroup.__init__.__defaults__ = ("", 2.0)  # no path, and seconds
 """
 
 
@@ -103,6 +111,42 @@ def test_a_rank_that_stands_still_is_noticed(tiny_models, tmp_path) -> None:
         assert asked(server).status_code == 503
         all_ended(before)
         assert "--watchdog-timeout is 5" in server.log.read_text()
+
+
+@pytest.mark.full
+def test_a_rank_that_does_not_answer_is_named(tiny_models, tmp_path, monkeypatch, expected) -> None:
+    """By the one that waits, whose patience is shorter than the watchdog's. All end, and come back."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
+    with running(spawn_real(tiny_models["glm4_moe"], tmp_path / "log", *FLAGS)) as server:
+        before = processes_of_ranks(server)
+        before[1].suspend()
+        failed = asked(server)
+        assert failed.status_code == 503 and "rank 1 has not answered for 2." in failed.text
+        all_ended(before)
+        server.wait_until_ready()
+        assert asked(server).json()["output_ids"] == expected
+        assert "the engine process ended (rank 1 has not answered for 2." in server.log.read_text()
+
+
+class Ended(NamedTuple):
+    returncode: int | None
+
+
+@pytest.mark.parametrize(
+    ("codes", "first", "missing", "says"),
+    [
+        ({1: None}, 1, "", "rank 0 ended: exit code 1"), ({1: -9}, 1, "", "rank 1 ended: SIGKILL"),
+        ({1: None}, -9, "rank 1 has not answered", "rank 1 has not answered"),
+        ({1: 1, 2: None}, -9, "rank 2 has not answered", "rank 2 has not answered"),
+        ({1: None, 2: -11}, -9, "rank 2 has ended", "rank 2 ended: SIGSEGV"), ({}, 1, "", ""),
+    ],
+)  # fmt: skip
+def test_whose_end_it_was(codes, first, missing, says) -> None:
+    """A signal tells more than who missed whom; and that more than an exit code of one that gave up."""
+    ranks = RankProcesses("", len(codes) + 1)
+    ranks._processes = {rank: Ended(code) for rank, code in codes.items()}
+    assert ranks.why_ended(first, missing).startswith(says) and bool(says) == bool(ranks.why_ended(first, missing))
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])

@@ -167,12 +167,12 @@ def test_a_rank_that_never_came_is_waited_for_as_long() -> None:
 def test_a_pause_of_a_process_is_no_wait() -> None:
     """The terminal may stop all ranks (Ctrl-Z), and go on later than their patience."""
     group, numbers = ShmGroup(0, 2, seconds=60), Numbers(2)
-    with lane_process(1, 2, group.path, 2, seconds=1.0) as other:
+    with lane_process(1, 2, group.path, 2, seconds=2.0) as other:
         for call in range(2):  # it waits for the second one
             time.sleep(0.2 * call)
             if call == 1:
                 other.send_signal(signal.SIGSTOP)
-                time.sleep(1.5)
+                time.sleep(2.5)  # of which one second counts
                 other.send_signal(signal.SIGCONT)
             message = Message(call, 64 << 10)
             assert torch.equal(bits(group.sum(numbers.own(0, message))), bits(numbers.sum(message)))

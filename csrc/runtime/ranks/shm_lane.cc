@@ -23,7 +23,7 @@ constexpr double kSpin = 50e-6, kYield = 2e-3;
 constexpr timespec kNap{0, 50'000};
 constexpr double kLookEvery = 0.1;  // seconds from one look at another rank's process to the next
 // A longer time between two looks is one in which this process itself did not run: nobody has waited.
-constexpr double kMostWaited = 0.1;
+constexpr double kMostWaited = 1.0;
 
 constexpr int64_t kBlock = 256;  // numbers whose sums stay in the first cache
 

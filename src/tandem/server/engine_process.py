@@ -43,6 +43,7 @@ from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
     EngineConnected,
+    EngineEnds,
     EngineReady,
     FlushCache,
     FromEngine,
@@ -353,9 +354,18 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         with loaded_is_kept():
             socket.send(msgspec.msgpack.encode(ready))
             EngineLoop(loaded.engine, socket).run()
+    except EngineError as error:
+        if lost := lost_rank(error):
+            socket.send(msgspec.msgpack.encode(EngineEnds(message=str(lost))))
+        raise
     finally:
         loaded.engine.close()
     return 0
+
+
+def lost_rank(error: EngineError) -> RankLost | None:
+    """Why the error came, where it was another rank."""
+    return next((each for each in (error, error.__context__) if isinstance(each, RankLost)), None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -370,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run_engine(socket)
     except EngineError as error:  # no later step could work
-        if not isinstance(error, RankLost) and not isinstance(error.__context__, RankLost):
+        if lost_rank(error) is None:
             raise
         print(f"the engine ends: {error}", file=sys.stderr, flush=True)
         return 1

@@ -59,6 +59,12 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed")
     refused: bool = False
 
 
+class EngineEnds(msgspec.Struct, frozen=True, kw_only=True, tag="ends"):
+    """No later step could work: another rank is missing. The process may be killed after this."""
+
+    message: str
+
+
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """Everything one `Engine.step` produced."""
 
@@ -84,6 +90,7 @@ FromEngine = (
     EngineConnected
     | EngineReady
     | StartFailed
+    | EngineEnds
     | StepOutputs
     | RequestRefused
     | CacheFlushed

@@ -23,6 +23,7 @@ from tandem.server.endpoint import forget, private_endpoint
 from tandem.server.engine_client import EngineClient
 from tandem.server.messages import (
     EngineConnected,
+    EngineEnds,
     EngineReady,
     StartEngine,
     StartFailed,
@@ -73,6 +74,7 @@ class EngineSupervisor:
         self._stopping = asyncio.Event()
         self._heard_at = 0.0
         self._start_error, self._killed_because, self._refused = "", "", False
+        self._missing_rank = ""
         self._loaded = self._was_killed = False
 
     @property
@@ -175,6 +177,7 @@ class EngineSupervisor:
         """Listen to one process until it ends, for whatever reason; never leaves it running, nor other ranks."""
         self._send = lambda message: _send_now(socket, message)
         self._start_error, self._killed_because, self._refused = "", "", False
+        self._missing_rank = ""
         self._loaded = self._was_killed = False
         self._client.sleep.starts()
         config = dataclasses.replace(self._config, api_key=None)  # the engine asks nobody for it
@@ -211,7 +214,7 @@ class EngineSupervisor:
             )
             _kill(process)
         lost.cancel()
-        if not self._killed_because and (why := ranks.why_ended(process.returncode)):
+        if not self._killed_because and (why := ranks.why_ended(process.returncode, self._missing_rank)):
             self._killed_because = why
             _kill(process)
         return await ended
@@ -252,6 +255,10 @@ class EngineSupervisor:
                         log.info("the engine is ready again")
                 case StartFailed(message=text, refused=refused):
                     self._start_error, self._refused = text, refused
+                case EngineEnds(message=text):
+                    self._missing_rank = text
+                    if self._process is not None:  # to take its memory apart would take seconds
+                        _kill(self._process)
                 case _:
                     self._client.deliver(message)
 

@@ -38,13 +38,16 @@ class RankProcesses:
             for task in waiting:
                 task.cancel()
 
-    def why_ended(self, first: int | None) -> str:
+    def why_ended(self, first: int | None, missing: str = "") -> str:
         """Which rank ended the others, and how; "": there is one. first: the engine process's exit code, if it has one.
-        Others exit by themselves when they miss a rank, so one that a signal has ended comes first."""
-        codes = {0: first} | {rank: process.returncode for rank, process in self._processes.items()}
+        missing: what that said of another rank before it was ended for it. Ranks exit by themselves when they miss one,
+        so one that a signal has ended comes first."""
+        codes = {0: None if missing else first} | {rank: each.returncode for rank, each in self._processes.items()}
         ended = sorted((code, rank) for rank, code in codes.items() if code is not None)
-        if not self._processes or not ended:
+        if not self._processes or not (ended or missing):
             return ""
+        if missing and not (ended and ended[0][0] < 0):
+            return missing
         code, rank = ended[0]
         return f"rank {rank} ended: {exit_reason(code)}"
 
