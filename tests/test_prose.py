@@ -21,7 +21,7 @@ PAGES = [
 LAB = sorted((ROOT / "docs" / "lab").glob("*.md"))
 ROOTS = ROOT, ROOT / "src" / "tandem"
 MOST_MEAN_WORDS, MOST_WORDS_IN_NINE_OF_TEN = 16, 28
-MOST_LINES = {"README.md": 120, "CHANGELOG.md": 60, "docs/structure.md": 90}
+MOST_LINES = {"README.md": 120, "CHANGELOG.md": 60, "docs/structure.md": 120}
 MOST_STEP_WORDS = 15  # of a numbered step in docs/structure.md
 
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.M)
@@ -77,7 +77,7 @@ def test_first_pages_are_short(page: str) -> None:
 
 def test_steps_are_one_short_sentence_with_a_file() -> None:
     steps = re.findall(r"^\d+\. (.+)$", (ROOT / "docs" / "structure.md").read_text(encoding="utf-8"), re.M)
-    assert len(steps) == 8 + 6 + 7  # a request, an expert's bytes, a decode step
+    assert len(steps) == 8 + 6 + 9 + 8  # a request, an expert's bytes, a decode step, a long prompt
     for step in steps:
         sentence, _, files = step.partition(" — ")
         assert words(sentence) <= MOST_STEP_WORDS, step

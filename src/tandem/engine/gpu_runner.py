@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tandem.engine.cpu_runner import StepModel
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph, nothing_collected
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.pool import GraphPool
 from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph
-from tandem.engine.runner import StepModel
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from tandem.config.state import StateLayout
+from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
-from tandem.engine.runner import ModelRunner
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.step.batch import StepShape
@@ -24,9 +24,9 @@ def states_of(parts: EngineParts) -> StateArrays:
     return allocate(layout_of(parts), plan.num_pages, device, plan.num_slots, plan.num_window_pages)
 
 
-def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner | GpuRunner:
+def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner | GpuRunner:
     """It tells the other ranks each step, where this is the first of several."""
-    make: Any = ModelRunner if parts.handoff is None or parts.plan.gpu is None else GpuRunner
+    make: Any = CpuRunner if parts.handoff is None or parts.plan.gpu is None else GpuRunner
     if parts.leader is not None:
         from tandem.engine.ranks.ranked_runner import ranked  # and sockets, which one rank has no use for
 
@@ -34,9 +34,9 @@ def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunn
     return _on_cpu(make, parts, states) if parts.handoff is None else _on_gpu(make, parts, states)
 
 
-def _on_cpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> ModelRunner:
+def _on_cpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner:
     plan = parts.plan
-    runner: ModelRunner = make(
+    runner: CpuRunner = make(
         parts.model,
         states,
         page_size=plan.page_size,

@@ -6,8 +6,9 @@ stream copies back. Inside a graph nobody can be called: kernels post into mappe
 stand in a call of the driver that waits for the graph. Host function nodes would do the same at 50 us a layer (measured
 on an H200; this way 8 us).
 
-Every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after `patience_seconds`, the
-stream runs to its end and the step raises EngineError.
+The GPU's every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after
+`patience_seconds`, and the stream runs to its end. A throw or a late answer is the step's EngineError. A worker that
+hangs for ever is the supervisor's: its watchdog ends the process.
 
 Experts may be late in graphs (`Deferral`): of a layer that defers, the CPU computes a token's weakest experts after its
 answer, and their sum comes with the next one. Posts take turns between two halves of the mailbox for that.

@@ -9,8 +9,8 @@ import pytest
 
 from fake_model import check_pages, fake_engine, greedy_reference, request, run, token_ids
 from pausing_model import DEPTH, LONG, PausingFake
+from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.engine import Engine
-from tandem.engine.runner import ModelRunner
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.prefill import HostPlace, LayerPieces, PrefillTask
 from tandem.engine.step.step import Step, StepOutput
@@ -23,7 +23,7 @@ class OverlappingPlace(HostPlace):
 class Device:
     """A runner whose steps are under way while `meanwhile` is called."""
 
-    def __init__(self, inner: ModelRunner) -> None:
+    def __init__(self, inner: CpuRunner) -> None:
         self._inner, self.running, self.called_in_step = inner, False, 0
 
     def run(self, step: Step, meanwhile: Callable[[], None]) -> StepOutput:

@@ -7,8 +7,8 @@ from typing import Any, cast
 from fake_model import fake_engine
 from pausing_model import PausingFake
 from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.engine import Engine
-from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.step.prefill import in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
@@ -17,7 +17,7 @@ SHARED, MOST = 8, 64
 GPU = GpuPlan("none", 0, "uniform", None, (1,), 1.0, prompt_sizes=(SHARED,), step_tokens=MOST, shared_tokens=SHARED)
 
 
-class LayeredRunner(ModelRunner):
+class LayeredRunner(CpuRunner):
     """Long chunks as a GPU computes them."""
 
     ran: list[tuple[int, int]]

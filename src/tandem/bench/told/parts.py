@@ -16,7 +16,7 @@ from tandem.bench.synthetic import SyntheticStore
 from tandem.bench.told.routing import ToldRouting
 from tandem.config import EngineConfig, Plan
 from tandem.config.layers import SILU, Activation
-from tandem.engine.runner import StepModel
+from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.chains import DraftingModel
 from tandem.engine.start.parts import EngineParts
 from tandem.experts import ExpertStore

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.config.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
 from tandem.config.cuda_graphs import prompt_graph_rows
-from tandem.engine.runner import StepModel
+from tandem.engine.cpu_runner import StepModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.engine.step.batch import BatchLayout, BatchSizes, to_gpu
 from tandem.engine.step.hooks import HostWork, Recorder, StepHooks

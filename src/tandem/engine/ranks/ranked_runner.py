@@ -6,9 +6,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING, Any
 
+from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.ranks.leader import Leader
-from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling.logits import DeviceLogits
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.step import Step, StepOutput
@@ -49,7 +49,7 @@ class Told:
         super().after_failure()  # type: ignore[misc]
 
 
-class ToldModelRunner(Told, ModelRunner):
+class ToldCpuRunner(Told, CpuRunner):
     """Where CPUs compute."""
 
 
@@ -64,7 +64,7 @@ class ToldGpuRunner(Told, GpuRunner):
         return logits
 
 
-def ranked(kind: type[ModelRunner] | type[GpuRunner], leader: Leader, group: GpuGroup | None) -> Callable[..., Any]:
+def ranked(kind: type[CpuRunner] | type[GpuRunner], leader: Leader, group: GpuGroup | None) -> Callable[..., Any]:
     """Makes such a runner. group: which its operations use, on a GPU."""
-    told: type[Told] = ToldModelRunner if kind is ModelRunner else ToldGpuRunner
+    told: type[Told] = ToldCpuRunner if kind is CpuRunner else ToldGpuRunner
     return lambda *arguments, **named: told(leader, group, *arguments, **named)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.config import ModelConfig, Plan
 from tandem.config.cuda_graphs import split_sizes
-from tandem.engine.runner import StepModel
+from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.step.hooks import StepHooks
 from tandem.engine.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""`ModelRunner`: runs a step's chunks through the model."""
+"""`CpuRunner`: runs a step's chunks through the model, where this process computes. A GPU has `gpu_runner.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepModel(Protocol):
         ...
 
 
-class ModelRunner:
+class CpuRunner:
     """Runs the model where this process computes."""
 
     def __init__(
