@@ -65,6 +65,16 @@ def _nothing() -> None:
     """Where masks are made before the step, and where no pass goes on meanwhile."""
 
 
+@contextmanager
+def _or_else(let_end: Callable[[], None]) -> Iterator[None]:
+    """Around what follows a replay; let_end: called where it fails, before anything else."""
+    try:
+        yield
+    except BaseException:
+        let_end()
+        raise
+
+
 class GpuRunner:
     """A step whose rows are all decode rows and fit a graph is replayed; others run kernel by kernel. A row of a guess
     is a decode row, too (`BatchArrays`).
@@ -192,20 +202,18 @@ class GpuRunner:
         make: Callable[[], None],
         meanwhile: Callable[[], None],
     ) -> DeviceLogits:
-        rows = batch.seq_lens.shape[0]
+        rows, let_end = batch.seq_lens.shape[0], partial(self._let_end, graph, self._handoff.finish)
         self._replay(graph, batch, masks)
-        try:
+        with _or_else(let_end):
             graph.masks.make(make)  # before any call of the driver: it may wait for what waits for the masks
             self._end.mark()
             self._move_experts()
-            with nullcontext() if self._feeder is None else self._feeder.opened():
+        with nullcontext() if self._feeder is None else self._feeder.opened():  # until the GPU has ended, too
+            with _or_else(let_end):
                 self._handoff.finish()
                 with torch.inference_mode(False):  # what begins and ends in it is no part of the step
                     meanwhile()
-        except BaseException:
-            self._let_end(graph, self._handoff.finish)
-            raise
-        return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
+            return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
 
     def _replay(self, graph: DecodeGraph, batch: ForwardBatch, masks: RowMasks) -> None:
         try:

@@ -256,3 +256,16 @@ def test_an_interrupted_step_lets_its_graph_end(monkeypatch, when: str) -> None:
     calls.clear()
     engine.step()
     assert calls == [*STEP, "check"]
+
+
+def test_layers_of_a_prompt_may_be_given_until_the_gpu_has_ended_a_step(monkeypatch) -> None:
+    """Without experts in CPU memory all of a step is that wait."""
+    engine, _ = replayed_engine(monkeypatch, prompts=())
+    runner, opened = engine._runner, list[bool]()
+    wait = runner._end.wait
+    monkeypatch.setattr(runner._end, "wait", lambda: [opened.append(runner._feeder._open.is_set()), wait()])
+    engine.add(request("a", PROMPTS["a"], max_tokens=3))
+    engine.step()
+    opened.clear()
+    engine.step()
+    assert opened == [True] and not runner._feeder._open.is_set()
