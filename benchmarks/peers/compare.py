@@ -5,7 +5,8 @@
 
 Tokens per second of one prompt and of one answer after it, the median of the rounds. llama.cpp and Tandem read the
 same file; vLLM, SGLang and KTransformers read the directory. $PEER_LLAMA_CPP is an interpreter that has
-llama-cpp-python, for one that lies in another environment. An engine that is missing is named, with what installs it.
+llama-cpp-python, for one that lies in another environment; $PEER_NODE the folder of an `npm install node-llama-cpp`,
+which brings llama.cpp built. An engine that is missing is named, with what installs it.
 """
 
 from __future__ import annotations

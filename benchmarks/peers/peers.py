@@ -47,12 +47,15 @@ def kt(wish: Wish) -> Rates:
 
 
 def llama_cpp(wish: Wish) -> Rates:
-    """By `llama-bench`, where it is; else by llama-cpp-python of $PEER_LLAMA_CPP (an interpreter), or of this one."""
+    """By `llama-bench`, where it is; by node-llama-cpp in the folder $PEER_NODE; else by llama-cpp-python of
+    $PEER_LLAMA_CPP (an interpreter), or of this one."""
     if (program := shutil.which("llama-bench")) is not None:
         return _llama_bench(program, wish)
+    if folder := os.environ.get("PEER_NODE"):
+        return _script("node", "llama_cpp_rates.mjs", wish, folder)
     python = os.environ.get("PEER_LLAMA_CPP", sys.executable)
     if python == sys.executable and importlib.util.find_spec("llama_cpp") is None:
-        raise Missing("pip install llama-cpp-python (or put llama-bench on PATH)")
+        raise Missing("pip install llama-cpp-python; or npm install node-llama-cpp, PEER_NODE=folder; or llama-bench")
     return _script(python, "llama_cpp_rates.py", wish)
 
 
@@ -78,9 +81,9 @@ PEERS: dict[str, Callable[[Wish], Rates]] = {
 }  # fmt: skip
 
 
-def _script(python: str, name: str, wish: Wish) -> Rates:
+def _script(program: str, name: str, wish: Wish, *more: str) -> Rates:
     words = [str(wish.file), str(wish.prompt_tokens), str(wish.new_tokens), str(wish.threads)]
-    return Rates(**json.loads(_said([python, str(HERE / name), *words]).splitlines()[-1]))
+    return Rates(**json.loads(_said([program, str(HERE / name), *more, *words]).splitlines()[-1]))
 
 
 def _llama_bench(program: str, wish: Wish) -> Rates:
