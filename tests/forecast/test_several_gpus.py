@@ -17,6 +17,7 @@ from tandem.config.forecast.prediction import Case, Prediction
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.sums import lane_of, sums_of
 from tandem.config.machine import TIERS, Core
+from tandem.config.model_config import past_bytes
 from tandem.config.plan import Plan
 from tandem.config.ranks.shard import Shard
 from tandem.errors import ConfigError
@@ -179,3 +180,15 @@ def test_ranks_on_a_cpu_meet_in_shared_memory() -> None:
     one = replace(asked, config=EngineConfig.from_keywords("qwen3-30b-a3b", device="cpu"))
     ratio = predicted(asked, plan).decode[1].middle / predicted(one).decode[1].middle
     assert 0.7 < ratio < 1.05  # the same bytes from the same memory, and sums
+
+
+@pytest.mark.parametrize("flag", ["--dp-size 2", "--data-parallel-size 2", "--enable-dp-attention"])
+def test_attention_is_not_repeated_and_why(flag) -> None:
+    """DeepSeek-V3's attention in FP8, and the bytes of a token's latents, break even where the text says."""
+    model, stored = named_subject("deepseek-v3")
+    attention = sum(mixer.params(model.hidden) for mixer in model.mixers)
+    token = past_bytes(model, "bfloat16", 1001) - past_bytes(model, "bfloat16", 1000)
+    assert attention / 1e9 == pytest.approx(11.4, abs=0.1) and token / 1e3 == pytest.approx(70, abs=1)
+    assert attention / token == pytest.approx(162_000, rel=0.02)
+    _, refused = EngineConfig.possible(["demo", *flag.split()])
+    assert any("162,000 tokens in flight" in each for each in refused)
