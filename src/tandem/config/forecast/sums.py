@@ -1,7 +1,7 @@
 """`SumLane`: how long ranks take for a sum, by the way between them. Twice a layer, so a token waits for some hundred.
 
-Measured are two H200s (NVLink, PCIe 5), 100 sums in a CUDA graph, and two CPU ranks on an EPYC. All else is estimated
-from those: more ranks, and GPUs without peers on PCIe 4.
+Measured are two H200s (NVLink, PCIe 5; docs/lab/ranks.md), sums in a CUDA graph, and two CPU ranks on an EPYC. All else
+is estimated from those: more ranks, and GPUs without peers on PCIe 4.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from tandem.config.ranks.cut import divided
 
 # Bytes of a message, and seconds of its sum over two ranks.
 PEERS = (
-    (4096, 2.25e-6), (14336, 2.33e-6), (65536, 2.56e-6), (1 << 20, 19.8e-6), (32 << 20, 145e-6), (112 << 20, 423e-6),
+    (16, 1.7e-6), (4096, 2.2e-6), (14336, 2.3e-6), (65536, 2.5e-6), (256 << 10, 3.6e-6), (1 << 20, 9.6e-6),
+    (8 << 20, 37e-6), (32 << 20, 128e-6), (112 << 20, 426e-6),
 )  # fmt: skip
-MAPPED = ((4096, 3.26e-6), (14336, 4.00e-6), (65536, 6.93e-6))
+MAPPED = (
+    (16, 2.6e-6), (4096, 3.2e-6), (14336, 3.9e-6), (65536, 7.2e-6), (256 << 10, 18e-6), (1 << 20, 47e-6),
+    (8 << 20, 316e-6), (32 << 20, 1026e-6), (112 << 20, 3100e-6),
+)  # fmt: skip
 SHARED = ((2, 0.5e-6), (14336, 5.0e-6), (65536, 22e-6), (1 << 20, 342e-6), (16 << 20, 7.7e-3))
 
 LINKED = ("a10040", "a100", "h100", "h200", "b200")  # sold with NVLink, mostly
-OLDER_BUS = 2.0  # PCIe 4 beside 5: 8 us where 4.00 was measured
+OLDER_BUS = 2.0  # times as long: PCIe 4 beside 5
 MORE_PEERS = {2: 1.0, 4: 1.25, 8: 1.5}  # times as long as with two
 MORE_MAPPED = {2: 1.0, 4: 9 / 8, 8: 12 / 8}
 
@@ -45,7 +49,7 @@ class SumLane:
 
 
 def lane_of(gpu: str, ranks: int, pcie_gbps: float) -> SumLane:
-    """gpu: its name; "": ranks compute on the CPU. Raises nothing: an unknown GPU counts as one without peers."""
+    """gpu: its name; "": ranks compute on the CPU. An unknown GPU counts as one without peers."""
     if not gpu:
         return SumLane("shm", "shared memory", ranks > 2, lambda nbytes: ranks / 2 * _between(SHARED, nbytes))
     share = 2 * (ranks - 1) / ranks  # of a long message, that each sends and receives
@@ -53,11 +57,9 @@ def lane_of(gpu: str, ranks: int, pcie_gbps: float) -> SumLane:
         more = _of_ranks(MORE_PEERS, ranks)
         return SumLane("peer", "NVLink", ranks > 2, lambda nbytes: more * _between(PEERS, nbytes))
     more = _of_ranks(MORE_MAPPED, ranks) * OLDER_BUS
-    short = MAPPED[-1][0]
 
     def mapped(nbytes: float) -> float:
-        long = max(0.0, nbytes - short) * share / pcie_gbps / 1e9
-        return more * _between(MAPPED, min(nbytes, short)) + long
+        return max(more * _between(MAPPED, nbytes), share * nbytes / pcie_gbps / 1e9)
 
     return SumLane("host", "mapped CPU memory", True, mapped)
 
