@@ -54,6 +54,9 @@ __device__ __noinline__ bool goes_on(u32* state, u32* told, int rank, u64* since
   return false;
 }
 
+// The number after n. Memory begins with zeros, so 0 is none; after 2^32 - 1, which is odd, comes an even one.
+__device__ u32 next_number(u32 n) { return n + 1 ? n + 1 : 2; }
+
 // Sums in float32 of words, each two bfloat16 or one float32.
 template <int WORDS>
 struct Sum {
@@ -84,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   start_next();
   uint4* const memories[kMostRanks] = OF_RANKS;
   const u32 i = blockIdx.x * kThreads + threadIdx.x;
-  const u32 number = counts[blockIdx.x] + 1;
+  const u32 number = next_number(counts[blockIdx.x]);
   const u32 piece = (blockIdx.x * 2 + (number & 1)) * kRanks;
   if (i < units) {
     const uint2 own = x[i];
@@ -134,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   u32 number = counts[blockIdx.x];
   if (threadIdx.x == 0) whole = 1;
   for (u64 start = first; start < last; start += kLines) {
-    ++number;
+    number = next_number(number);
     const u64 piece = (blockIdx.x * 2 + (number & 1)) * kRanks;
     uint4 own[kEach];
 #pragma unroll
