@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Sizes that vLLM's kernels for CPUs take."""
 OURS = {"additional_config": {"tandem": {}}}
 SECONDS = 600
+SCORE_TOLERANCE = 0.25  # logits are below 16 here: bfloat16 is 2 ** -4 apart there, and three layers round in turn
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +83,14 @@ def test_tokens_are_vllms_own(models: Path, name: str, eager: bool) -> None:
 
 @pytest.mark.timeout(SECONDS)
 def test_a_model_of_states(models: Path) -> None:
-    """vLLM computes delta nets on the CPU in bfloat16 alone. Both round alike, but for the experts' last bits; this
-    model's best tokens are further apart."""
-    theirs, ours = results(*(engine(models / "qwen3_next", "bfloat16", **more) for more in ({}, OURS)))
-    assert "tokens" in theirs, theirs
-    assert ours == theirs
+    """vLLM computes delta nets on the CPU in bfloat16 alone. There one rounding changes a greedy token, and which rows
+    share a batch changes roundings. So the prompts' own tokens are scored; made-up experts differ by 2 and more."""
+    path = models / "qwen3_next"
+    theirs, ours = results(*(engine(path, "bfloat16", score=True, **more) for more in ({}, OURS)))
+    assert "scores" in theirs, theirs
+    for got, wanted in zip(ours["scores"], theirs["scores"], strict=True):
+        assert len(got) > 3
+        assert max(abs(a - b) for a, b in zip(got, wanted, strict=True)) < SCORE_TOLERANCE
 
 
 @pytest.mark.timeout(SECONDS)

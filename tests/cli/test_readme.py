@@ -15,7 +15,7 @@ from tandem.config.engine_config import FLAGS
 from tandem.config.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("coming-from.md", "backends.md", "containers.md", "several-gpus.md", "files.md")  # of vLLM, Docker, …
+OTHERS = ("coming-from.md", "backends.md", "containers.md", "several-gpus.md", "several-hosts.md", "files.md")  # …
 INSIDE = ("design", "lab")  # which have flags of benchmarks/
 PAGES = [page for page in EVERY_PAGE if page.name not in OTHERS and page.parent.name not in INSIDE]
 TEXT = {page: page.read_text() for page in PAGES}

@@ -2,7 +2,8 @@
 
     python vllm_tokens.py '[{"model": "directory", "enforce_eager": true}, ...]'
 
-Keys are keywords of `vllm.LLM`; "kill": true kills the process of the experts while it works.
+Keys are keywords of `vllm.LLM`; "kill": true kills the process of the experts while it works; "score": true gives the
+logarithms of the probabilities of the prompts' tokens instead of new ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 LENGTHS, NEW_TOKENS = (5, 17, 40), 12
@@ -25,19 +27,29 @@ def prompts() -> list[list[int]]:
 def run(wishes: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    kill = wishes.pop("kill", False)
+    kill, score = wishes.pop("kill", False), wishes.pop("score", False)
     try:
         engine = LLM(**ALIKE, enable_prefix_caching=False, skip_tokenizer_init=True, **wishes)
         if kill:
             threading.Thread(target=kill_workers, daemon=True).start()
         tokens = NEW_TOKENS if not kill else 80
-        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, prompt_logprobs=0 if score else None
+        )
         while True:
             given = engine.generate([{"prompt_token_ids": each} for each in prompts()], asked, use_tqdm=False)
+            if score:
+                return {"scores": [list(scores(each)) for each in given]}
             if not kill:
                 return {"tokens": [list(each.outputs[0].token_ids) for each in given]}
     except Exception as error:
         return {"error": type(error).__name__, "said": str(error)}
+
+
+def scores(given: Any) -> Iterator[float]:
+    """Of all tokens of a prompt but the first."""
+    pairs = zip(given.prompt_token_ids, given.prompt_logprobs, strict=True)
+    return (by_token[token].logprob for token, by_token in pairs if by_token is not None)
 
 
 def kill_workers() -> None:
