@@ -97,7 +97,7 @@ def placed(request: hybrid.Request, machine: Machine | None, meeting: Meeting | 
 
 def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
     """Of the first rank; the others compute their part."""
-    meeting = Meeting(asked.rank, asked.tp, f"{asked.folder}/{what}", 120.0)
+    meeting = Meeting(asked.rank, asked.tp, f"{asked.folder}/{what}", 600.0)
     request = request_of(asked, what)
     flags = {} if what == "decode" else {"chunked_prefill_size": 8192, "kt_gpu_prefill_token_threshold": None}
     started = perf_counter()
@@ -107,7 +107,8 @@ def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
     if asked.rank == 0:
         one_share = asked.share if asked.share_one is None else asked.share_one
         machine = this_machine()
-        machine = dataclasses.replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.number == 0))
+        first = min(machine.gpus, key=lambda gpu: gpu.number)
+        machine = dataclasses.replace(machine, gpus=(first,))
         one = hybrid.build(placed(request, machine, None), asked.format, one_share, **flags)
         print(f"{what}: built in {perf_counter() - started:.0f} s; sums: {many.side.ops.group.text()}", flush=True)
     for batch in asked.batch if what == "decode" else (1,):

@@ -19,7 +19,8 @@ from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
-FLAGS = ("--tp", "2", "--mem-fraction-static", "0.3", "--kt-gpu-experts-ratio", "0.5", "--max-total-tokens", "8192")
+FLAGS = ("--tp", "2", "--mem-fraction-static", "0.3", "--kt-gpu-experts-ratio", "0.5", "--max-total-tokens", "8192",
+         "--chunked-prefill-size", "64")
 PROMPT = [7, 8, 9, 10, 11]
 
 
@@ -48,6 +49,15 @@ def test_it_answers_alone_and_beside_others(server, tiny_models) -> None:
     exact, theirs = (logprobs(tiny_models["qwen3_moe-gpu"], dtype, texts, 12) for dtype in ("float32", "bfloat16"))
     assert rms(got, exact) < 2 * rms(theirs, exact)
     assert "ranks                    2" in server.log.read_text() and "Traceback" not in server.log.read_text()
+
+
+def test_a_prompt_of_several_chunks_is_answered(server) -> None:
+    """A chunk that is not the last has no logits."""
+    server.wait_until_ready()
+    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    body = {"input_ids": [5 + i % 90 for i in range(100)], "sampling_params": sampling}
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE)
+    assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])

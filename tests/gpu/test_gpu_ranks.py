@@ -49,6 +49,8 @@ for dtype in (torch.bfloat16, torch.float32):
         each = -(-whole // 2)
         own = columns[:, :each] if rank == 0 else columns[:, each:]
         assert torch.equal(group.gather(own, whole), columns), (dtype, rows, whole)
+assert group.sum(torch.empty(0, 64, dtype=torch.bfloat16, device=device)).shape == (0, 64)
+assert group.gather(torch.empty(0, 64, device=device), 128).shape == (0, 128)  # of a chunk without logits
 group.check()
 meeting.share("right", b"-")
 if how != "ends":

@@ -47,6 +47,10 @@ def test_threads_that_are_asked_for_are_all_ranks_together(tiny_models) -> None:
     ("flags", "says"),
     [
         ({"speculative_algorithm": "NEXTN"}, "take --speculative-algorithm NGRAM, or leave it out"),
+        (
+            {"kt_max_deferred_experts_per_token": 1, "kt_enable_dynamic_expert_update": True},
+            "would come late on one rank",
+        ),
         ({"packed_cache": "kept"}, "leave --packed-cache out"),
         ({"map_experts": "always"}, "leave --map-experts out"),
         ({"kt_method": "INT4"}, r"28 rows of experts, which have groups of 32, cannot .* possible: 1$"),
@@ -106,6 +110,16 @@ def test_each_rank_has_a_gpu_and_the_same_plan(tiny_models) -> None:
 def test_gpus_that_ranks_cannot_use_are_refused(tiny_models, gpus, says) -> None:
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2: .*{says}"):
         of(tiny_models["qwen3_moe"], replace(MACHINE, gpus=gpus), tp=2, device="auto")
+
+
+def test_sums_between_gpus_need_their_package_and_have_a_limit(tiny_models) -> None:
+    machine = replace(MACHINE, gpus=(H200, SECOND), gpu_missing=("cuda-core",))
+    with pytest.raises(ConfigError, match="cuda-core is missing, which sums between GPUs need: pip install"):
+        of(tiny_models["qwen3_moe"], machine, tp=2, device="auto")
+    many = replace(MACHINE, cores=tuple(Core(cpu, cpu, 0) for cpu in range(16)),
+                   gpus=tuple(replace(H200, number=i) for i in range(16)))  # fmt: skip
+    with pytest.raises(ConfigError, match="sums between GPUs are of at most 8 ranks; give fewer"):
+        of(tiny_models["qwen3_moe"], many, tp=16, device="auto")
 
 
 def test_ranks_may_share_a_gpu_in_tests(tiny_models, monkeypatch) -> None:

@@ -176,7 +176,10 @@ def dense_bytes(
 def workspace_bytes(request: MemoryRequest) -> int:
     """Of steps, and the float32 logits that every graph keeps."""
     asked = request.config, request.model, request.max_running_requests, request.guesses
-    rows = sum(captured_sizes(*asked)) + sum(settled_sizes(*asked))
+    sizes = captured_sizes(*asked)
+    rows = sum(sizes) + sum(settled_sizes(*asked))
+    if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
+        rows += 2 * max(sizes, default=1)
     shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 

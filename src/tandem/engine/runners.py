@@ -61,6 +61,9 @@ def _on_gpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> 
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
         usage=parts.usage, live=parts.live, begin_step=parts.begin_step,
     )  # fmt: skip
-    if parts.group is not None:  # all graphs are captured, and what they need is compiled
-        parts.group.be_patient(plan.gpu.patience_seconds)
+    if parts.group is not None:  # all graphs are captured
+        from tandem.kernels.gpu.ranks.gpu_group import STEP_SECONDS
+
+        parts.group.check()
+        parts.group.be_patient(STEP_SECONDS)
     return runner

@@ -120,8 +120,10 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
 
 def take_cpus(parts: EngineParts) -> None:
     """This thread runs steps from now on, and has worker 0's CPU. Beside a GPU it shares that with the thread that
-    answers posts: one of them sleeps while the other has much to do. It also has those that no worker has."""
+    answers posts: one of them sleeps while the other has much to do. It also has those that no worker has; of several
+    ranks each has its own CPUs alone."""
     cpu, free = parts.plan.cpus[0], os.sched_getaffinity(0) - set(parts.plan.cpus)
+    free = free if parts.plan.ranks == 1 else set()
     pin_main_thread(cpu)
     if parts.handoff is not None and cpu >= 0:
         os.sched_setaffinity(0, free | {cpu})
@@ -340,7 +342,8 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
     except Exception as error:
         if not isinstance(error, TandemError | MemoryError):
             traceback.print_exc()
-        failed = StartFailed(message=why_not_started(error), refused=isinstance(error, ConfigError))
+        lost = lost_rank(error) if isinstance(error, EngineError) else None
+        failed = StartFailed(message=why_not_started(lost or error), refused=isinstance(error, ConfigError))
         socket.send(msgspec.msgpack.encode(failed))
         return 1
     ready = EngineReady(

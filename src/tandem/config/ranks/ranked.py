@@ -18,6 +18,7 @@ from tandem.config.stored import StoredFormats
 from tandem.errors import ConfigError
 
 FIELD = ("tensor_parallel_size",)
+MOST_GPU_RANKS = 8  # whose memories a kernel of kernels/gpu/ranks/lane.cu has
 OWN_GROUP = 32  # weights of a group of the formats that experts are converted to
 
 
@@ -76,6 +77,10 @@ def _why_no_gpus(config: EngineConfig, machine: Machine, ranks: int) -> str:
     if len(gpus) < ranks:
         found = "there is one" if len(gpus) == 1 else f"there are {len(gpus)}"
         return f"each rank needs a GPU, and {found}; leave --tp out, which uses one GPU, or add --device cpu"
+    if ranks > MOST_GPU_RANKS:
+        return f"sums between GPUs are of at most {MOST_GPU_RANKS} ranks; give fewer"
+    if "cuda-core" in machine.gpu_missing:
+        return "the package cuda-core is missing, which sums between GPUs need: pip install cuda-core cuda-bindings"
     kinds = {(gpu.name, gpu.capability) for gpu in gpus[:ranks]}
     if len(kinds) > 1:
         names = " and ".join(sorted({gpu.name for gpu in gpus[:ranks]}))
@@ -100,6 +105,11 @@ def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
         return why
     if config.speculative_algorithm in DRAFT_ALGORITHMS:
         return "ranks have no draft layer yet; take --speculative-algorithm NGRAM, or leave it out"
+    if config.kt_max_deferred_experts_per_token and config.kt_enable_dynamic_expert_update:
+        return (
+            "an expert that moves would come late on one rank and not on another; leave "
+            "--kt-max-deferred-experts-per-token or --kt-enable-dynamic-expert-update out"
+        )
     if config.packed_cache is not None:
         return "ranks keep no packed experts; leave --packed-cache out"
     if config.map_experts == "always":

@@ -30,6 +30,8 @@ class Follower:
         """Raises RankLost where another rank did not answer."""
         for source, target in step.copies:
             self._states.slots[target].copy_(self._states.slots[source])
+        if step.settled is not None:
+            self._runner.settled(step.settled)
         chunks = cast(list[Chunk], self._mirror.chunks(step))  # as far as a batch asks
         if step.warms:
             self._warm(chunks)

@@ -46,9 +46,9 @@ class Leader:
         meanwhile is the supervisor's, which ends all."""
         self._heard(None)
 
-    def step(self, chunks: Rows[Chunk], warms: bool = False) -> None:
-        """The others run them as well. warms: as in `StepList`."""
-        self._tell(self.lists.of(chunks, warms))
+    def step(self, chunks: Rows[Chunk], warms: bool = False, settled: int | None = None) -> None:
+        """The others run them as well. warms, settled: as in `StepList`."""
+        self._tell(self.lists.of(chunks, warms, settled))
 
     def close(self) -> None:
         self._socket.close()

@@ -38,11 +38,11 @@ class StepLists:
         """Slot `target` became what `source` is, after the last list."""
         self._copies.append((source, target))
 
-    def of(self, chunks: Several[Chunk], warms: bool = False) -> StepList:
+    def of(self, chunks: Several[Chunk], warms: bool = False, settled: int | None = None) -> StepList:
         ended = [self._said.pop(s).number for s in list(self._said) if s.status is Status.FINISHED]
         self._steps += 1
         copies, self._copies = self._copies, []
-        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, warms)
+        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, warms, settled)
 
     def _rows(self, chunk: Chunk) -> Rows:
         sequence = chunk.sequence

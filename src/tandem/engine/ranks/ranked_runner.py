@@ -22,22 +22,34 @@ def _nothing() -> None:
     """Where nobody has anything to do beside a step."""
 
 
-class Told:
+class Leading:
     """What both runners of a first rank do. Passes do not pause: what runs between two pieces would meet what the
     others run."""
 
     def __init__(self, leader: Leader, group: GpuGroup | None, *arguments: Any, **named: Any) -> None:
         self._leader, self._group, self._under_way = leader, group, False
+        self._settled: int | None = None  # tokens of the last step's rows, which others do not know yet
         super().__init__(*arguments, **named)
 
     def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         self._under_way = True
-        self._leader.step(step.chunks)
+        self._leader.step(step.chunks, settled=self._settled)
+        self._settled = None
+        step = Step(step.chunks)  # which never shrinks: others compute all rows
         output: StepOutput = super().run(step, meanwhile or _nothing)  # type: ignore[misc]
+        self._ended()
+        return output
+
+    def settled(self, tokens: int) -> None:
+        """Others learn it with the next step."""
+        self._settled = tokens
+        super().settled(tokens)  # type: ignore[misc]
+
+    def _ended(self) -> None:
+        """Raises RankLost where another rank did not answer."""
         if self._group is not None:
             self._group.check()
         self._under_way = False
-        return output
 
     def pause(self, chunks: list[Chunk]) -> None:
         return None
@@ -49,22 +61,22 @@ class Told:
         super().after_failure()  # type: ignore[misc]
 
 
-class ToldCpuRunner(Told, CpuRunner):
+class LeadingCpuRunner(Leading, CpuRunner):
     """Where CPUs compute."""
 
 
-class ToldGpuRunner(Told, GpuRunner):
+class LeadingGpuRunner(Leading, GpuRunner):
     """Where each rank has a GPU."""
 
     def run_kernels(self, chunks: Rows[Chunk]) -> DeviceLogits:
         self._under_way = True
         self._leader.step(chunks, warms=True)
         logits = super().run_kernels(chunks)
-        self._under_way = False
+        self._ended()
         return logits
 
 
 def ranked(kind: type[CpuRunner] | type[GpuRunner], leader: Leader, group: GpuGroup | None) -> Callable[..., Any]:
     """Makes such a runner. group: which its operations use, on a GPU."""
-    told: type[Told] = ToldCpuRunner if kind is CpuRunner else ToldGpuRunner
-    return lambda *arguments, **named: told(leader, group, *arguments, **named)
+    leading: type[Leading] = LeadingCpuRunner if kind is CpuRunner else LeadingGpuRunner
+    return lambda *arguments, **named: leading(leader, group, *arguments, **named)

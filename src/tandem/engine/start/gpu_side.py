@@ -174,6 +174,12 @@ def expert_stream(
     return stream
 
 
+def without_stream(side: GpuSide) -> None:
+    """Experts stay in CPU memory for long prompts, too."""
+    for experts in side.hybrids:
+        experts.stream = None
+
+
 class StepStart:
     """What is called before a step of the engine, and before a pass that steps overtake."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,7 +183,10 @@ def _loaded(
     if packed.cache is None or not packed.cache.mapped:
         models.check_headers(model, plan, checkpoint)
     start = Start(config, plan, model, checkpoint, stored.tokenizer(config), ops, packed, progress, meeting)
-    return start.on_cpu() if plan.gpu is None else start.on_gpu()
+    parts = start.on_cpu() if plan.gpu is None else start.on_gpu()
+    if meeting is not None:  # however long one reads: a rank that captured graphs alone would give up
+        meeting.share("loaded", b"-", math.inf)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +216,7 @@ class Start:
             live_experts,
             order_posts,
             registered,
+            without_stream,
         )
 
         gpu = gpu_side(self.plan, self.model_config, self.ops)
@@ -225,6 +230,9 @@ class Start:
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
         stream = expert_stream(self.plan, gpu, copies, live, usage)
+        if self.meeting is not None and not self.meeting.agree("streams", stream is not None):
+            without_stream(gpu)  # steps are as long as all ranks take them
+            stream = None
         parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream), group=group)
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))

@@ -19,13 +19,13 @@ class Meeting:
         """file: its beginning, the same on all ranks, in a folder that nobody else writes to and that is new."""
         self.rank, self.ranks, self.file, self._seconds = rank, ranks, file, seconds
 
-    def share(self, name: str, content: bytes) -> list[bytes]:
-        """Every rank's content, in their order. Raises RankLost."""
+    def share(self, name: str, content: bytes, seconds: float | None = None) -> list[bytes]:
+        """Every rank's content, in their order. seconds: to wait for them; None: the usual. Raises RankLost."""
         own = self._path(name, self.rank)
         partial = own.with_name(own.name + ".partial")
         partial.write_bytes(content)
         os.replace(partial, own)
-        ends = time.monotonic() + self._seconds
+        ends = time.monotonic() + (self._seconds if seconds is None else seconds)
         return [self._content(name, rank, ends) for rank in range(self.ranks)]
 
     def agree(self, name: str, works: bool) -> bool:
@@ -36,7 +36,7 @@ class Meeting:
         path = self._path(name, rank)
         while not path.exists():
             if time.monotonic() > ends:
-                raise RankLost(f"rank {rank} did not say {name!r} within {self._seconds:.0f} s")
+                raise RankLost(f"rank {rank} did not say {name!r} in time")
             time.sleep(POLL_SECONDS)
         return path.read_bytes()
 

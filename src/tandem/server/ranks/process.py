@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 import zmq
 
+from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.ranks.follower import Follower
 from tandem.engine.ranks.messages import StartRank, StepList
 from tandem.engine.start.loader import load_rank
 from tandem.errors import TandemError
 from tandem.kernels.free_memory import keep_free_memory, return_free_memory
 from tandem.server.engine_process import describe, take_cpus, tie_to_parent
-from tandem.server.terminal import outlive_terminal
+from tandem.server.terminal import log_to_terminal, outlive_terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,15 +49,18 @@ def follow(endpoint: str, rank: int) -> None:
     socket.setsockopt(zmq.IDENTITY, b"rank %d" % rank)
     socket.connect(endpoint)
     socket.send(b"")
-    parts = load_rank(msgspec.msgpack.decode(socket.recv(), type=StartRank), rank)
+    start = msgspec.msgpack.decode(socket.recv(), type=StartRank)
+    log_to_terminal(start.config.log_level)
+    parts = load_rank(start, rank)
     take_cpus(parts)
     socket.send(b"")  # the shard is read
     follower = Follower(parts)
     return_free_memory()  # what loading took
     keep_free_memory()
     steps = msgspec.msgpack.Decoder(StepList)
-    while True:
-        follower.step(steps.decode(socket.recv()))
+    with loaded_is_kept():  # a pause of one rank is one of all
+        while True:
+            follower.step(steps.decode(socket.recv()))
 
 
 if __name__ == "__main__":

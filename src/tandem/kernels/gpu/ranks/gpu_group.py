@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError, RankLost
-from tandem.kernels.gpu.ranks.lane import BF16, COPY, F32, MOST_RANKS, SHORT_BYTES, Lane, graph_seconds
+from tandem.kernels.gpu.ranks.lane import BF16, COPY, F32, SHORT_BYTES, Lane, graph_seconds
 from tandem.kernels.gpu.ranks.lane_memory import LANES
 from tandem.kernels.ranks.meeting import Meeting
 
 _log = logging.getLogger(__name__)
 
 TRIES, TRIED_BYTES = 50, 14336  # of the sums that choose a lane
+TRY_SECONDS = 5.0  # of patience then: memory of peers that loses what is written would cost a whole start's
+START_SECONDS = 300.0  # until graphs are captured: one rank may compile kernels that another finds in a cache
+STEP_SECONDS = 60.0  # in steps: by so much one rank may compute longer than another, compilers included
 
 
 class GpuGroup:
@@ -23,7 +26,6 @@ class GpuGroup:
 
     def __init__(self, meeting: Meeting, device: torch.device, lanes: tuple[str, ...] = LANES) -> None:
         """Raises EngineError where there is none."""
-        assert 1 < meeting.ranks <= MOST_RANKS
         self._rank, self._ranks, self._device = meeting.rank, meeting.ranks, device
         self.seconds: dict[str, float] = {}  # of a sum of TRIED_BYTES, by lane
         made = dict(self._made(meeting, lanes))
@@ -48,11 +50,13 @@ class GpuGroup:
             except EngineError as error:
                 self.failures.append(f"{name}: {error}")
                 continue
+            lane.be_patient(TRY_SECONDS)
             right = self._is_right(lane)
             if not meeting.agree(f"{name}-right", right):
                 self.failures.append(f"{name}: wrong sums")
                 continue
             self.seconds[name] = self._tried(lane)
+            lane.be_patient(START_SECONDS)
             yield name, lane
 
     def _is_right(self, lane: Lane) -> bool:
@@ -78,6 +82,8 @@ class GpuGroup:
         return graph_seconds(lambda: lane.send(x, x, BF16), TRIES)
 
     def sum(self, rows: Tensor) -> Tensor:
+        if not rows.numel():  # no kernel wants to run for nothing
+            return rows
         rows = rows.contiguous()
         kind = {torch.bfloat16: BF16, torch.float32: F32}[rows.dtype]
         self.lane.send(rows, rows, kind)
@@ -85,6 +91,8 @@ class GpuGroup:
 
     def gather(self, columns: Tensor, whole: int) -> Tensor:
         rows, own = columns.shape
+        if not rows:  # of a chunk that is not its prompt's last
+            return columns.new_empty(0, whole)
         multiple = 16 // columns.element_size()
         each = -(-whole // self._ranks)
         padded = -(-each // multiple) * multiple

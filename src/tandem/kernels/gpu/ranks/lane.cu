@@ -97,12 +97,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (other != kRank) write_line(memories[other] + (piece + kRank) * kThreads + threadIdx.x, line);
     Sum<2> sum;
     bool whole = true;
-    u64 since = 0;
 #pragma unroll
     for (int from = 0; from < kRanks; ++from) {
       u32 v[2] = {own.x, own.y};
       if (from != kRank) {
         const uint4* at = memories[kRank] + (piece + from) * kThreads + threadIdx.x;
+        u64 since = 0;
         uint4 read = read_line(at);
         for (u32 polls = 1; whole && (read.y != number || read.w != number); ++polls) {
           if (polls % 64 == 0) whole = goes_on(state, told, from, &since);
@@ -133,7 +133,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   uint4* const memories[kMostRanks] = OF_RANKS;
   const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
   const u64 last = first + each < units ? first + each : units;
-  u64 since = 0;
   u32 number = counts[blockIdx.x];
   if (threadIdx.x == 0) whole = 1;
   for (u64 start = first; start < last; start += kLines) {
@@ -159,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         write_number((u32*)((char*)memories[other] + numbers_at) + piece + kRank, number);
         const u32* theirs = (const u32*)((char*)memories[kRank] + numbers_at) + piece + other;
         bool waits = true;
+        u64 since = 0;
         for (u32 polls = 1; waits && read_number(theirs) != number; ++polls)
           if (polls % 64 == 0) waits = goes_on(state, told, other, &since);
         if (!waits) whole = 0;

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.config.ranks.ranked import MOST_GPU_RANKS
 from tandem.errors import RankLost
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.ranks.lane_memory import LaneMemory
 from tandem.kernels.ranks.meeting import Meeting
 
-MOST_RANKS = 8
 THREADS, LINES, LINE_BYTES = 512, 2048, 16  # of a block, and of a piece of a long message, as in lane.cu
 SHORT_BLOCKS, LONG_BLOCKS = 64, 128
 SHORT_BYTES = {"peer": 256 << 10, "host": 128 << 10}
 """Messages up to here carry a number in every line: twice the bytes, one way less. SHORT_BLOCKS have room for them."""
 COPY, BF16, F32 = range(3)
 PATIENCE, STATE_WORDS = 2, 4
-START_SECONDS = 120.0  # of patience, until every rank has compiled its kernels
+FIRST_SECONDS = 5.0  # of patience, until somebody says another
 
 
 def source(rank: int, ranks: int) -> str:
@@ -68,7 +68,7 @@ class Lane:
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, max(SHORT_BLOCKS, LONG_BLOCKS), dtype=torch.int32, device=device)
         self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.be_patient(START_SECONDS)
+        self.be_patient(FIRST_SECONDS)
 
     def be_patient(self, seconds: float) -> None:
         """So long does a sum wait for other ranks from now on, those in recorded graphs as well."""
@@ -83,7 +83,7 @@ class Lane:
         else:
             blocks, start, kernel = min(LONG_BLOCKS, -(-nbytes // (16 * LINES))), self._long_at, self._long
             sizes = [np.uint64(nbytes // 16), np.int32(kind), np.uint64(self._numbers)]
-        memories = [each + start for each in self._memory.addresses] + [0] * (MOST_RANKS - self.ranks)
+        memories = [each + start for each in self._memory.addresses] + [0] * (MOST_GPU_RANKS - self.ranks)
         launch(
             kernel, blocks, THREADS, torch.cuda.current_stream(self.device).cuda_stream,
             x.data_ptr(), out.data_ptr(), *memories, self._state.data_ptr(),
