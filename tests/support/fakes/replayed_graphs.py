@@ -191,10 +191,10 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
 def replayed_engine(
     patch: pytest.MonkeyPatch, *, alone: bool = True, shares: bool = False, sizes: tuple[int, ...] = (1, 2, 4),
     prompts: tuple[int, ...] = (16,), ring: int = 0, shared_tokens: int = 0, spared: int = 0,
-    plain: tuple[int, ...] = (), drafter: Drafter | None = None, **plan: Any,
+    plain: tuple[int, ...] = (), drafter: Drafter | None = None, leader: Any = None, group: Any = None, **plan: Any,
 ) -> tuple[Engine, list[str]]:  # fmt: skip
     """An engine, and what its runner does, in order. alone, shares: as `NotedStart`; ring: whether experts travel.
-    plain: rows that have a graph of steps without drafts, too."""
+    plain: rows that have a graph of steps without drafts, too. leader, group: of several ranks."""
     calls: list[str] = []
     without_gpu(patch, calls)
     gpu = GpuPlan(
@@ -204,7 +204,7 @@ def replayed_engine(
     made = fake_plan(gpu=gpu, **{"max_step_tokens": 64} | plan)
     own = EngineParts(
         made, fake_config(), ReplayedModel(), FakeTokenizer(), handoff=NotedHandoff(calls),
-        begin_step=NotedStart(calls, alone, shares), drafter=drafter,
+        begin_step=NotedStart(calls, alone, shares), drafter=drafter, leader=leader, group=group,
     )  # fmt: skip
     engine = Engine.from_parts(own)
     engine._scheduler.pace.slice_seconds = lambda: 0.0  # a piece, whatever it takes
