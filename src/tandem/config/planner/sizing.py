@@ -37,6 +37,7 @@ from tandem.config.memory import (
     wanted_context,
 )
 from tandem.config.model_config import draft_experts
+from tandem.config.ranks.shard import ALONE
 from tandem.config.speculation.choice import check_drafts_on_gpu
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
@@ -137,10 +138,12 @@ def _with_ring(room: GpuRoom, found: GpuMemory) -> GpuMemory:
 
 def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
     """For prompts that are alone, if experts, context and graphs of prompts keep their room. Not where prompts can be
-    no graphs: steps are not cut there, and who comes would wait for a whole one."""
+    no graphs: steps are not cut there, and who comes would wait for a whole one. Ranks have none, and take long steps:
+    they start kernel by kernel what then takes longer than starting it."""
     request = room.request
+    ranks, whole = request.model.shard.ranks, replace(request.model, shard=ALONE)
     tokens, short = long_step_tokens(request.model), _with_prompt_graphs(room, found)
-    if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, request.model):
+    if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, whole):
         return short
     more = room.scratch_beyond(tokens)
     long = _undisturbed(fits(room, more), found)
@@ -148,7 +151,7 @@ def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
         why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
         long = replace(long, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
         long = _with_prompt_graphs(room, long, more)
-        if long.prompt_sizes:
+        if long.prompt_sizes or ranks > 1:
             return long
     why = (
         f"default; {tokens} for a prompt alone would take {gib(more)} from experts, context or prompt graphs"
