@@ -29,7 +29,7 @@ SUPPORT = ROOT / "tests" / "support"
 sys.path[:0] = [str(ROOT / "src"), str(SUPPORT), str(SUPPORT / "gguf_models")]
 
 from tandem.bench.known_quality import DEMO_FILE  # noqa: E402
-from tandem.bench.rows import keep, machine_name, stamp, write  # noqa: E402
+from tandem.bench.rows import keep, machine_name, stamp  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -263,11 +263,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     if asked.measure:
-        old = rows_kept() if asked.only else []
-        made = list(measured(asked.ggml, asked.only))
-        names = {row["what"] for row in made}
-        for path in keep(made, asked.measure):
-            write([*(row for row in old if row["what"] not in names), *made], path)
+        keep(list(measured(asked.ggml, asked.only)), asked.measure)
     page = PAGE.read_text(encoding="utf-8")
     if asked.write:
         PAGE.write_text(filled(page), encoding="utf-8")
