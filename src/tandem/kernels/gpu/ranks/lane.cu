@@ -1,13 +1,13 @@
 // Sums over the ranks of one host; kRank and kRanks are compiled in (lane.py). Every rank has a receiving memory, which
-// the others write: on its GPU, or in CPU memory that all GPUs have mapped. m0 ... are all of them, in the order of ranks,
-// as this GPU sees them.
+// the others write: on its GPU, or in CPU memory that all GPUs have mapped. m0 ... are all of them, in the order of
+// ranks, as this GPU sees them.
 //
-// A block owns one stretch of every memory, [2 halves][kRanks] pieces of lines of 16 bytes, and numbers its pieces. Piece
-// n lies in half n % 2. Two halves are enough: a rank begins piece n + 2 after it has received piece n + 1 of all others,
-// which each of them sent after all of its block had read piece n.
+// A block owns one stretch of every memory, [2 halves][kRanks] pieces of lines of 16 bytes, and numbers its pieces.
+// Piece n lies in half n % 2. Two halves are enough: a rank begins piece n + 2 after it has received piece n + 1 of all
+// others, which each of them sent after all of its block had read piece n.
 //
-// Short messages carry their number in every line (8 bytes of data, twice 4 of number; a store of 8 bytes is never torn):
-// a line that shows it has arrived. Long ones are whole lines of data, and a number per piece behind a fence.
+// Short messages carry their number in every line (8 bytes of data, twice 4 of number; a store of 8 bytes is never
+// torn): a line that shows it has arrived. Long ones are whole lines of data, and a number per piece behind a fence.
 //
 // A wait is bounded. After one that was not answered no rank waits again, and what is returned is NaN.
 enum { kThreads = 512, kEach = 4, kLines = kEach * kThreads, kMostRanks = 8 };
@@ -39,8 +39,8 @@ __device__ void write_number(u32* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(p), "r"(v) : "memory");
 }
 
-// Whether to go on waiting for `rank`; looked at now and then. since: 0 at first; reading the clock takes long. `told` is
-// in CPU memory.
+// Whether to go on waiting for `rank`; looked at now and then. since: 0 at first; reading the clock takes long. `told`
+// is in CPU memory.
 __device__ __noinline__ bool goes_on(u32* state, u32* told, int rank, u64* since) {
   volatile u32* words = state;
   if (words[BROKEN]) return false;
@@ -110,9 +110,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         v[0] = read.x, v[1] = read.z;
       }
-      if (kind == COPY) out[(u64)from * units + i] = make_uint2(v[0], v[1]);
-      else if (from == 0) sum.begin(v, kind);
-      else sum.add(v, kind);
+      if (kind == COPY)
+        out[(u64)from * units + i] = make_uint2(v[0], v[1]);
+      else if (from == 0)
+        sum.begin(v, kind);
+      else
+        sum.add(v, kind);
     }
     u32 v[2] = {0x7fffffffu, 0x7fffffffu};
     if (whole && kind != COPY) sum.end(v, kind);
@@ -122,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) counts[blockIdx.x] = number;
 }
 
-// The same for many units of 16 bytes, piece after piece. The memories of long messages are others; behind their lines lie
-// the numbers of pieces, [block][half][rank].
+// The same for many units of 16 bytes, piece after piece. The memories of long messages are others; behind their lines
+// lie the numbers of pieces, [block][half][rank].
 extern "C" __global__ void __launch_bounds__(kThreads)
     long_sum(const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int kind,
              u64 numbers_at) {
@@ -174,9 +177,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const uint4* at = memories[kRank] + (piece + from) * kLines + k * kThreads + threadIdx.x;
         const uint4 line = from == kRank ? own[k] : __ldcv(at);
         const u32 v[4] = {line.x, line.y, line.z, line.w};
-        if (kind == COPY) out[from * units + i] = line;
-        else if (from == 0) sum.begin(v, kind);
-        else sum.add(v, kind);
+        if (kind == COPY)
+          out[from * units + i] = line;
+        else if (from == 0)
+          sum.begin(v, kind);
+        else
+          sum.add(v, kind);
       }
       u32 v[4] = {0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu};
       if (whole && kind != COPY) sum.end(v, kind);
