@@ -184,11 +184,16 @@ def machines(model: Headline) -> str:
 HEAD = textwrap.fill(
     "`kt plan` says this; nothing in the table is measured. Speeds are tokens per second, as ranges: of one answer at "
     "1,024 tokens, and of a prompt of 2,048. The context is what one request may have. The last column says what "
-    "`kt serve` gives up by itself ([why](../commands.md#what-is-given-up-for-room)).",
+    "`kt serve` gives up by itself ([why](../commands.md#what-is-given-up-for-room)). A desktop here has 75 to 85 GB/s of "
+    "RAM and a CPU with AVX-512 (Ryzen 7000, 9000). Half of that bandwidth is about half of an answer's speed.",
     WIDTH,
 )
 INSTALL = "[Install `kt`](../setup-gpu.md) first. This line downloads the model, if it fits, and serves it:"
-CHAT = "When it prints its address, run `kt chat` in another terminal, or open http://127.0.0.1:30000/ in a browser."
+CHAT = textwrap.fill(
+    "When it prints its address, run `kt chat` in another terminal, after `source .venv/bin/activate` there. Or open "
+    "http://127.0.0.1:30000/ in a browser. `kt chat` prints the speed of each answer.",
+    WIDTH,
+)
 ROUNDS = "`--kt-method INT4` rounds the experts meanwhile, which [costs accuracy](../quality.md#what-rounding-costs)."
 ASK = "Describe your machine, or leave those flags out where it is this one. Nothing is downloaded for it:"
 END = textwrap.fill(
@@ -214,13 +219,14 @@ def faster(model: Headline) -> list[str]:
 
 def common(model: Headline) -> list[str]:
     draft = (
-        f"`--speculative-algorithm {model.draft}`: the checkpoint's draft layer guesses tokens. It takes memory, too "
-        "([when it pays](../speculation.md))."
+        f"`--speculative-algorithm {model.draft}`: the checkpoint's draft layer guesses tokens. It takes memory, too. "
+        "With most experts in RAM it gains little ([when it pays](../speculation.md))."
     )
     return [
         *([draft] if model.draft else []),
         "`--context-length N`: a longer context takes memory from experts on the GPU.",
-        "`--packed-cache DIR`: the second start maps what the first one packed ([loading](../loading.md)).",
+        "`--packed-cache DIR`: the second start maps what the first one packed ([loading](../loading.md)). It takes as "
+        "much disk as the packed weights, and the download stays.",
     ]
 
 
