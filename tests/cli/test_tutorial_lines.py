@@ -176,7 +176,7 @@ def test_what_the_model_and_the_machine_refuse_is_said_with_the_rest(places):
 
 def test_two_ranks_of_the_flash_line_say_what_is_missing(places):
     line = FLASH.replace("parallel-size 1", "parallel-size 2").format(**places)
-    with pytest.raises(ConfigError, match="experts do not move between ranks' sides; leave --kt-enable-dyn") as error:
+    with pytest.raises(ConfigError, match="96 rows of experts, .* cannot be divided among 2 ranks") as error:
         planned(EngineConfig.from_args(shlex.split(line)), replace(these_cpus(), gpus=()))
     assert flags_of(error.value.reasons) == {"--tensor-parallel-size"}
 

@@ -59,7 +59,7 @@ def test_no_prompt_is_computed_beside_steps_and_no_step_shrinks(monkeypatch, cap
         engine.add(request("b", LONG, max_tokens=2))
         answers = run(engine)
     assert token_ids(answers["b", 0]) == greedy_reference(LONG, 2)
-    text = " ".join(record.message for record in caplog.records)
+    text = " ".join(record.message for record in caplog.records if record.name == "tandem.engine.step.path")
     assert not any(path.value in text for path in (Path.BACKGROUND, Path.BACKGROUND_GRAPH, Path.EAGER_SHRINKING))
     assert sum(rows for rows, _, _ in leader.steps) == 3 + 8 + len(LONG) + 1
 

@@ -31,7 +31,8 @@ EVERYTHING = {
 
 
 def paths_of(caplog: pytest.LogCaptureFixture) -> set[str]:
-    return {record.message.split(": ", 1)[1].split(" (")[0] for record in caplog.records}
+    records = [record for record in caplog.records if record.name == "tandem.engine.step.path"]
+    return {record.message.split(": ", 1)[1].split(" (")[0] for record in records}
 
 
 @pytest.mark.parametrize("kind", EVERYTHING, ids=str)
