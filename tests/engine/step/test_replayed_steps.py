@@ -182,6 +182,7 @@ def test_a_graph_that_the_cpu_would_have_a_part_in_is_not_replayed(monkeypatch, 
     engine, calls = decoding(monkeypatch)
     start: Any = engine.gpu_runner._start
     start.alone = False
+    caplog.clear()
     with caplog.at_level(logging.DEBUG, "tandem.engine.step.path"):
         engine.add(request("b", PROMPTS["b"], max_tokens=4))
         got = {name: token_ids(outputs) for (name, _), outputs in run(engine).items()}
