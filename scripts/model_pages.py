@@ -184,8 +184,8 @@ def machines(model: Headline) -> str:
 HEAD = textwrap.fill(
     "`kt plan` says this; nothing in the table is measured. Speeds are tokens per second, as ranges: of one answer at "
     "1,024 tokens, and of a prompt of 2,048. The context is what one request may have. The last column says what "
-    "`kt serve` gives up by itself ([why](../commands.md#what-is-given-up-for-room)). A desktop here has 75 to 85 GB/s of "
-    "RAM and a CPU with AVX-512 (Ryzen 7000, 9000). Half of that bandwidth is about half of an answer's speed.",
+    "`kt serve` gives up by itself ([why](../commands.md#what-is-given-up-for-room)). A desktop here has 75 to 85 GB/s "
+    "of RAM and a CPU with AVX-512 (Ryzen 7000, 9000). Half of that bandwidth is about half of an answer's speed.",
     WIDTH,
 )
 INSTALL = "[Install `kt`](../setup-gpu.md) first. This line downloads the model, if it fits, and serves it:"

@@ -92,10 +92,10 @@ this page.
 """
 TWELVE = f"""## Twelve models on six machines
 
-Two tables have tokens per second: of one answer at 1,024 tokens, and of a prompt of 2,048. Experts are as the
-model's first release stores them: bf16 for Qwen, GLM-4.5-Air and GLM-4.6. Their FP8 releases need half of the bytes: see
-[each model's page](models/README.md). Where only the lossy INT4 fits, the field begins with it. `no: 72.0 GiB of RAM` means that the
-model does not fit, and would with so much RAM and INT4.
+Two tables have tokens per second: of one answer at 1,024 tokens, and of a prompt of 2,048. Experts are as the model's
+first release stores them: bf16 for Qwen, GLM-4.5-Air and GLM-4.6. Their FP8 releases need half of the bytes: see
+[each model's page](models/README.md). Where only the lossy INT4 fits, the field begins with it. `no: 72.0 GiB of RAM`
+means that the model does not fit, and would with so much RAM and INT4.
 Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
 """
 
