@@ -5,9 +5,9 @@
 //
 // A message is written bytes first, and read number first. Who waits looks at the number alone: lines that are looked
 // at while they are written go to and fro, and a sum took twice as long. Calls are numbered alike by all ranks. A rank
-// writes to every other one at [half][itself], and waits for the numbers of all others, so nobody begins call n + 2
-// before all have read what they got in call n: two halves are enough. That holds only where every rank sends every
-// other one a number in every call.
+// writes to every other one at [half][itself], and waits for the numbers of all others. So nobody begins call n + 2
+// before all have read call n, and two halves are enough. That holds only where every rank sends every other one a
+// number in every call.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +41,9 @@ struct LanePatience {
 // Not thread-safe.
 class ShmLane {
  public:
-  // memory: shared_bytes, zeroed when it was made, outlives this. file: the memory's, of a description of this rank's
-  // own, which holds a lock of the byte that has the rank's number as long as the process lives; −1: nobody looks
-  // whether ranks have ended. call: the number before the first one's.
+  // memory: shared_bytes, zeroed when it was made, outlives this. file: a descriptor of the memory that this rank
+  // opened itself. It locks the byte of the rank's number until the process ends. −1: nobody looks whether ranks have
+  // ended. call: the number before the first one's.
   ShmLane(uint8_t* memory, const LaneShape& shape, const LanePatience& patience, int file, uint32_t call);
 
   // rows[count], over which the sum is written: added in float32 in the order of ranks, then rounded to `type`. This

@@ -1,4 +1,4 @@
-"""What a host's GPU adds: a share of the experts there, and posts to the CPU that nobody counts.
+"""A host's GPU side: a share of the experts there, and posts to the CPU that nobody counts.
 
 `kt serve` knows how many posts a step has. Another engine replays its graphs by itself, so a thread answers whatever is
 posted until the process ends. Batches outside graphs are posted, too: nothing waits on the engine's thread.

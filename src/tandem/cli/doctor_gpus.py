@@ -40,7 +40,7 @@ def several_gpus(
 
 
 def topology(text: str) -> dict[Pair, str]:
-    """Of a matrix of nvidia-smi's, the word of each pair of GPUs."""
+    """The word of each pair of GPUs in nvidia-smi's matrix."""
     lines = [_COLOURS.sub("", line).split() for line in text.splitlines()]
     header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
     columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]

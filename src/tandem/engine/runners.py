@@ -1,4 +1,4 @@
-"""What runs an engine's steps: on the CPU or on a GPU, alone or as the first of several ranks."""
+"""The runner of an engine's steps: on the CPU or on a GPU, alone or as the first of several ranks."""
 
 from __future__ import annotations
 

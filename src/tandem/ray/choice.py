@@ -16,7 +16,7 @@ _ORDER = ("system", "instructions", "messages", "prompt", "input", "text", "inpu
 
 
 class Prompt(Wish):
-    """What is read of a body to choose its replica: each field as it was sent."""
+    """Fields of a body that choose its replica: each field as it was sent."""
 
     prompt_cache_key: str | None = None
     system: msgspec.Raw = msgspec.Raw()

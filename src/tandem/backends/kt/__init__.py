@@ -1,1 +1,1 @@
-"""What the module `kt_kernel` offers SGLang, on Tandem's experts. The module itself is a distribution of its own."""
+"""The module `kt_kernel` as SGLang calls it, on Tandem's experts. The module itself is a distribution of its own."""

@@ -1,4 +1,4 @@
-"""What else is installed: the module of the same name, which is refused, and what is known of the SGLang that asks."""
+"""Packages installed beside it: the module of the same name, which is refused, and the SGLang that asks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_alone() -> None:
 
 
 def known_faults(host_experts: int, scale: float, masks: bool) -> Iterator[str]:
-    """What an installed SGLang does wrong with such experts. host_experts: those of a layer that it computes itself;
+    """Faults of an installed SGLang with such experts. host_experts: those of a layer that it computes itself;
     scale: the model's routed_scaling_factor; masks: it gives masks of experts, as the fork sglang-kt does."""
     name = "sglang-kt" if masks else "sglang"
     found = _version(name) or "of unknown version"

@@ -37,7 +37,7 @@ WHOLE_PROMPTS, BESIDE = 16384, 1024
 
 @dataclass(frozen=True)
 class Wanted:
-    """What SGLang says of one layer. Sizes are whole: one process computes all ranks' part."""
+    """A layer as SGLang describes it. Sizes are whole: one process computes all ranks' part."""
 
     layer_idx: int
     num_experts: int
@@ -117,7 +117,7 @@ class KtLayer:
         KtLayer._waiting = self
 
     def sync_forward(self, hidden_states: Tensor, cuda_stream: int) -> Tensor:
-        """What these experts add, of the shape and dtype of hidden_states."""
+        """The sum of these experts, of the shape and dtype of hidden_states."""
         if self._experts is None or KtLayer._waiting is not self:
             raise EngineError("kt_kernel: submit_forward comes before sync_forward")
         KtLayer._waiting, self._ticket, ticket = None, None, self._ticket
@@ -209,7 +209,7 @@ def _log_once(wanted: Wanted, model: ModelExperts) -> None:
 
 
 def generate_gpu_experts_masks(activation_freq: Tensor, num_gpu_experts: int) -> Tensor:
-    """Of counts [layers, experts], the most used pairs: bool, in CPU memory."""
+    """The most used pairs of counts [layers, experts]: bool, in CPU memory."""
     flat = activation_freq.flatten().cpu()
     most = flat.topk(min(max(num_gpu_experts, 0), len(flat))).indices
     return torch.zeros(len(flat), dtype=torch.bool).index_fill_(0, most, True).view(activation_freq.shape)

@@ -63,7 +63,7 @@ def joined(
 
 
 def _named(theirs: Callable[[], Any], moe: Any) -> Any:
-    """What says which tensors a layer has; where vLLM has no kernels for them here, those of numbers."""
+    """The method that names a layer's tensors; where vLLM has no kernels for them here, those of numbers."""
     try:
         return theirs()
     except (RuntimeError, ValueError) as error:

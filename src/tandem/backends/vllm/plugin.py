@@ -66,7 +66,7 @@ def _wrap_experts(cpus: frozenset[int]) -> str:
 
 
 def seam_differs() -> str:
-    """What is not as it was in the versions that are known, in a sentence; "": nothing."""
+    """The difference from known versions, in a sentence; "": none."""
     from vllm import __version__
 
     refused = f"{WHERE}: vLLM {__version__} cannot be joined; known are {KNOWN}"

@@ -1,4 +1,4 @@
-"""What vLLM's user wants of Tandem, and what of vLLM's own wishes stands in the way."""
+"""Options of vLLM's user for Tandem, and vLLM's own that are refused beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHERE = "--additional-config '{\"tandem\": ...}'"
 
 
 def wishes_of(config: Any) -> Mapping[str, object] | None:
-    """Of a VllmConfig; None: experts are vLLM's own. Raises ConfigError where they are no table."""
+    """Our options in a VllmConfig; None: experts are vLLM's own. Raises ConfigError where they are no table."""
     given = config.additional_config
     wishes = given.get(OPTION) if isinstance(given, Mapping) else None
     if wishes is None or wishes is False:
@@ -38,7 +38,7 @@ def check(config: Any) -> None:
 
 
 def engine_config(config: Any) -> EngineConfig:
-    """Of a VllmConfig whose experts are ours. Raises ConfigError for options that are none."""
+    """Checks a VllmConfig whose experts are ours. Raises ConfigError for options that are none."""
     model = config.model_config
     name = model.model if model.revision is None else f"{model.model}@{model.revision}"
     dtype = str(model.dtype).removeprefix("torch.")

@@ -88,8 +88,8 @@ class Speeds:
         return replace(self, **values, sources={**self.sources, **dict.fromkeys(values, source)})
 
     def of_rank(self, ranks: int) -> Speeds:
-        """Of one of several equal processes: the CPU and its memory are shared. Each has a GPU and a bus, which RAM
-        must feed all at once."""
+        """Speeds of one of several equal processes: the CPU and its memory are shared. Each has a GPU and a bus. RAM
+        must feed all buses at once."""
         dram = self.dram_gbps / ranks
         return replace(
             self, dram_gbps=dram, cpu_flops=self.cpu_flops / ranks, pcie_gbps=min(self.pcie_gbps, dram),

@@ -40,10 +40,10 @@ class SumLane:
     way: str
     estimated: bool
     seconds: Callable[[float], float]
-    """Of a sum of so many bytes."""
+    """Seconds of a sum of so many bytes."""
 
     def text(self, nbytes: int) -> str:
-        """What a plan says of it, with the time of a message."""
+        """The plan's words for it, with the time of a message."""
         kind = "estimated" if self.estimated else "measured"
         return f"{1e6 * self.seconds(nbytes):.1f} us each through {self.way} ({kind})"
 

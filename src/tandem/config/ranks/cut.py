@@ -60,7 +60,7 @@ def cut(
 
 
 def cut_experts(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> ModelConfig:
-    """What rank `shard` has of the routed experts; all else is whole. Raises ConfigError as `cut` does."""
+    """The model with rank `shard`'s part of the routed experts; all else is whole. Raises ConfigError as `cut` does."""
     experts = model.moe.experts
     limit = Limit(f"{experts.width} rows of experts", experts.width, _least_rows(model.moe, expert_unit))
     if shard.ranks == 1:

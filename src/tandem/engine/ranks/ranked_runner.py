@@ -23,7 +23,7 @@ def _nothing() -> None:
 
 
 class Leading:
-    """What both runners of a first rank do. Passes do not pause: what runs between two pieces would meet what the
+    """Common to both runners of a first rank. Passes do not pause: what runs between two pieces would meet what the
     others run."""
 
     def __init__(self, leader: Leader, group: GpuGroup | None, *arguments: Any, **named: Any) -> None:

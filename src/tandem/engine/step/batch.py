@@ -21,7 +21,7 @@ from tandem.models.batch import ForwardBatch
 
 
 class Axis(Enum):
-    """What a tensor of a batch has one number of; a table has a row of pages of each sequence."""
+    """The unit that a batch's tensor has one number of; a table has a row of pages of each sequence."""
 
     ROW = auto()
     SEQUENCE = auto()

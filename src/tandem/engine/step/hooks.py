@@ -14,7 +14,7 @@ BeginStep = Callable[[ForwardBatch, bool], None]
 """Before the layers of a step run; True: before its graph is captured or replayed."""
 
 HostWork = Callable[[], object]
-"""What the host does at each replay: of a graph, or between two."""
+"""Hooks of the host at each replay: of a graph, or between two."""
 
 
 def nothing_begins(batch: ForwardBatch, captured: bool) -> None:
@@ -31,7 +31,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What is given to the current stream meanwhile is recorded."""
+        """Records all that is given to the current stream meanwhile."""
         self._begin()
         try:
             yield
@@ -58,7 +58,7 @@ class Recorder:
 
 
 class StepHooks(Protocol):
-    """What operations prepare for a step, and for a prefill that steps overtake."""
+    """Preparations of operations for a step, and for a prefill that steps overtake."""
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
         """As `BeginStep`."""

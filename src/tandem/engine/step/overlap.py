@@ -47,7 +47,7 @@ class PrefillOverlap:
         return self._task is not None and self._task.overlaps
 
     def beside(self, step: list[Chunk], tried: Tried, pauses: bool) -> StepOverlap:
-        """What is to be done of the task under way in this step of the engine. pauses: another task may follow it."""
+        """The work of the task under way in this step of the engine. pauses: another task may follow it."""
         return StepOverlap(self, step, tried, bool(step) and self._executor.runs_beside(step), pauses)
 
     def follow(self, step: list[Chunk]) -> None:

@@ -55,7 +55,7 @@ States = Rows[tuple[Tensor, ...]]
 
 
 class Pieces(Protocol):
-    """Of a chunk, which are given to a device in their order."""
+    """Pieces of a chunk, which are given to a device in their order."""
 
     @property
     def count(self) -> int: ...
@@ -294,7 +294,7 @@ def host_task(model: PausingModel, states: States, batch: ForwardBatch, usage: E
 
 
 class FailedPieces:
-    """Of a task that could not begin: its first piece says so."""
+    """Pieces of a task that could not begin: the first one says so."""
 
     count = ahead = 1
 

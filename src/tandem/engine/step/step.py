@@ -124,7 +124,7 @@ class Turn:
 
     @property
     def output(self) -> TokenOutput | None:
-        """What became of the sequence in this step, as one."""
+        """The sequence's outputs of this step, as one."""
         return merged(self._outputs) if self._outputs else None
 
     @property

@@ -122,7 +122,7 @@ def _made(driver: Any, number: Any, count: int) -> int:
 
 
 def _called(driver: Any, name: str, *arguments: Any) -> Any:
-    """What a function of the driver returns besides its error. Raises EngineError."""
+    """Results of a driver's function besides its error. Raises EngineError."""
     try:
         error, *found = getattr(driver, name)(*arguments)
     except (AttributeError, RuntimeError) as missing:  # it has no such function
@@ -151,7 +151,7 @@ def _driver() -> Any:
 
 
 class Fed(Protocol):
-    """What has pieces to give."""
+    """A giver of pieces."""
 
     def pieces_left(self) -> int: ...
 

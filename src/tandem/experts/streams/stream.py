@@ -117,7 +117,7 @@ def _nothing() -> int:
 
 
 class Cuts(Protocol):
-    """Of what is captured, into several graphs."""
+    """Recorder of what is captured, into several graphs."""
 
     def cut(self, then: Callable[[], None]) -> None:
         """A graph ends here, and another begins. Whoever replays them calls `then` between the two."""

@@ -18,7 +18,7 @@ from tandem.server.front.models import Models
 
 
 class GateCounters:
-    """What a front counts of its own requests."""
+    """A front's counters of its own requests."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

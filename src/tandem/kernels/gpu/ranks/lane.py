@@ -38,7 +38,7 @@ def kernels(device_index: int | None, rank: int, ranks: int) -> list[Any]:
 
 
 def graph_seconds(run: Callable[[], object], times: int, replays: int = 5) -> float:
-    """Of one of so many runs in a CUDA graph; the best replay counts."""
+    """Seconds of one of so many runs in a CUDA graph; the best replay counts."""
     run()
     graph, best = torch.cuda.CUDAGraph(), float("inf")
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
