@@ -40,7 +40,7 @@ class PostingHandoff(Handoff):
         mailbox.posted = []  # numbers of graphs: nothing is late here, so all posts lie in the first half
         mailbox.post(layer, x, routing, slots)
 
-    def collect(self, tokens: int, in_place: bool = False) -> Tensor:
+    def collect(self, tokens: int) -> Tensor:
         return self._answered().collect(tokens)
 
     def _answered(self) -> Mailbox:

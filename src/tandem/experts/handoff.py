@@ -105,13 +105,12 @@ class Handoff:
             self._copies = Copies(self.sizes, self.device, self._check_parked)
         return self._copies
 
-    def collect(self, tokens: int, in_place: bool = False) -> Tensor:
-        """The sum over those pairs, float32 [T, hidden] on the device. in_place: outside graphs in pinned memory, which
-        kernels read and nobody changes before the next `collect`: a copy would wait behind those of experts."""
+    def collect(self, tokens: int) -> Tensor:
+        """The sum over those pairs, float32 [T, hidden] on the device."""
         if self._in_graph and self._mailbox is not None:
             return self._mailbox.collect(tokens)
         self.copies.compute(tokens)
-        return self.copies.result(tokens) if in_place else self.copies.there(tokens)
+        return self.copies.there(tokens)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -24,7 +24,6 @@ SHORT_BYTES = {"peer": 256 << 10, "host": 128 << 10}
 """Messages up to here carry a number in every line: twice the bytes, one way less. SHORT_BLOCKS have room for them."""
 COPY, BF16, F32 = range(3)
 PATIENCE, STATE_WORDS = 2, 4
-FIRST_SECONDS = 5.0  # of patience, until somebody says another
 
 
 def source(rank: int, ranks: int) -> str:
@@ -57,7 +56,7 @@ class Lane:
     """One way between ranks: its memories, and what this rank's GPU counts."""
 
     def __init__(self, lane: str, meeting: Meeting, device: torch.device) -> None:
-        """Raises EngineError on every rank where one of them cannot use it."""
+        """It has no patience before `be_patient`. Raises EngineError on every rank where one of them cannot use it."""
         self.name, self.ranks, self.rank, self.device = lane, meeting.ranks, meeting.rank, device
         self._short, self._long = kernels(device.index, self.rank, self.ranks)
         pieces = 2 * self.ranks * LINE_BYTES  # of a block, and a line
@@ -68,7 +67,6 @@ class Lane:
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2, max(SHORT_BLOCKS, LONG_BLOCKS), dtype=torch.int32, device=device)
         self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.be_patient(FIRST_SECONDS)
 
     def be_patient(self, seconds: float) -> None:
         """So long does a sum wait for other ranks from now on, those in recorded graphs as well."""
