@@ -21,6 +21,7 @@ from tandem.config.rope import Rope
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
+from tandem.config.vision import Tower
 from tandem.errors import ConfigError
 
 FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
@@ -54,6 +55,7 @@ class ModelConfig:
     draft: str = ""  # what of the checkpoint would guess tokens, and is not run
     drafts: Drafts | None = None  # what guesses tokens, if the checkpoint has it ...
     drafter: Drafts | None = None  # ... and the same, if it is loaded
+    vision: Tower | None = None  # what reads images, if they are served
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
     embedding_scale_rounded: bool = False  # it is of the activations' type

@@ -38,6 +38,7 @@ from tandem.engine.step.executor import Executor
 from tandem.engine.step.overlap import PrefillOverlap, StepOverlap
 from tandem.engine.step.prefill import PausingModel
 from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
+from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.kernels.free_memory import return_free_memory
@@ -137,6 +138,7 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is in use", "id")
         validate(request.sampling, self.model_config.vocab)
         check_prompt_ids(request.prompt_ids, self.model_config.vocab)
+        check_images(request.images, request.prompt_ids, self.model_config.vision)
         max_len = answer_limit(request, self.plan.context_length, self._kv.num_pages * self._kv.page_size)
         self._arrivals += 1
         sequences = _sequences(request, max_len, self._arrivals, self._kv.page_size)

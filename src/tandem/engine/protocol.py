@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from tandem.engine.vision.spans import ImageSpan
+
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 
@@ -69,11 +71,12 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """One prompt, `sampling.n` answers. `id` is unique while the request lives."""
+    """One prompt, `sampling.n` answers. `id` is unique while the request lives. images: in the order of their rows."""
 
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    images: tuple[ImageSpan, ...] = ()
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

@@ -1,0 +1,1 @@
+"""Images of requests, and the encoder that makes their features between steps."""
