@@ -145,15 +145,15 @@ class GpuRunner:
         finally:
             self._model, self._usage, self._live = before
 
-    def run_kernels(self, chunks: Rows[Chunk]) -> DeviceLogits:
-        """As `run`, kernel by kernel, whatever graphs there are, and no experts travel."""
+    def run_kernels(self, chunks: Rows[Chunk], streamed: Rows[int] = ()) -> DeviceLogits:
+        """As `run`, kernel by kernel, whatever graphs there are. streamed: layers whose experts travel."""
         with torch.inference_mode(), self._streams.aside():
             batch = self._arrays.fill(chunks)
             there = moved(batch, self._device)
             if self._start is None:
                 self._begin_step(batch, False)
             else:
-                self._start.without_stream(batch)
+                self._start.load_kernels(batch, streamed)
             logits = self._forward(there, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()

@@ -165,12 +165,13 @@ def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
 
 
 def warm_gpu(engine: Engine, parts: EngineParts) -> None:
-    """Loads kernels of prompts, batches and sampling before somebody waits for them. Only where every layer
-    keeps nothing but keys and values: nobody has tried steps of no sequence with other mechanisms."""
+    """Loads kernels of prompts, batches and sampling before somebody waits for them. Not for modules of Transformers
+    that keep more than keys and values: they may look at sequences, and these steps have none."""
     from tandem.config.layers import Gqa
+    from tandem.engine.step.prefill import PausingModel
 
-    plain = all(isinstance(mixer, Gqa) for mixer in parts.model_config.mixers)
-    if plain and parts.handoff is not None and parts.handoff.device.type == "cuda":
+    ours = isinstance(parts.model, PausingModel) or all(isinstance(m, Gqa) for m in parts.model_config.mixers)
+    if ours and parts.handoff is not None and parts.handoff.device.type == "cuda":
         from tandem.engine.start.warm_kernels import warm_kernels
 
         warm_kernels(engine.gpu_runner, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -195,11 +196,11 @@ class StepStart:
         if self._stream is not None:
             self._stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
-    def without_stream(self, batch: ForwardBatch) -> None:
-        """As a call for a step kernel by kernel, in which no expert travels."""
+    def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
+        """As a call for a step kernel by kernel, in which the experts of these layers travel, and no others."""
         self._ops.begin_step(batch, False)
         if self._stream is not None:
-            self._stream.begin(0)
+            self._stream.begin_only(len(batch.input_ids), streamed)
 
     def pausable(self) -> bool:
         return self._ops.pausable
