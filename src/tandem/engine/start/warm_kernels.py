@@ -136,7 +136,7 @@ def warming(runner: GpuRunner, parts: EngineParts) -> Iterator[list[int]]:
 
 def streamed_layers(layers: Rows[Any]) -> list[int]:
     """Numbers among the layers with experts of those whose experts a stream can bring."""
-    experts = [getattr(getattr(layer, "moe", None), "experts", None) for layer in layers]
+    experts: list[Any] = [getattr(getattr(layer, "moe", None), "experts", None) for layer in layers]
     return [each.index for each in experts if getattr(each, "stream", None) is not None]
 
 
