@@ -13,9 +13,9 @@ from tandem.bench.stored import stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
 from tandem.config.gpu_scratch import PARTIAL_BYTES, SCORE_BYTES, SQUARE, latent_scratch_bytes
-from tandem.config.mechanisms.latent import Latent
 from tandem.config.memory import MemoryRequest
 from tandem.config.model_config import rope_bytes
+from tandem.mechanisms.latent.shape import Latent
 
 LITE = "deepseek-v2-lite"
 

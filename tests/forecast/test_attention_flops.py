@@ -10,7 +10,7 @@ from tandem.bench.architectures import named_config
 from tandem.config import ModelConfig
 from tandem.config.forecast.attention import attention_flops, pairs
 from tandem.config.layers import Block, Gqa, Layer, Values
-from tandem.config.mechanisms.latent import Latent
+from tandem.mechanisms.latent.shape import Latent
 
 SPANS = [(1, 0), (1, 40), (7, 0), (16, 24), (30, 3), (5, 100)]  # rows, tokens before them
 

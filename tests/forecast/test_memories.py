@@ -15,10 +15,10 @@ from tandem.config.forecast.prediction import GPU_ATTENTION_SHARE, Case, predict
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.gpus import Gpu
 from tandem.config.layers import Layer, Mixer
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.config.mechanisms.state_space import StateSpace
+from tandem.config.norm import Norm
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.mechanisms.state_space.shape import StateSpace
 
 SPACE = StateSpace(64, 64, 8, 128, 4, Norm(1e-5))
 DELTA = ChannelDelta(32, 128, 4, Norm(1e-5))

@@ -19,12 +19,12 @@ from paged_batches import PAGE, IndexCase, check_choice, make_batch, random_tabl
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import _core
-from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import Rope as RopeShape
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.mechanisms.latent.shape import Index
 
 if AVAILABLE:
     from tandem.kernels.gpu.chosen import best, index, scores

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from tandem.config.layers import DeltaRule
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.kernels.delta import DeltaState, DeltaWeights, Product, TorchDelta
 from tandem.models.batch import ForwardBatch
 

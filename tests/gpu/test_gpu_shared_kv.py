@@ -18,7 +18,6 @@ from gpu_sessions import DECODED, PROMPT, ROWS, Session, check_answers, on_the_c
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import LLM, SamplingParams, _core
-from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.rope import Rope
 from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
@@ -26,6 +25,7 @@ from tandem.kernels.reference import TorchOps
 from tandem.kernels.shared_kv.heads import Projected, SharedKvHeads, plain_attend
 from tandem.kernels.shared_kv.rows import StepRows, step_rows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.models.batch import ForwardBatch
 
 if AVAILABLE:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.mechanisms.hyper import Hyper
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.cpu_streams import PIECE
 from tandem.kernels.hyper import HyperStreams, HyperWeights, left
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.streams.shape import Hyper
 
 SHAPES = [(4, 512, 20), (4, 72, 20), (3, 1000, 5), (2, 16, 1)]  # streams, channels, iterations
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-8

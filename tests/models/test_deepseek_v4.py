@@ -21,7 +21,6 @@ from tandem.checkpoint import open_checkpoint
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.cli.app import app
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.rope import Rope
 from tandem.config.speculation.choice import speculation, speculation_notices
 from tandem.config.speculation.drafts import GuessBlock
@@ -29,6 +28,7 @@ from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.shared_kv.shape import SharedKv
 from tiny import file_tensors
 
 OPS = ["torch", *_core.supported_tiers()]

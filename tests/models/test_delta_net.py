@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_cases import TIERS, require_tier
 from tandem import LLM, SamplingParams, _core
 from tandem.config.layers import DeltaRule
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.engine.speculation.foretold import Foretold
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, TorchDelta

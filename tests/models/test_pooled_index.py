@@ -12,13 +12,13 @@ from torch.nn.functional import layer_norm
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import still
 from tandem.errors import ConfigError, KernelError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.pooled_index import PooledIndex, PooledKeys, PoolWeights
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.token_index import Chosen
+from tandem.mechanisms.latent.shape import Index
 from tandem.models.passing import Pass
 
 GUESSES = 3  # rows that a ring has room for beside those that are asked for

@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from sessions import Session, worst
 from tandem import LLM, SamplingParams, _core
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.rope import Rope
 from tandem.config.state import page_tokens, state_layout
 from tandem.kernels.cpu_ops import CpuOps, OwnKeys
@@ -21,6 +19,8 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.shared_kv.heads import plain_attend
 from tandem.kernels.shared_kv.rows import StepRows, step_rows
+from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.streams.shape import Hyper
 from tandem.models.batch import ForwardBatch
 
 OPS = ["torch", *_core.supported_tiers()]

@@ -12,13 +12,13 @@ from torch import Tensor
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, IndexCase, check_choice
 from tandem import _core
-from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import Rope
 from tandem.errors import KernelError
 from tandem.kernels.cpu_chosen import CpuChosenAttention
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.token_index import Chosen, IndexWeights, TorchTokenIndex, attend_chosen
+from tandem.mechanisms.latent.shape import Index
 
 SHAPE = Index(20, 18, 9, Rope(1e4, 12, pairs="halves"))
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from tandem.config.mechanisms.latent import Index
 from tandem.kernels.token_index import Chosen, IndexWeights, TorchTokenIndex
+from tandem.mechanisms.latent.shape import Index
 
 PAGE = 16
 

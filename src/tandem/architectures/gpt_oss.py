@@ -10,8 +10,8 @@ from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names
 from tandem.architectures.shared import assembled, epsilon, gqa, layer_kinds, moe
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Activation, Experts, Gqa, Moe, Router, pre_norm
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 
 KINDS = ("sliding_attention", "full_attention")

@@ -25,8 +25,8 @@ from tandem.config.layers import (
     Router,
     pre_norm,
 )
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.config.rope import Rope, one_rope, positions_of, read_rope, rope_keys, still
 from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError

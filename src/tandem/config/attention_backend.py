@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from tandem.config.engine_config import EngineConfig
 from tandem.config.layers import Attention, Gqa
 from tandem.config.machine import Machine
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.state import Pages
 from tandem.errors import ConfigError
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
 
 FLAG = "--attention-backend"
 FIELDS = ("attention_backend",)

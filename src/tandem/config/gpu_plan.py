@@ -26,7 +26,6 @@ from tandem.config.gpu_scratch import (
 from tandem.config.gpus import Gpu, is_new_enough, too_old
 from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
-from tandem.config.mechanisms.latent import Latent
 from tandem.config.memory import (
     GPU_PREFILL_TOKENS,
     ROPE_WORDS,
@@ -39,6 +38,7 @@ from tandem.config.memory import (
 from tandem.config.model_config import ModelConfig, draft_experts, embedding_bytes, rope_bytes
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError
+from tandem.mechanisms.latent.shape import Latent
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
 MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.config.layers import Gqa, Mixer
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.state import DTYPE_BYTES
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.streams.shape import Hyper
 
 PARTIAL_BYTES = (
     256 << 20

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, Protocol
 
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.scores import SCORES
-from tandem.config.mechanisms.shared_kv import SharedKv
-from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.config.mechanisms.state_space import StateSpace
+from tandem.config.norm import Norm
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.router.scores import SCORES
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.mechanisms.state_space.shape import StateSpace
+from tandem.mechanisms.streams.shape import Hyper
 
 DELTA_CHUNK = 64  # rows of a prompt that a GPU takes together
 QkNorm = Literal["none", "head", "width", "turned"]

@@ -12,10 +12,7 @@ from typing import Any
 
 from tandem.config.json_keys import JsonKeys, read_json
 from tandem.config.layers import NO_EXPERTS, SILU, Attention, Body, Layer, Mixer, Moe
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.rope import Rope
 from tandem.config.speculation.drafts import Drafts
@@ -23,6 +20,9 @@ from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.config.vision import Tower
 from tandem.errors import ConfigError
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.streams.shape import Hyper
 
 FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
 """Bytes per weight as packed; int8 and int4 carry one bf16 scale per group of 32 weights."""

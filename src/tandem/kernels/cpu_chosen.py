@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.mechanisms.latent import Index
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.pooled_index import PooledKeys, PoolWeights, close_pools
 from tandem.kernels.recurrent.folds import Step
 from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.mechanisms.latent.shape import Index
 
 
 class Views(Protocol):

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels import gates, routing
@@ -52,6 +49,9 @@ from tandem.kernels.recurrent.cpu_folds import CpuFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
+from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.streams.shape import Hyper
 
 
 def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.mechanisms.hyper import Hyper
 from tandem.kernels.hyper import HyperStreams, HyperWeights, Mix
+from tandem.mechanisms.streams.shape import Hyper
 
 PIECE = 64  # rows in float32 at a time: memory that was just freed is used again
 

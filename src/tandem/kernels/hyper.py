@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.config.mechanisms.hyper import Hyper
+from tandem.mechanisms.streams.shape import Hyper
 
 
 class HyperWeights(NamedTuple):

@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
@@ -30,6 +27,9 @@ from tandem.kernels.recurrent.folds import Folds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
+from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.streams.shape import Hyper
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.mechanisms.hyper import LANES
-from tandem.config.mechanisms.latent import Index
 from tandem.kernels.recurrent.folds import Step
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.token_index import Chosen
+from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.streams.shape import LANES
 
 
 class PoolWeights(NamedTuple):

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
@@ -49,6 +47,8 @@ from tandem.kernels.recurrent.folds import TorchFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
+from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.shared_kv.shape import SharedKv
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import Router
-from tandem.config.mechanisms.scores import SCORES, Side
 from tandem.kernels.ops import Routing, Tally
+from tandem.mechanisms.router.scores import SCORES, Side
 
 
 def in_torch(router: Router, side: Side) -> bool:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.mechanisms.latent import Index
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.mechanisms.latent.shape import Index
 
 
 class IndexWeights(NamedTuple):

@@ -16,8 +16,8 @@ from tandem.config import ModelConfig, Plan
 from tandem.config import layers as config_layers
 from tandem.config import rope as config_rope
 from tandem.config.layers import Dense
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import STORED, drafts, moe_index
+from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALL, Share, Size, cuts_of, whole_of
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, ExpertStore

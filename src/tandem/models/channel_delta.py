@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.mechanisms.channel_delta import ChannelDelta
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
 from tandem.kernels.recurrent.folds import taps_of
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

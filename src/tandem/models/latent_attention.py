@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config.mechanisms.latent import Latent, QueryScale
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
 from tandem.kernels.token_index import Chosen
+from tandem.mechanisms.latent.shape import Latent, QueryScale
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from tandem.architectures.names import Names
 from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Moe
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.shared_kv import SharedKv
-from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.model_config import layer_of
+from tandem.config.norm import Norm
 from tandem.config.ranks.cut import divided
 from tandem.config.state import State
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import MLP, SureRead
 from tandem.kernels.ranks.group import Group
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.models.attention import Attention
 from tandem.models.builder import Builder
 from tandem.models.channel_delta import ChannelDeltaNet

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.config.mechanisms.short_conv import ShortConv
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.folds import taps_of
+from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.folds import taps_of
 from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
+from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.config.mechanisms.latent import Index
 from tandem.kernels.ops import SureRead
 from tandem.kernels.pooled_index import PooledKeys, PoolWeights
 from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.mechanisms.latent.shape import Index
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Arrays, Pass

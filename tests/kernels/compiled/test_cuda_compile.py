@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tandem.config.layers import SILU, Activation, DeltaRule
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
 from tandem.kernels.gpu.delta import rows
 from tandem.kernels.gpu.mma import code_mma, expert_mma

@@ -22,10 +22,7 @@ from paged_batches import make_batch, random_tables
 from scheduling import runs_full
 from tandem import _core
 from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
+from tandem.config.norm import Norm
 from tandem.config.rope import Rope as RopeShape
 from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
@@ -51,6 +48,9 @@ from tandem.kernels.shared_kv.heads import Projected
 from tandem.kernels.shared_kv.rows import step_rows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.kernels.token_index import IndexWeights
+from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.streams.shape import Hyper
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 

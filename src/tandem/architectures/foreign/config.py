@@ -14,8 +14,8 @@ from tandem.architectures.foreign.registry import why_not_installed
 from tandem.architectures.foreign.skeleton import expert_modules, layer_of, skeleton
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Activation, Block, Experts, Foreign, Layer, Moe, Router
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ForeignCode, ModelConfig
+from tandem.config.norm import Norm
 from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
 

@@ -28,11 +28,11 @@ from tandem.architectures.shared import (
 )
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Dense, Gqa, Mixer, Moe, pre_norm
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.config.rope import still
 from tandem.errors import ConfigError
+from tandem.mechanisms.state_space.shape import StateSpace
 
 ATTENTION, RECURRENT = ("attention", FULL), ("mamba", "linear_attention")
 """The hub's word and Transformers'."""

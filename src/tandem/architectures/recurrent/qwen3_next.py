@@ -23,8 +23,8 @@ from tandem.architectures.shared import (
 )
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import DeltaRule, Mixer
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 
 NAMES = Names(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")

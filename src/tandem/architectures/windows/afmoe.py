@@ -22,8 +22,8 @@ from tandem.architectures.shared import (
 )
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Block, Dense, Gqa, Layer, Moe
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 
 EVERY = 4  # layers: the last of them sees all

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tandem.config.forecast.memories import memory_flops
 from tandem.config.layers import DeltaRule, Gqa
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import ModelConfig
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
 
 
 def attention_flops(model: ModelConfig, rows: int, before: int, per_head: bool) -> float:

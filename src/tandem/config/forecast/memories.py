@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandem.config.mechanisms.channel_delta import CORRECT_CHUNK, ChannelDelta
-from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.config.mechanisms.state_space import SCAN_CHUNK, StateSpace
+from tandem.mechanisms.channel_delta.shape import CORRECT_CHUNK, ChannelDelta
+from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.mechanisms.state_space.shape import SCAN_CHUNK, StateSpace
 
 # Of a prompt's chunk that waits for the one before, on an H100: Kimi-Linear's, beside what passes between kernels; of
 # state spaces between Nemotron-3-Nano's, 17 us, and Granite-4.0-H-Small's, 30 us.

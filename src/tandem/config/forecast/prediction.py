@@ -19,13 +19,13 @@ from tandem.config.forecast.stream_rates import GRAPH_BASE, StreamRates
 from tandem.config.forecast.sums import lane_of, step_sums
 from tandem.config.gpu_scratch import CODES_PAIRS
 from tandem.config.layers import DeltaRule, Layer
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
 from tandem.config.ranks.cut import cut
 from tandem.config.ranks.shard import Shard
 from tandem.config.stored import StoredFormats
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
 
 WIDTH = 1.4  # of a range: high ÷ low
 WORTH = 1.15  # times as fast: for less nothing is advised or given up

@@ -11,16 +11,16 @@ from math import lcm
 from typing import Any
 
 from tandem.config.layers import Body, DeltaRule, Dense, Gqa, Layer, Moe
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
-from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.config.mechanisms.state_space import StateSpace
 from tandem.config.model_config import ModelConfig
 from tandem.config.ranks.shard import ALONE, Shard
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.mechanisms.state_space.shape import StateSpace
 
 MOST_RANKS = 64
 UNGATED_HALVES = 2  # kernels take the rows of an expert without a gate in two halves

@@ -12,8 +12,6 @@ import torch
 
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_scratch import ring_of
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import EngineError
@@ -36,6 +34,8 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.models import ForwardBatch, Progress
 
 _log = logging.getLogger(__name__)

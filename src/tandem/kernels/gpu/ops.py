@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
@@ -57,6 +55,8 @@ from tandem.kernels.ranks.group import Group
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
+from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.shared_kv.shape import SharedKv
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.latent import Index
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.token_index import IndexWeights
+from tandem.mechanisms.latent.shape import Index
 
 ROWS = 4  # of a program
 

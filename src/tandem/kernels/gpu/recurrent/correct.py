@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.channel_delta import CORRECT_CHUNK
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
 from tandem.kernels.gpu.delta.chunk import inverse
 from tandem.kernels.gpu.recurrent.faded import SMALL, across_blocks, number_of, within_blocks
 from tandem.kernels.recurrent.tokens import Tokens
+from tandem.mechanisms.channel_delta.shape import CORRECT_CHUNK
 
 CHUNK = CORRECT_CHUNK
 PRECISION = "tf32x3"

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.state_space import SCAN_CHUNK
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
 from tandem.kernels.recurrent.tokens import Tokens
+from tandem.mechanisms.state_space.shape import SCAN_CHUNK
 
 CHUNK = SCAN_CHUNK
 COLUMNS = 32  # of a memory that a program holds

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.hyper import Hyper
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.overlap import begin, let_next_start, overlapped, wait_for_last
 from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, Mix, RowNorm
+from tandem.mechanisms.streams.shape import Hyper
 
 FEW_ROWS = 16  # up to here the first kernel also multiplies; then cuBLAS reads the matrix once for many rows
 FEW_CHANNELS, MANY_CHANNELS = 64, 1024  # of a program of the first kernel

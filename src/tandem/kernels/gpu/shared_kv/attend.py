@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_kv.enter import turned
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.shared_kv.shape import SharedKv
 
 HEADS = 16  # of a program: the fewest that tensor cores take
 KEYS, FEW_KEYS = 32, 16  # at a time; and where there is little shared memory, as on a GeForce

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.shared_kv import Pool, SharedKv
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.shared_kv.heads import Projected
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
 
 ELEMENTS = 2048  # of an entry that is being closed, for a program: all its tokens, some channels
 LEAST_CHANNELS = 16  # two bytes each: less than 32 bytes are not read at a time

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_kv.attend import EntriesSeen
@@ -19,6 +18,7 @@ from tandem.kernels.gpu.shared_kv.enter import turned
 from tandem.kernels.gpu.shared_memory import shared_bytes
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.shared_kv.shape import SharedKv
 
 STAGES = 2  # blocks of keys on their way
 WIDE_HEADS, WIDE_KEYS = 64, 32  # of a program, and keys at a time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Pages, Ring, State
 from tandem.errors import ConfigError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tandem.config.mechanisms.hyper import LANES
+from tandem.mechanisms.streams.shape import LANES
 
 if TYPE_CHECKING:
     from torch import Tensor
