@@ -8,9 +8,9 @@ import pytest
 
 from plans import GIB, MODEL, machine, plan, reason, with_gpu
 from tandem.config import Machine
-from tandem.config.layers import Gqa
 from tandem.config.state import Pages
 from tandem.errors import ConfigError
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 
 

@@ -14,9 +14,10 @@ from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
 from tandem.config.gpu_scratch import StepSize, mixer_scratch_bytes
-from tandem.config.layers import Block, DeltaRule, Layer
+from tandem.config.layers import Block, Layer
 from tandem.config.memory import MemoryRequest
 from tandem.errors import ConfigError
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 MODEL = named_config("qwen3-next-80b", 8)  # six delta nets, two attentions
 SLOT = 6 * (4 * (8192 + 2 * 32) * 2 + 32 * 128 * 128 * 4)  # last inputs and gates, memory

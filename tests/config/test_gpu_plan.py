@@ -10,16 +10,7 @@ import pytest
 
 from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
 from tandem.bench.architectures import named_config
-from tandem.config import (
-    EngineConfig,
-    Experts,
-    Machine,
-    ModelConfig,
-    Plan,
-    StoredFormat,
-    StoredFormats,
-    resolve,
-)
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
 from tandem.config.cuda_graphs import (
     CHUNK_KERNELS,
     GRAPH_BYTES,
@@ -42,6 +33,7 @@ from tandem.config.gpu_scratch import (
 from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
 from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
+from tandem.mechanisms.experts.shape import Experts
 
 
 def test_a_gpu_is_used_and_filled() -> None:

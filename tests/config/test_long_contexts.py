@@ -11,9 +11,9 @@ from sessions import Session
 from tandem.bench.architectures import named_config
 from tandem.config import ModelConfig
 from tandem.config.gpu_scratch import SHARED_KEY_BYTES, StepSize, gqa_scratch_bytes, shared_kv_scratch_bytes
-from tandem.config.layers import Gqa
 from tandem.config.model_config import rope_bytes
 from tandem.config.rope import Rope
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.models import builder

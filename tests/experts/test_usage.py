@@ -12,7 +12,6 @@ from torch import Tensor
 from gpu import DEVICE, needs_triton
 from sessions import Session
 from tandem import _core
-from tandem.config import Router
 from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
@@ -23,6 +22,7 @@ from tandem.experts.usage.expert_usage import Copy, ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Tally
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.router.shape import Router
 
 ROUTERS = [
     Router(num_experts=60, top_k=4, normalize=False),

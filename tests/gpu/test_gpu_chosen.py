@@ -24,7 +24,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.token_index import Chosen, IndexWeights
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 
 if AVAILABLE:
     from tandem.kernels.gpu.chosen import best, index, scores

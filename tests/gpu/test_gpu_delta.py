@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.config.layers import DeltaRule
 from tandem.config.norm import Norm
 from tandem.kernels.delta import DeltaState, DeltaWeights, Product, TorchDelta
+from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.models.batch import ForwardBatch
 
 if AVAILABLE:

@@ -17,7 +17,6 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from kernel_cases import F32_UNIT, GGUF_BLOCKS, gguf_codes
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Router
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.sampling.masks import new_mask
@@ -28,6 +27,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import HeadNorms, Ops, Rope, Routing, Tally
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.router.scores import SCORES, Score
+from tandem.mechanisms.router.shape import Router
 
 if AVAILABLE:
     from tandem.kernels.gpu import attention_decode, best, expert_rows, experts

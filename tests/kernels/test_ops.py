@@ -15,11 +15,11 @@ from torch import Tensor
 
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ColumnRun, HeadNorms, Rope
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.router.shape import Router
 
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-7
 DTYPES = [torch.float32, torch.bfloat16]

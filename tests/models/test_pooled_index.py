@@ -18,7 +18,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.pooled_index import PooledIndex, PooledKeys, PoolWeights
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.token_index import Chosen
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 from tandem.models.passing import Pass
 
 GUESSES = 3  # rows that a ring has room for beside those that are asked for

@@ -23,7 +23,8 @@ from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.mechanisms.latent.shape import Index, Latent
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.token_index.shape import Index
 from tiny import VARIANTS, save_tiny, settings
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]

@@ -18,7 +18,7 @@ from tandem.kernels.cpu_chosen import CpuChosenAttention
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.token_index import Chosen, IndexWeights, TorchTokenIndex, attend_chosen
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 
 SHAPE = Index(20, 18, 9, Rope(1e4, 12, pairs="halves"))
 

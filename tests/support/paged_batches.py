@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.token_index import Chosen, IndexWeights, TorchTokenIndex
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 
 PAGE = 16
 

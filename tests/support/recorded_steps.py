@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.config import EngineConfig, Router
+from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts
@@ -16,6 +16,7 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
 from tandem.experts.usage.usage_file import UsageRecord, read_usage
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.router.shape import Router
 
 LAYERS, EXPERTS, TOP_K, MOST_ROWS = 3, 7, 2, 8
 

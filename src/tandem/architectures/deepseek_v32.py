@@ -24,7 +24,8 @@ from tandem.architectures.shared import (
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
-from tandem.mechanisms.latent.shape import Index, Latent
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.token_index.shape import Index
 
 Pairs = Literal["halves", "neighbours"]
 KINDS = "indexed_attention", "deepseek_sparse_attention"

@@ -29,7 +29,7 @@ from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.config.forecast.prediction import Prediction
 from tandem.config.forecast.report import Asked
-from tandem.config.layers import Layer, Moe
+from tandem.config.layers import Layer
 from tandem.config.model_config import STORED
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import expert_usage
@@ -38,6 +38,7 @@ from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.start.parts import EngineParts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
+from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.latent.shape import Latent
 
 VOCAB = 4096  # a small head, which is counted apart

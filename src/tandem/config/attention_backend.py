@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Attention, Gqa
+from tandem.config.layers import Attention
 from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.state import Pages
 from tandem.errors import ConfigError
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_scratch import MLP_BYTES, MOST_ROW_BYTES, pair_bytes
-from tandem.config.layers import DeltaRule, Dense, Gqa, Moe
 from tandem.config.model_config import ModelConfig
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -24,7 +24,7 @@ from tandem.config.gpu_scratch import (
     pair_bytes,
 )
 from tandem.config.gpus import Gpu, is_new_enough, too_old
-from tandem.config.layers import DeltaRule, Gqa, Mixer
+from tandem.config.layers import Mixer
 from tandem.config.machine import Machine
 from tandem.config.memory import (
     GPU_PREFILL_TOKENS,
@@ -38,6 +38,8 @@ from tandem.config.memory import (
 from tandem.config.model_config import ModelConfig, draft_experts, embedding_bytes, rope_bytes
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.config.layers import Gqa, Mixer
+from tandem.config.layers import Mixer
 from tandem.config.state import DTYPE_BYTES
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper

@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tandem.config.activation import SILU
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import NO_EXPERTS, SILU, Attention, Body, Layer, Mixer, Moe
+from tandem.config.layers import Attention, Body, Layer, Mixer
 from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.rope import Rope
@@ -20,6 +21,7 @@ from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.config.vision import Tower
 from tandem.errors import ConfigError
+from tandem.mechanisms.experts.shape import NO_EXPERTS, Moe
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper

@@ -12,7 +12,7 @@ from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.pooled_index import PooledKeys, PoolWeights, close_pools
 from tandem.kernels.recurrent.folds import Step
 from tandem.kernels.token_index import Chosen, IndexWeights
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 
 
 class Views(Protocol):

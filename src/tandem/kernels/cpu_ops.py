@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels import gates, routing
@@ -49,9 +49,11 @@ from tandem.kernels.recurrent.cpu_folds import CpuFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.token_index.shape import Index
 
 
 def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 UNIT_EPS = 1e-6  # of the norms of q and k
 

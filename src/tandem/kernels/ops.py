@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import Delta, DeltaWeights
@@ -27,9 +27,11 @@ from tandem.kernels.recurrent.folds import Folds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.token_index.shape import Index
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.config.state import LANES
 from tandem.kernels.recurrent.folds import Step
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.token_index import Chosen
-from tandem.mechanisms.latent.shape import Index
-from tandem.mechanisms.streams.shape import LANES
+from tandem.mechanisms.token_index.shape import Index
 
 
 class PoolWeights(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
@@ -47,8 +47,10 @@ from tandem.kernels.recurrent.folds import TorchFolds
 from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.token_index.shape import Index
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:

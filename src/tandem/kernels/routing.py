@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Router
 from tandem.kernels.ops import Routing, Tally
 from tandem.mechanisms.router.scores import SCORES, Side
+from tandem.mechanisms.router.shape import Router
 
 
 def in_torch(router: Router, side: Side) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 
 
 class IndexWeights(NamedTuple):

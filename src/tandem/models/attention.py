@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from tandem.config.layers import Gqa
 from tandem.config.ranks.cut import shard_of
 from tandem.config.ranks.shard import Size
 from tandem.kernels.gates import in_whole_vectors
 from tandem.kernels.ops import NO_NORMS, HeadNorms, SureRead
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

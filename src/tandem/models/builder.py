@@ -13,9 +13,7 @@ from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
-from tandem.config import layers as config_layers
 from tandem.config import rope as config_rope
-from tandem.config.layers import Dense
 from tandem.config.model_config import STORED, drafts, moe_index
 from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALL, Share, Size, cuts_of, whole_of
@@ -27,6 +25,8 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import arranged, form_of, numbers, stacked, together, weight_bytes
 from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
 from tandem.kernels.packed.cache import PackedCache
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts import shape as shapes
 from tandem.models.linear import SideBySide
 from tandem.models.names import check_groups
 
@@ -154,7 +154,7 @@ class Builder:
     def experts(
         self,
         layer: int,
-        shape: config_layers.Experts,
+        shape: shapes.Experts,
         matrices_of: LayerMatrices,
         biases: ExpertBiases | None = None,
     ) -> Experts:

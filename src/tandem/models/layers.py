@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Block, DeltaRule, Dense, Gqa, Moe
+from tandem.config.layers import Block
 from tandem.config.model_config import layer_of
 from tandem.config.norm import Norm
 from tandem.config.ranks.cut import divided
@@ -18,6 +18,10 @@ from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import MLP, SureRead
 from tandem.kernels.ranks.group import Group
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.short_conv.shape import ShortConv

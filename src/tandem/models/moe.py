@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Beside, Dense, Moe
 from tandem.config.model_config import moe_index
 from tandem.config.ranks.cut import shard_of
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.joined import AfterNorm, Beginning
 from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Beside, Moe
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kernels.ops import SureRead
 from tandem.kernels.pooled_index import PooledKeys, PoolWeights
 from tandem.kernels.token_index import Chosen, IndexWeights
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Arrays, Pass

@@ -14,10 +14,10 @@ from torch import Tensor
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
+from tandem.config.activation import SILU, Activation
 from tandem.config.choices.cached import cached_as
 from tandem.config.choices.deferral import NEVER_LATE
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
-from tandem.config.layers import SILU, Activation
 from tandem.config.memory import gib
 from tandem.config.state import DTYPE_BYTES, State, state_layout
 from tandem.engine.state.arrays import allocate

@@ -167,8 +167,8 @@ def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
 def warm_gpu(engine: Engine, parts: EngineParts) -> None:
     """Loads kernels of prompts, batches and sampling before somebody waits for them. Not for modules of Transformers
     that keep more than keys and values: they may look at sequences, and these steps have none."""
-    from tandem.config.layers import Gqa
     from tandem.engine.step.prefill import PausingModel
+    from tandem.mechanisms.grouped_query.shape import Gqa
 
     ours = isinstance(parts.model, PausingModel) or all(isinstance(m, Gqa) for m in parts.model_config.mixers)
     if ours and parts.handoff is not None and parts.handoff.device.type == "cuda":

@@ -21,7 +21,7 @@ from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
 from scheduling import runs_full
 from tandem import _core
-from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
+from tandem.config.activation import Activation, ActivationKind
 from tandem.config.norm import Norm
 from tandem.config.rope import Rope as RopeShape
 from tandem.formats.codes import Weight
@@ -48,9 +48,11 @@ from tandem.kernels.shared_kv.heads import Projected
 from tandem.kernels.shared_kv.rows import step_rows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.kernels.token_index import IndexWeights
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.token_index.shape import Index
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 

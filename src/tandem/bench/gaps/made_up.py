@@ -20,8 +20,8 @@ from tandem.bench.stored import experts_of, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.config.activation import SILU, Activation
 from tandem.config.choices.cached import cached_as
-from tandem.config.layers import SILU, Activation
 from tandem.config.speculation.choice import drafting
 from tandem.engine.engine import Engine
 from tandem.engine.start.loader import Start, for_loading, use_one_torch_thread

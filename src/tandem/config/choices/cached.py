@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
-from tandem.config.layers import Gqa, Layer
+from tandem.config.layers import Layer
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 FLAG, FIELDS = "--kv-cache-dtype", ("kv_cache_dtype",)
 FP8 = "fp8_e4m3"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Gqa
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.shared_kv.shape import SharedKv
 
 FLAG = "--enable-deterministic-inference"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tandem.config.forecast.memories import memory_flops
-from tandem.config.layers import DeltaRule, Gqa
 from tandem.config.model_config import ModelConfig
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 

@@ -5,9 +5,9 @@ Experts on both sides are read at the same time, each as fast as its memory.
 
 from __future__ import annotations
 
-from tandem.config.layers import Router
 from tandem.config.model_config import ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
+from tandem.mechanisms.router.shape import Router
 
 
 def experts_seconds(on_cpu: float, on_gpu: float, nbytes: int, dram_gbps: float, gpu_gbps: float) -> float:

@@ -18,12 +18,13 @@ from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import GRAPH_BASE, StreamRates
 from tandem.config.forecast.sums import lane_of, step_sums
 from tandem.config.gpu_scratch import CODES_PAIRS
-from tandem.config.layers import DeltaRule, Layer
+from tandem.config.layers import Layer
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
 from tandem.config.ranks.cut import cut
 from tandem.config.ranks.shard import Shard
 from tandem.config.stored import StoredFormats
+from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.config.forecast.speeds import GPU_MODELS, gpu_model
-from tandem.config.layers import Layer, Moe
+from tandem.config.layers import Layer
 from tandem.config.model_config import ModelConfig
 from tandem.config.ranks.cut import divided
+from tandem.mechanisms.experts.shape import Moe
 
 # Bytes of a message, and seconds of its sum over two ranks.
 PEERS = (

@@ -10,13 +10,17 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
-from tandem.config.layers import Body, DeltaRule, Dense, Gqa, Layer, Moe
+from tandem.config.layers import Body, Layer
 from tandem.config.model_config import ModelConfig
 from tandem.config.ranks.shard import ALONE, Shard
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.errors import ConfigError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.short_conv.shape import ShortConv

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
+from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
@@ -55,8 +55,10 @@ from tandem.kernels.ranks.group import Group
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import IndexWeights, TokenIndex
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.token_index.shape import Index
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 

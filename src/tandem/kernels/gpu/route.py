@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.kernels.gpu.chosen.best import ordered
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 from tandem.kernels.ops import Routing, Tally
+from tandem.mechanisms.router.shape import Router
 
 
 @triton.jit

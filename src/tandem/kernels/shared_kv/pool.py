@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.gpu_scratch import SHARED_KEY_BYTES
+from tandem.config.state import LANES
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, turn
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
-from tandem.mechanisms.streams.shape import LANES
 
 
 class Seen(NamedTuple):

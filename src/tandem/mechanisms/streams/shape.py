@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
+from tandem.config.state import LANES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tandem.architectures.foreign.observe import linears
 from tandem.architectures.foreign.skeleton import expert_modules, layer_of
-from tandem.config.layers import Moe
 from tandem.errors import CheckpointError
 from tandem.experts import ExpertMatrices
+from tandem.mechanisms.experts.shape import Moe
 from tandem.models.builder import Builder
 from tandem.models.foreign.experts import ExpertReader, LayerExperts
 from tandem.models.foreign.modules import Matrix, Table, replace_module

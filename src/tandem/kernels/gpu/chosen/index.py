@@ -12,7 +12,7 @@ from tandem.kernels.gpu.chosen.scores import Keys, token_scores
 from tandem.kernels.gpu.chosen.turn import Places, turn_index
 from tandem.kernels.gpu.latent.heads import lengths_of
 from tandem.kernels.token_index import Chosen, IndexWeights
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 
 
 class GpuTokenIndex:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.token_index import IndexWeights
-from tandem.mechanisms.latent.shape import Index
+from tandem.mechanisms.token_index.shape import Index
 
 ROWS = 4  # of a program
 

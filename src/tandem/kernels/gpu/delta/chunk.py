@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.config.layers import DELTA_CHUNK
 from tandem.kernels.gpu.attention_prefill import sequence_of
 from tandem.kernels.gpu.delta.parts import gates_of
+from tandem.mechanisms.delta_net.shape import DELTA_CHUNK
 
 CHUNK, SMALL = DELTA_CHUNK, 16  # rows of a chunk; of a block that is inverted row by row
 

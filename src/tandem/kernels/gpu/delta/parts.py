@@ -8,8 +8,8 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from tandem.config.layers import DeltaRule
 from tandem.kernels.delta import columns_of
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 COLUMN_NAMES = "Q", "K", "V", "Z", "B", "A"  # B: beta; A: of the decay
 

@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
 from tandem.kernels.gpu.attention_prefill import SEQUENCES
 from tandem.kernels.gpu.delta.chunk import CHUNK, SMALL, within
@@ -18,6 +17,7 @@ from tandem.kernels.gpu.delta.convolve import convolve, keep
 from tandem.kernels.gpu.delta.parts import constants
 from tandem.kernels.gpu.delta.walk import gated_norm, walk
 from tandem.kernels.gpu.shared_memory import shared_bytes
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 COLUMNS = 32  # of a head's memory in a program: with 32 heads of 128 one sequence fills a large GPU
 CONV_ROWS, NORM_ROWS = 32, 16

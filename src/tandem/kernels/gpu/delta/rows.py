@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
 from tandem.kernels.gpu.delta.parts import constants
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
 from tandem.kernels.gpu.overlap import can_overlap
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 HEAD = 128
 THREADS = 256

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights, Gates, Product
 from tandem.kernels.gpu.delta import rows as rows_in_cuda
@@ -34,6 +33,7 @@ from tandem.kernels.gpu.delta.parts import (
 )
 from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 ELEMENTS_PER_WARP = 1 << 11
 MOST_HIDDEN = 4096  # numbers of a row that registers hold beside a head's memory

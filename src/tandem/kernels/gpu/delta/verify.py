@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.layers import DeltaRule
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import UNIT_EPS, DeltaState, DeltaWeights
 from tandem.kernels.gpu.delta.parts import (
@@ -27,6 +26,7 @@ from tandem.kernels.gpu.delta.parts import (
 )
 from tandem.kernels.gpu.delta.step import ELEMENTS_PER_WARP, MAX_REGISTERS
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 
 @triton.jit
