@@ -34,10 +34,10 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
+from tandem.mechanisms.experts.block import routed_experts
 from tandem.mechanisms.experts.shape import Moe
 from tandem.models.builder import Builder
 from tandem.models.model import names_of
-from tandem.models.moe import routed_experts
 
 
 class ModelExperts:

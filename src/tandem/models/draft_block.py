@@ -15,9 +15,9 @@ from tandem.kernels.shared_kv.rows import step_rows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.operator import SeesBlocks
 from tandem.models.passing import Pass, States
 from tandem.models.residual import MixedStreams, settle, summed_up, widened
-from tandem.models.shared_kv import SharedKvAttention
 
 Embedding = Callable[[Tensor], Tensor]
 
@@ -92,9 +92,9 @@ class DraftBlock:
             p.pending = block.leave(block.operator(block.enter(p), p, ()))
 
 
-def _attention(layer: DecoderLayer) -> SharedKvAttention:
+def _attention(layer: DecoderLayer) -> SeesBlocks:
     found = layer.blocks[0].operator
-    assert isinstance(found, SharedKvAttention)
+    assert isinstance(found, SeesBlocks)
     return found
 
 

@@ -20,7 +20,7 @@ from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.linear import Gathered, sure_reads
-from tandem.models.moe import MoEBlock
+from tandem.models.operator import Routed
 from tandem.models.passing import Pass, States
 from tandem.models.residual import OneStream, Residual, end_of, widened
 
@@ -180,7 +180,7 @@ def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:
     blocks = [block for layer in layers for block in layer.blocks]
     following = [*(block.residual for block in blocks[1:]), ending]
     for block, after in zip(blocks, following, strict=True):
-        if isinstance(block.operator, MoEBlock) and block.post is None and isinstance(after, OneStream):
+        if isinstance(block.operator, Routed) and block.post is None and isinstance(after, OneStream):
             block.operator.joins_late = ops.joins_late and after.scale is None
 
 

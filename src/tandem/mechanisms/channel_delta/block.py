@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
@@ -102,3 +103,7 @@ def _convolution(b: Builder, shape: ChannelDelta, name: str) -> Tensor:
     else:
         found = [b.float_tensor(f"{name}{part}_conv1d.weight", inner, 1, shape.taps) for part in PARTS]
     return torch.cat(found)[:, 0]
+
+
+def operator(b: Builder, index: int, names: Names, shape: ChannelDelta) -> ChannelDeltaNet:
+    return ChannelDeltaNet(b, shape, names.at(index) + names.recurrent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.folds import taps_of
@@ -41,3 +42,7 @@ class StateSpaceBlock:
         gate, steps = made[:, : s.inner], made[:, s.inner + s.channels :]
         mixed = self.folds.convolved(made[:, s.inner : s.inner + s.channels], p, ring, self.taps)
         return self.out(self.folds.spaced(SpaceInputs(mixed, gate, steps), p, memory, self.weights))
+
+
+def operator(b: Builder, index: int, names: Names, shape: StateSpace) -> StateSpaceBlock:
+    return StateSpaceBlock(b, shape, names.at(index) + names.recurrent)

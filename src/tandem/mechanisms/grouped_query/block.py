@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.config.ranks.shard import Size
 from tandem.kernels.gates import in_whole_vectors
@@ -126,3 +127,8 @@ def _as_halves(shape: Gqa) -> list[list[slice]]:
 
     counts = shape.heads, shape.kv_heads
     return [[piece for h in range(count) for piece in pieces(h * head)] for count in counts]
+
+
+def operator(b: Builder, index: int, names: Names, shape: Gqa) -> Attention:
+    layer = names.at(index)
+    return Attention(b, shape, layer + names.attention, layer + names.own_gate)

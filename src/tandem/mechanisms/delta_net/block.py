@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.config.ranks.shard import Share, Size
 from tandem.kernels.delta import DeltaState, DeltaWeights, Product
@@ -54,3 +55,7 @@ def _weights(b: Builder, shape: DeltaRule, name: str) -> DeltaWeights:
         dt_bias=b.float_tensor(name + "dt_bias", heads),
         norm=b.tensor(name + "norm.weight", shape.v_dim),
     )
+
+
+def operator(b: Builder, index: int, names: Names, shape: DeltaRule) -> DeltaNet:
+    return DeltaNet(b, shape, names.at(index) + names.recurrent)

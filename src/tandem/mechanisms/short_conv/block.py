@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.kernels.recurrent.folds import taps_of
@@ -30,3 +31,7 @@ class ShortConvolution:
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         ((ring,),) = states
         return self.out(self.folds.gated(self.projected(x), p, ring, self.taps))
+
+
+def operator(b: Builder, index: int, names: Names, shape: ShortConv) -> ShortConvolution:
+    return ShortConvolution(b, shape, names.at(index) + names.recurrent)

@@ -6,15 +6,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
 from tandem.kernels.token_index import Chosen
 from tandem.mechanisms.latent.shape import Latent, QueryScale
+from tandem.mechanisms.token_index.block import PooledChoice, TokenChoice
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
-from tandem.models.token_choice import PooledChoice, TokenChoice
 
 
 class LatentAttention:
@@ -106,3 +107,7 @@ def _query_scales(b: Builder, rule: QueryScale | None) -> Tensor | None:
         return None
     steps = torch.arange(context) // rule.every
     return b.ops.resident((1 + rule.beta * torch.log(1.0 + steps)).to(b.dtype)[:, None])
+
+
+def operator(b: Builder, index: int, names: Names, shape: Latent) -> LatentAttention:
+    return LatentAttention(b, shape, names.at(index) + names.attention, index)

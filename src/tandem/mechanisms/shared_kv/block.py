@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
@@ -14,12 +15,13 @@ from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, own_b
 from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
+from tandem.models.operator import SeesBlocks
 from tandem.models.passing import Pass, States
 
 COMPRESSOR, INDEX = "compressor.", "compressor.indexer."
 
 
-class SharedKvAttention:
+class SharedKvAttention(SeesBlocks):
     """Queries through a latent of their own, one key for all heads, inputs of entries, attention, output in groups."""
 
     def __init__(self, b: Builder, shape: SharedKv, name: str) -> None:
@@ -99,3 +101,7 @@ def _weights(b: Builder, shape: SharedKv, name: str) -> SharedKvWeights:
 def _pool(b: Builder, pool: Pool, name: str, width: int) -> PoolWeights:
     bias = b.float_tensor(name + "position_bias", pool.stride, pool.series * width)
     return PoolWeights(own_bias(bias, pool.overlap), b.float_tensor(name + "kv_norm.weight", width))
+
+
+def operator(b: Builder, index: int, names: Names, shape: SharedKv) -> SharedKvAttention:
+    return SharedKvAttention(b, shape, names.at(index) + names.attention)

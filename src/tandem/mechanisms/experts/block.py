@@ -17,26 +17,16 @@ from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.joined import AfterNorm, Beginning
 from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
-from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.dense.block import dense_mlp
 from tandem.mechanisms.experts.shape import Beside, Moe
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
+from tandem.models.operator import Routed
 from tandem.models.passing import Pass, States
 
 
-def dense_mlp(b: Builder, prefix: str, shape: Dense) -> MLP:
-    """A feed-forward for every token."""
-    hidden, width, gated = b.config.hidden, shard_of(b.config, shape).share(shape.width), shape.activation.gated
-
-    def matrices() -> ExpertMatrices:
-        found = mlp_matrices(b.checkpoint, prefix, hidden, width, gated)
-        return found if gated else ungated(*found[1:])
-
-    return b.mlp(prefix, shape, matrices)
-
-
-class MoEBlock:
+class MoEBlock(Routed):
     """Router, routed experts, shared expert. Routes and calls experts; where they run is not known here.
 
     With `plan.fuse_shared_experts`, an ungated shared expert is cut into experts of the routed ones' width, if it is a
@@ -142,6 +132,7 @@ class ExpertsBeside(MoEBlock):
     Both results have norms, so ranks add up each."""
 
     first = None
+    sums_itself = True
 
     def __init__(self, b: Builder, index: int, shape: Moe, beside: Beside, names: Names) -> None:
         super().__init__(b, index, shape, names)
@@ -197,7 +188,7 @@ class LatentExperts(MoEBlock):
         return self.behind(self.experts.wait(ticket))
 
 
-def moe_block(b: Builder, index: int, shape: Moe, names: Names) -> MoEBlock:
+def operator(b: Builder, index: int, names: Names, shape: Moe) -> MoEBlock:
     if shape.experts.latent:
         return LatentExperts(b, index, shape, names)
     if shape.beside is None:
