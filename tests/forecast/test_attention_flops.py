@@ -8,8 +8,9 @@ import pytest
 
 from tandem.bench.architectures import named_config
 from tandem.config import ModelConfig
-from tandem.config.forecast.attention import attention_flops, pairs
+from tandem.config.forecast.attention import attention_flops
 from tandem.config.layers import Block, Layer
+from tandem.mechanisms.cost import pairs
 from tandem.mechanisms.grouped_query.shape import Gqa, Values
 from tandem.mechanisms.latent.shape import Latent
 

@@ -38,8 +38,8 @@ from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.start.parts import EngineParts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
+from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.experts.shape import Moe
-from tandem.mechanisms.latent.shape import Latent
 
 VOCAB = 4096  # a small head, which is counted apart
 LEAST_DEPTH = 3  # periods of layers of the deeper sample, where the model has as many
@@ -301,11 +301,11 @@ def _cut(layers: Sequence[Layer], depth: int) -> Iterator[Layer]:
     """The last ones. The first that would take another's choice of tokens makes its own, which others then take."""
     first, chooser = len(layers) - depth, None
     for number, layer in enumerate(layers[first:]):
-        found = next((block.body for block in layer.blocks if isinstance(block.body, Latent)), None)
-        index = None if found is None else found.index
-        if found is not None and index is not None:
-            chooser = number if index.reuse is None or chooser is None else chooser
-            own = dataclasses.replace(found, index=dataclasses.replace(index, reuse=_unless(chooser, number)))
+        found = next((block.body for block in layer.blocks if cost_of(block.body).reads_choice), None)
+        if found is not None:
+            cost = cost_of(found)
+            chooser = number if cost.chosen_by is None or chooser is None else chooser
+            own = cost.choosing_as(_unless(chooser, number))
             layer = Layer(tuple(
                 dataclasses.replace(block, body=own) if block.body is found else block for block in layer.blocks
             ))  # fmt: skip

@@ -14,28 +14,13 @@ from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.foreign.shape import Foreign
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.mechanisms.streams.shape import Hyper
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """What a layer does outside its experts, where code that is not ours does it. weights: all of it uses for a token;
-    kept: of a sequence between steps."""
-
-    weights: int
-    kept: tuple[State, ...]
-
-    def params(self, hidden: int) -> int:
-        return self.weights
-
-    def states(self) -> tuple[State, ...]:
-        return self.kept
-
 
 Attention = Gqa | Latent | SharedKv
 Mixer = Attention | DeltaRule | ChannelDelta | ShortConv | StateSpace

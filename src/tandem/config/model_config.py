@@ -15,15 +15,13 @@ from tandem.config.json_keys import JsonKeys, read_json
 from tandem.config.layers import Attention, Body, Layer, Mixer
 from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
-from tandem.config.rope import Rope
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
 from tandem.config.vision import Tower
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.experts.shape import NO_EXPERTS, Moe
-from tandem.mechanisms.latent.shape import Latent
-from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper
 
 FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
@@ -222,7 +220,7 @@ def head_rows(model: ModelConfig) -> Share:
 def number_params(model: ModelConfig) -> int:
     """Dense weights that are numbers however a checkpoint stores them: of heads' matrices, and what connects blocks."""
     mixers = (*model.mixers, *(layer.mixer for layer in _draft_layers(model)))
-    heads = sum(mixer.head_params for mixer in mixers if isinstance(mixer, Latent | SharedKv))
+    heads = sum(cost_of(mixer).number_params for mixer in mixers if mixer is not None)
     pairs = 0 if model.drafter is None else model.drafter.pair_params(model.vocab)
     return heads + pairs + _hyper_params(model)
 
@@ -260,10 +258,8 @@ def _loaded_moe_layers(model: ModelConfig) -> int:
 
 def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
     """What a token reads of the pages of a context of so many."""
-    latents = (mixer for mixer in model.mixers if isinstance(mixer, Latent))
-    spared = sum((context - mixer.seen(context)) * mixer.cached_dim for mixer in latents)
-    spared += sum(mixer.unseen(context) * mixer.dim for mixer in model.mixers if isinstance(mixer, SharedKv))
-    return context * model.state_layout(dtype).token_bytes - spared * DTYPE_BYTES[dtype]
+    unread = sum(cost_of(mixer).unread(context) for mixer in model.mixers)
+    return context * model.state_layout(dtype).token_bytes - unread * DTYPE_BYTES[dtype]
 
 
 def _hyper_params(model: ModelConfig) -> int:
@@ -282,13 +278,8 @@ def _hypers(model: ModelConfig) -> list[Hyper]:
 
 def rope_bytes(model: ModelConfig, context: int) -> int:
     """Of the rotary tables for so many positions: float32 cosines and sines. Layers that turn alike share them."""
-    ropes = {replace(rope, pairs="halves") for each in set(model.attentions) for rope in _ropes_of(each)}
+    ropes = {replace(rope, pairs="halves") for each in set(model.attentions) for rope in cost_of(each).ropes}
     return sum(2 * DTYPE_BYTES["float32"] * rope.dims // 2 for rope in ropes) * context
-
-
-def _ropes_of(mixer: Attention) -> list[Rope]:
-    index = mixer.index if isinstance(mixer, Latent) else None
-    return [mixer.rope] if index is None else [mixer.rope, index.rope]
 
 
 def _experts_of(moe: Moe | None) -> Moe | None:

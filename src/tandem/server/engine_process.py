@@ -168,9 +168,10 @@ def warm_gpu(engine: Engine, parts: EngineParts) -> None:
     """Loads kernels of prompts, batches and sampling before somebody waits for them. Not for modules of Transformers
     that keep more than keys and values: they may look at sequences, and these steps have none."""
     from tandem.engine.step.prefill import PausingModel
-    from tandem.mechanisms.grouped_query.shape import Gqa
+    from tandem.mechanisms.cost import cost_of
 
-    ours = isinstance(parts.model, PausingModel) or all(isinstance(m, Gqa) for m in parts.model_config.mixers)
+    mixers = parts.model_config.mixers
+    ours = isinstance(parts.model, PausingModel) or all(cost_of(mixer).warms_up for mixer in mixers)
     if ours and parts.handoff is not None and parts.handoff.device.type == "cuda":
         from tandem.engine.start.warm_kernels import warm_kernels
 

@@ -34,8 +34,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
-from tandem.mechanisms.latent.shape import Latent
-from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.cost import cost_of
 from tandem.models import ForwardBatch, Progress
 
 _log = logging.getLogger(__name__)
@@ -94,13 +93,9 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape | None:
     if not model.attentions:
         return None
     first, pages = model.attentions[0], -(-plan.context_length // plan.page_size)
-    if isinstance(first, Latent):
-        return AttentionShape(first.heads, 1, first.cached_dim, first.scale, 0, plan.page_size, pages)
-    if isinstance(first, SharedKv):
-        return AttentionShape(first.heads, 1, first.dim, first.scale, first.window, plan.page_size, pages)
-    return AttentionShape(
-        first.heads, first.kv_heads, first.head_dim, first.scale, first.window, plan.page_size, pages
-    )
+    keys = cost_of(first).keys
+    assert keys is not None, "attention has keys"
+    return AttentionShape(keys.heads, keys.kv_heads, keys.dim, keys.scale, keys.window, plan.page_size, pages)
 
 
 def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> CudaCopies | None:

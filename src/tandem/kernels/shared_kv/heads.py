@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import SHARED_KEY_BYTES
 from tandem.kernels.shared_kv.pool import Entries, Seen
 from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights, turn
+from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
 from tandem.mechanisms.shared_kv.shape import SharedKv
 
 

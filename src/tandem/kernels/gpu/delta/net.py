@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_plan import MAX_DELTA_HEAD
 from tandem.errors import KernelError
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.delta import DeltaState, DeltaWeights, Gates, made
 from tandem.kernels.gpu.delta.prompt import Chunks, prompt
 from tandem.kernels.gpu.delta.step import multiplies, step
 from tandem.kernels.gpu.delta.verify import verify
+from tandem.mechanisms.delta_net.cost import MAX_DELTA_HEAD
 from tandem.mechanisms.delta_net.shape import DeltaRule
 
 

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.gpu_scratch import PARTIAL_BYTES
 from tandem.kernels.gpu.attention_decode import LOG2_E
 from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import has_tensor_memory, shared_bytes
 from tandem.kernels.ops import LatentSizes
+from tandem.mechanisms.latent.cost import PARTIAL_BYTES
 
 PARTS = 64  # of a row's keys, for all tiles of heads together: one row fills half of a large GPU
 LEAST_PARTS = 8  # one long row beside short ones is not to be alone on few processors

@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.gpu_scratch import HEAD_BYTES, PIECE, ROUND_KEYS, ROUND_ROWS, SQUARE, head_bytes
+from tandem.config.gpu_scratch import HEAD_BYTES, ROUND_KEYS, ROUND_ROWS, SQUARE
 from tandem.kernels.gpu.latent.prompt_kernels import Folded, attended, gather, join
 from tandem.kernels.gpu.latent.turn import spread
 from tandem.kernels.ops import LatentSizes, LatentWeights
+from tandem.mechanisms.latent.cost import PIECE, head_bytes
 
 _log = logging.getLogger(__name__)
 

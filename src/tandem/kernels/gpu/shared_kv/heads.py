@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import SCORE_BYTES
 from tandem.kernels.gpu.chosen.best import keep_best
 from tandem.kernels.gpu.chosen.scores import Keys, token_scores
 from tandem.kernels.gpu.one_row import one_row
@@ -19,6 +18,7 @@ from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.kernels.token_index import Chosen
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.token_index.cost import SCORE_BYTES
 
 
 class GpuSharedKvHeads(SharedKvHeads):

@@ -1,0 +1,50 @@
+"""What routed experts, and the feed-forwards beside them, take outside their own placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tandem.config.stored import StoredFormats
+from tandem.mechanisms import cost
+from tandem.mechanisms.cost import Limit, cost_of
+from tandem.mechanisms.dense.cost import UNGATED_HALVES, width_limit
+from tandem.mechanisms.experts.shape import Moe
+
+
+class Cost(cost.Cost[Moe]):
+    """Of router, experts, and a shared one."""
+
+    @property
+    def between_bytes(self) -> int:
+        """Of the shared expert."""
+        return 0 if self.shape.shared is None else cost_of(self.shape.shared).between_bytes
+
+    @property
+    def sums(self) -> int:
+        """Experts beside a dense feed-forward have norms of their own, and so sums."""
+        return 1 if self.shape.beside is None else 2
+
+    def cut(self, ranks: int) -> Moe:
+        moe = with_narrow_experts(self.shape, ranks)
+        shared = None if moe.shared is None else cost_of(moe.shared).cut(ranks)
+        beside = None if moe.beside is None else replace(moe.beside, dense=cost_of(moe.beside.dense).cut(ranks))
+        return replace(moe, shared=shared, beside=beside)
+
+    def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
+        yield expert_limit(self.shape, expert_unit)
+        if self.shape.shared is not None:
+            yield width_limit("shared experts", self.shape.shared, stored.shared)
+        if self.shape.beside is not None:
+            yield width_limit("dense layers", self.shape.beside.dense, stored.dense)
+
+
+def with_narrow_experts(moe: Moe, ranks: int) -> Moe:
+    """With one of so many ranks' part of the routed experts; all else is whole."""
+    return replace(moe, experts=replace(moe.experts, width=moe.experts.width // ranks))
+
+
+def expert_limit(moe: Moe, unit: int) -> Limit:
+    """Of routed experts. unit: weights of their width that belong together as stored."""
+    least = unit if moe.experts.activation.gated else max(unit, UNGATED_HALVES)
+    return Limit(f"{moe.experts.width} rows of experts", moe.experts.width, least)
