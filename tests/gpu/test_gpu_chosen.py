@@ -20,10 +20,11 @@ from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import _core
 from tandem.config.rope import Rope as RopeShape
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.kernels.token_index import IndexWeights
 from tandem.mechanisms.token_index.shape import Index
 
 if AVAILABLE:

@@ -23,8 +23,8 @@ from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.shared_kv.heads import Projected, SharedKvHeads, plain_attend
-from tandem.kernels.shared_kv.rows import StepRows, step_rows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.models.batch import ForwardBatch
 

@@ -14,10 +14,10 @@ from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
 from tandem.config.rope import still
 from tandem.errors import ConfigError, KernelError
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.pooled_index import PooledIndex, PooledKeys, PoolWeights
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.token_index import Chosen
 from tandem.mechanisms.token_index.shape import Index
 from tandem.models.passing import Pass
 

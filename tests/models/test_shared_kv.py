@@ -18,7 +18,7 @@ from tandem.kernels.hyper import HyperStreams, HyperWeights, left
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.shared_kv.heads import plain_attend
-from tandem.kernels.shared_kv.rows import StepRows, step_rows
+from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.models.batch import ForwardBatch

@@ -16,8 +16,9 @@ from tandem.config import EngineConfig, ModelConfig
 from tandem.config.choices.deferral import deferred_experts
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.recurrent.folds import Folds, Step, Taps, TorchFolds, taps_of
+from tandem.kernels.recurrent.folds import Folds, Taps, TorchFolds, taps_of
 from tandem.kernels.recurrent.tokens import Tokens
+from tandem.kernels.step_rows import Step
 from tandem.kernels.this_machine import this_machine
 from tandem.models import ForwardBatch
 from tandem.models.passing import Pass

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from tandem.kernels.token_index import Chosen, IndexWeights, TorchTokenIndex
+from tandem.kernels.chosen import Chosen
+from tandem.kernels.token_index import IndexWeights, TorchTokenIndex
 from tandem.mechanisms.token_index.shape import Index
 
 PAGE = 16

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.pooled_index import PooledKeys, PoolWeights, close_pools
-from tandem.kernels.recurrent.folds import Step
-from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.kernels.step_rows import Step
+from tandem.kernels.token_index import IndexWeights
 from tandem.mechanisms.token_index.shape import Index
 
 

@@ -13,8 +13,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.ops import ColumnRun, Columns, LatentSizes, LatentWeights, Ops, PerHead
-from tandem.kernels.token_index import Chosen
 
 
 class HeadOps(Ops, Protocol):

@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.delta import Delta, DeltaWeights
 from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.pooled_index import PooledIndex, PoolWeights
@@ -26,7 +27,7 @@ from tandem.kernels.ranks.group import Group
 from tandem.kernels.recurrent.folds import Folds
 from tandem.kernels.shared_kv.heads import SharedKvHeads
 from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
+from tandem.kernels.token_index import IndexWeights, TokenIndex
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.state import LANES
-from tandem.kernels.recurrent.folds import Step
-from tandem.kernels.shared_kv.rows import StepRows
-from tandem.kernels.token_index import Chosen
+from tandem.kernels.chosen import Chosen
+from tandem.kernels.step_rows import Step, StepRows
 from tandem.mechanisms.token_index.shape import Index
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.chosen import Chosen
 from tandem.mechanisms.token_index.shape import Index
 
 
@@ -19,14 +20,6 @@ class IndexWeights(NamedTuple):
     bias: Tensor
     cos: Tensor
     sin: Tensor
-
-
-class Chosen(NamedTuple):
-    """What rows attend to: rows int32 [T, budget] of the cache, in the order of their positions, of which the first
-    counts int32 [T] count; the others are 0."""
-
-    rows: Tensor
-    counts: Tensor
 
 
 class TokenIndex(Protocol):

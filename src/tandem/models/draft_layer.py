@@ -17,7 +17,7 @@ from tandem.config.speculation.choice import DRAFT_ALGORITHMS, why_one_token
 from tandem.config.speculation.drafts import window_of
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.ops import Linear
-from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.step_rows import step_rows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer

@@ -14,7 +14,7 @@ from tandem.experts import Experts
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import SureRead
 from tandem.kernels.shared_kv.heads import BlockRows
-from tandem.kernels.shared_kv.rows import StepRows
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass, States

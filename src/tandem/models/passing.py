@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.hyper import Mix
 from tandem.kernels.ops import Addend, Linear, Tally
-from tandem.kernels.shared_kv.rows import StepRows, step_rows
-from tandem.kernels.token_index import Chosen
+from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.models.batch import ForwardBatch
 
 Arrays = tuple[Tensor, ...]

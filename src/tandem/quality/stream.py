@@ -25,10 +25,10 @@ from tandem.engine.step.batch import SequenceRows, host_batch, moved
 from tandem.errors import ConfigError
 from tandem.experts import Experts
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
 from tandem.kernels.this_machine import this_machine
-from tandem.kernels.token_index import Chosen
 from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 from tandem.models.builder import Builder

@@ -45,8 +45,8 @@ from tandem.kernels.recurrent.folds import Taps
 from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
 from tandem.kernels.recurrent.tokens import Tokens
 from tandem.kernels.shared_kv.heads import Projected
-from tandem.kernels.shared_kv.rows import step_rows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.kernels.step_rows import step_rows
 from tandem.kernels.token_index import IndexWeights
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.router.shape import Router

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.kernels.shared_kv.rows import StepRows
+from tandem.kernels.step_rows import StepRows
 
 
 def convolved(new: Tensor, rows: StepRows, ring: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

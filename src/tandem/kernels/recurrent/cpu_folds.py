@@ -10,9 +10,10 @@ from torch import Tensor
 from tandem import _core
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import Step, Taps
+from tandem.kernels.recurrent.folds import Taps
 from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
 from tandem.kernels.recurrent.tokens import Tokens
+from tandem.kernels.step_rows import Step
 
 
 class CpuFolds:

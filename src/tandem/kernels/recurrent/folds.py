@@ -8,24 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights, channel_result, channel_tokens
 from tandem.kernels.recurrent.convolution import convolved
 from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights, space_result, space_tokens
 from tandem.kernels.recurrent.tokens import Tokens
-from tandem.kernels.shared_kv.rows import StepRows
+from tandem.kernels.step_rows import Step, StepRows
 
 CHUNK = 64  # rows of a prompt that are multiplied together
-
-
-class Step(Protocol):
-    """Rows of a step: none is a guess, where nothing else is said. The C++ core asks for `batch` alone."""
-
-    @property
-    def batch(self) -> BatchLayout: ...
-
-    @property
-    def rows(self) -> StepRows: ...
 
 
 class Taps(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.shared_kv.pool import Entries, Seen
-from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights, turn
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
 from tandem.mechanisms.shared_kv.shape import SharedKv
 

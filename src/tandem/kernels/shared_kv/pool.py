@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.state import LANES
-from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, turn
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers, rows_of
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
-from tandem.kernels.token_index import Chosen
 from tandem.mechanisms.latent.shape import Latent, QueryScale
 from tandem.mechanisms.token_index.block import PooledChoice, TokenChoice
 from tandem.models.builder import Builder

@@ -10,8 +10,8 @@ from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
 from tandem.kernels.shared_kv.heads import BlockRows, Projected
-from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, own_bias
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads

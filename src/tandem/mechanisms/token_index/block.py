@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.ops import SureRead
 from tandem.kernels.pooled_index import PooledKeys, PoolWeights
-from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.kernels.token_index import IndexWeights
 from tandem.mechanisms.token_index.shape import Index
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.gpu.chosen.scores import Keys
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.token_index import Chosen
 
 SHRINK = 4  # a piece is so many times as long as what is kept of it
 LARGEST_PIECE = 8192  # 32 scores in the registers of each thread

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.gpu.chosen.best import keep_best
 from tandem.kernels.gpu.chosen.scores import Keys, token_scores
 from tandem.kernels.gpu.chosen.turn import Places, turn_index
 from tandem.kernels.gpu.latent.heads import lengths_of
-from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.kernels.token_index import IndexWeights
 from tandem.mechanisms.token_index.cost import SCORE_BYTES
 from tandem.mechanisms.token_index.shape import Index
 

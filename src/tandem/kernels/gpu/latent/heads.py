@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.gpu.latent.decode import Pages, decode, hopper_kernel, parts_of, tile_of
 from tandem.kernels.gpu.latent.per_head import per_head
 from tandem.kernels.gpu.latent.prompt import Chunk, Prompts
 from tandem.kernels.gpu.latent.turn import NewKeys, turn
 from tandem.kernels.ops import LatentSizes, LatentWeights
-from tandem.kernels.token_index import Chosen
 
 FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
 MANY_ROWS = 256  # of a chunk that choose their tokens, at a time; nothing of a row is divided then

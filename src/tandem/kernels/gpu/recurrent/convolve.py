@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tandem.kernels.gpu.attention_prefill import SEQUENCES, sequence_of
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.recurrent.folds import Step, Taps
+from tandem.kernels.recurrent.folds import Taps
+from tandem.kernels.step_rows import Step
 
 ROWS, COLUMNS, CHANNELS_AT_ONCE = 32, 64, 256  # of a prompt's program; of a row's
 

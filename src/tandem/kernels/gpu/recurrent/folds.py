@@ -17,9 +17,10 @@ from tandem.kernels.gpu.recurrent.correct import correct
 from tandem.kernels.gpu.recurrent.scan import MOST_KEYS, scan
 from tandem.kernels.gpu.recurrent.spaces import left, stepped
 from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import Step, Taps
+from tandem.kernels.recurrent.folds import Taps
 from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
 from tandem.kernels.recurrent.tokens import Tokens
+from tandem.kernels.step_rows import Step
 
 COLUMNS = 32  # of a memory that a program holds
 

@@ -16,8 +16,8 @@ from tandem.kernels.gpu.latent.per_head import precision
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_kv.enter import turned
 from tandem.kernels.gpu.shared_memory import shared_bytes
-from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.shape import SharedKv
 
 HEADS = 16  # of a program: the fewest that tensor cores take

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.shared_kv.heads import Projected
-from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
 
 ELEMENTS = 2048  # of an entry that is being closed, for a program: all its tokens, some channels

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.gpu.chosen.best import keep_best
 from tandem.kernels.gpu.chosen.scores import Keys, token_scores
 from tandem.kernels.gpu.one_row import one_row
@@ -14,9 +15,8 @@ from tandem.kernels.gpu.shared_kv.attend import EntriesSeen, attend
 from tandem.kernels.gpu.shared_kv.enter import close, enter
 from tandem.kernels.gpu.shared_kv.prompt import attend_rows, turn_rows
 from tandem.kernels.shared_kv.heads import Projected, SharedKvHeads, plain_attend
-from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import Chosen
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.token_index.cost import SCORE_BYTES
 

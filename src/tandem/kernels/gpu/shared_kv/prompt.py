@@ -16,8 +16,8 @@ from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_kv.attend import EntriesSeen
 from tandem.kernels.gpu.shared_kv.enter import turned
 from tandem.kernels.gpu.shared_memory import shared_bytes
-from tandem.kernels.shared_kv.rows import StepRows
 from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.shape import SharedKv
 
 STAGES = 2  # blocks of keys on their way

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,16 @@ class StepRows:
         if not self.alone:
             slots = slots.masked_fill(self.positions + size <= self.last[self.sequence], 0)
         return slots, self.positions % size
+
+
+class Step(Protocol):
+    """Rows of a step: none is a guess, where nothing else is said. The C++ core asks for `batch` alone."""
+
+    @property
+    def batch(self) -> BatchLayout: ...
+
+    @property
+    def rows(self) -> StepRows: ...
 
 
 def step_rows(batch: BatchLayout) -> StepRows:
