@@ -24,13 +24,13 @@ from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.token_index import IndexWeights
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights
 
 if AVAILABLE:
-    from tandem.kernels.gpu.chosen import best, index, scores
-    from tandem.kernels.gpu.latent import decode, heads, prompt
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.mechanisms.latent.gpu import decode, heads, prompt
+    from tandem.mechanisms.token_index.gpu import best, index, scores
 
 if TYPE_CHECKING:
     from pathlib import Path

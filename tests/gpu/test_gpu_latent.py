@@ -21,13 +21,13 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
 
 if AVAILABLE:
-    from tandem.kernels.gpu.latent import decode as decoding
-    from tandem.kernels.gpu.latent import heads as heads_module
-    from tandem.kernels.gpu.latent import per_head as per_head_module
-    from tandem.kernels.gpu.latent import prompt
-    from tandem.kernels.gpu.latent.prompt import Square, square_of
-    from tandem.kernels.gpu.latent.prompt_kernels import attended
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.mechanisms.latent.gpu import decode as decoding
+    from tandem.mechanisms.latent.gpu import heads as heads_module
+    from tandem.mechanisms.latent.gpu import per_head as per_head_module
+    from tandem.mechanisms.latent.gpu import prompt
+    from tandem.mechanisms.latent.gpu.prompt import Square, square_of
+    from tandem.mechanisms.latent.gpu.prompt_kernels import attended
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 PAGE = 16

@@ -9,10 +9,10 @@ from torch import Tensor
 from tandem import _core
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.cpu_streams import PIECE
-from tandem.kernels.hyper import HyperStreams, HyperWeights, left
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.streams.cpu import PIECE
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, left
 
 SHAPES = [(4, 512, 20), (4, 72, 20), (3, 1000, 5), (2, 16, 1)]  # streams, channels, iterations
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-8

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from folded_steps import TIERS, folds_of, step_of
 from tandem.errors import KernelError
-from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import TorchFolds
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.recurrence.torch import TorchFolds
 
 HEADS, DIM, LENGTH, SLOTS = 3, 20, 75, 4
 INNER = HEADS * DIM

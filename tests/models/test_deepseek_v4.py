@@ -27,8 +27,8 @@ from tandem.config.speculation.drafts import GuessBlock
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.shared_kv.weights import SharedKvWeights
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 from tiny import file_tensors
 
 OPS = ["torch", *_core.supported_tiers()]

@@ -16,8 +16,8 @@ from tandem.config.rope import still
 from tandem.errors import ConfigError, KernelError
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.pooled_index import PooledIndex, PooledKeys, PoolWeights
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights
 from tandem.mechanisms.token_index.shape import Index
 from tandem.models.passing import Pass
 

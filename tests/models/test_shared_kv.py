@@ -14,13 +14,13 @@ from tandem import LLM, SamplingParams, _core
 from tandem.config.rope import Rope
 from tandem.config.state import page_tokens, state_layout
 from tandem.kernels.cpu_ops import CpuOps, OwnKeys
-from tandem.kernels.hyper import HyperStreams, HyperWeights, left
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.shared_kv.heads import plain_attend
 from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.shared_kv.torch import plain_attend
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, left
 from tandem.models.batch import ForwardBatch
 
 OPS = ["torch", *_core.supported_tiers()]

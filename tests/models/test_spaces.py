@@ -11,8 +11,8 @@ from torch import Tensor
 
 from folded_steps import TIERS, folds_of, step_of
 from tandem.errors import KernelError
-from tandem.kernels.recurrent.folds import TorchFolds
-from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
+from tandem.mechanisms.recurrence.torch import TorchFolds
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 
 HEADS, GROUPS, KEYS, VALUES, LENGTH, SLOTS = 6, 2, 12, 21, 75, 4
 INNER, CHANNELS = HEADS * VALUES, HEADS * VALUES + 2 * GROUPS * KEYS

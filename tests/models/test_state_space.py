@@ -16,10 +16,10 @@ from tandem.config import EngineConfig, ModelConfig
 from tandem.config.choices.deferral import deferred_experts
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.recurrent.folds import Folds, Taps, TorchFolds, taps_of
-from tandem.kernels.recurrent.tokens import Tokens
 from tandem.kernels.step_rows import Step
 from tandem.kernels.this_machine import this_machine
+from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Folds, Taps, TorchFolds, taps_of
 from tandem.models import ForwardBatch
 from tandem.models.passing import Pass
 from tandem.quality.stream import Variant

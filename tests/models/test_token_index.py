@@ -15,11 +15,11 @@ from tandem import _core
 from tandem.config.rope import Rope
 from tandem.errors import KernelError
 from tandem.kernels.chosen import Chosen
-from tandem.kernels.cpu_chosen import CpuChosenAttention
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.token_index import IndexWeights, TorchTokenIndex, attend_chosen
+from tandem.mechanisms.token_index.cpu import CpuChosenAttention
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TorchTokenIndex, attend_chosen
 
 SHAPE = Index(20, 18, 9, Rope(1e4, 12, pairs="halves"))
 

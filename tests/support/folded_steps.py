@@ -6,7 +6,7 @@ import torch
 
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.recurrent.folds import Folds, TorchFolds
+from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 from tandem.models import ForwardBatch
 from tandem.models.passing import Pass
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.chosen import Chosen
-from tandem.kernels.token_index import IndexWeights, TorchTokenIndex
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TorchTokenIndex
 
 PAGE = 16
 

@@ -16,17 +16,12 @@ from tandem import _core
 from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.kernels import gates, routing
+from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.batch_views import BatchViews
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
-from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuPooledIndex, CpuTokenIndex
-from tandem.kernels.cpu_streams import CpuStreams
-from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, Gates, columns_of, made
 from tandem.kernels.gates import without_gates
-from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.in_memory import InMemory
-from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
@@ -43,17 +38,23 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
-from tandem.kernels.recurrent.cpu_folds import CpuFolds
-from tandem.kernels.shared_kv.heads import SharedKvHeads
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import IndexWeights, TokenIndex
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, Gates, columns_of, made
+from tandem.mechanisms.latent.absorbed import AbsorbedHeads
+from tandem.mechanisms.recurrence.cpu import CpuFolds
+from tandem.mechanisms.router import torch as routing
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.shared_kv.torch import SharedKvHeads
+from tandem.mechanisms.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.streams.cpu import CpuStreams
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
+from tandem.mechanisms.token_index.cpu import CpuChosenAttention, CpuPooledIndex, CpuTokenIndex
+from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 
 
 def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:

@@ -20,19 +20,19 @@ from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.chosen import Chosen
-from tandem.kernels.delta import Delta, DeltaWeights
-from tandem.kernels.hyper import HyperStreams, HyperWeights
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.ranks.group import Group
-from tandem.kernels.recurrent.folds import Folds
-from tandem.kernels.shared_kv.heads import SharedKvHeads
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import IndexWeights, TokenIndex
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import Delta, DeltaWeights
+from tandem.mechanisms.recurrence.torch import Folds
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.shared_kv.torch import SharedKvHeads
+from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
+from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,12 +356,12 @@ class Ops(Protocol):
         ...
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        """A gated delta net of this shape, bound to its small weights (`kernels/delta.py`)."""
+        """A gated delta net of this shape, bound to its small weights (`mechanisms/delta_net/torch.py`)."""
         ...
 
     @property
     def folds(self) -> Folds:
-        """What state spaces and the like compute between their projections (`kernels/recurrent/folds.py`)."""
+        """What state spaces and the like compute between their projections (`mechanisms/recurrence/torch.py`)."""
         ...
 
     def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
@@ -373,11 +373,11 @@ class Ops(Protocol):
         ...
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        """An indexer of this shape, bound to its small weights (`kernels/token_index.py`)."""
+        """An indexer of this shape, bound to its small weights (`mechanisms/token_index/torch.py`)."""
         ...
 
     def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
-        """One whose keys stand for several tokens each (`kernels/pooled_index.py`)."""
+        """One whose keys stand for several tokens each (`mechanisms/token_index/pooled.py`)."""
         ...
 
     def route(

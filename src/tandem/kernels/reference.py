@@ -17,14 +17,11 @@ from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
-from tandem.kernels import gates, routing
+from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
 from tandem.kernels.gates import without_gates
-from tandem.kernels.hyper import plain_streams
 from tandem.kernels.in_memory import InMemory
-from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
@@ -42,15 +39,19 @@ from tandem.kernels.ops import (
     SureRead,
     Tally,
 )
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights, TorchPooledIndex
-from tandem.kernels.recurrent.folds import TorchFolds
-from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import Delta, DeltaWeights, TorchDelta
+from tandem.mechanisms.latent.absorbed import AbsorbedHeads
+from tandem.mechanisms.recurrence.torch import TorchFolds
+from tandem.mechanisms.router import torch as routing
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.shared_kv.torch import SharedKvHeads, plain_attend
+from tandem.mechanisms.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.streams.torch import plain_streams
+from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights, TorchPooledIndex
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:

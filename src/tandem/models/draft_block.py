@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tandem.architectures.names import BLOCK_NAMES, BlockNames, Names
 from tandem.kernels.ops import Linear
-from tandem.kernels.shared_kv.heads import BlockRows
 from tandem.kernels.step_rows import step_rows
+from tandem.mechanisms.shared_kv.torch import BlockRows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.chosen import Chosen
-from tandem.kernels.hyper import Mix
 from tandem.kernels.ops import Addend, Linear, Tally
 from tandem.kernels.step_rows import StepRows, step_rows
+from tandem.mechanisms.streams.torch import Mix
 from tandem.models.batch import ForwardBatch
 
 Arrays = tuple[Tensor, ...]

@@ -12,10 +12,10 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.model_config import layer_of
 from tandem.config.state import LANES
-from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, RowNorm, left
 from tandem.kernels.joined import AfterNorm, Sum
 from tandem.kernels.ops import Ops
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving, RowNorm, left
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass
 

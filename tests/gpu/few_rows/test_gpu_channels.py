@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import TorchFolds
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.recurrence.torch import TorchFolds
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if AVAILABLE:
-    from tandem.kernels.gpu.recurrent.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS, LENGTH = 4, 75

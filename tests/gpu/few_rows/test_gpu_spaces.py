@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.folds import TorchFolds
-from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
+from tandem.mechanisms.recurrence.torch import TorchFolds
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if AVAILABLE:
-    from tandem.kernels.gpu.recurrent.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS, LENGTH = 4, 75

@@ -27,8 +27,6 @@ from tandem.config.rope import Rope as RopeShape
 from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.delta import DeltaState, DeltaWeights, Product
-from tandem.kernels.hyper import HyperWeights, Leaving, Mix, RowNorm
 from tandem.kernels.joined import Sum
 from tandem.kernels.ops import (
     Addend,
@@ -40,19 +38,21 @@ from tandem.kernels.ops import (
     Routing,
     Tally,
 )
-from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import Taps
-from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
-from tandem.kernels.recurrent.tokens import Tokens
-from tandem.kernels.shared_kv.heads import Projected
-from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.kernels.step_rows import step_rows
-from tandem.kernels.token_index import IndexWeights
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product
+from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Taps
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.shared_kv.torch import Projected
+from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperWeights, Leaving, Mix, RowNorm
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
@@ -67,15 +67,15 @@ if HAS_TRITON and not INTERPRETED:
 
     from tandem.kernels import which
     from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
-    from tandem.kernels.gpu.delta import prompt
-    from tandem.kernels.gpu.latent import decode, prompt_kernels
     from tandem.kernels.gpu.linear import GpuLinear
     from tandem.kernels.gpu.memory.pinned import read_rows
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
-    from tandem.kernels.gpu.shared_kv import attend as shared_attend
-    from tandem.kernels.gpu.shared_kv import prompt as shared_prompt
+    from tandem.mechanisms.delta_net.gpu import prompt
+    from tandem.mechanisms.latent.gpu import decode, prompt_kernels
+    from tandem.mechanisms.shared_kv.gpu import attend as shared_attend
+    from tandem.mechanisms.shared_kv.gpu import prompt as shared_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -384,7 +384,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
     monkeypatch.setattr(overlap, "can_overlap", lambda _: request.param >= 90)
     monkeypatch.setattr(decode, "has_tensor_memory", lambda device: request.param == 100)
     if request.param == 90:
-        from tandem.kernels.gpu.latent.decode_hopper import decode_hopper
+        from tandem.mechanisms.latent.gpu.decode_hopper import decode_hopper
 
         monkeypatch.setattr(decode, "_hopper_kernel", lambda device: decode_hopper)
     for module in (decode, prompt_kernels, prompt, shared_attend, shared_prompt):

@@ -13,26 +13,17 @@ from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
-from tandem.kernels import routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.delta import Delta, DeltaWeights
-from tandem.kernels.gpu import dense_codes, mlp, route
+from tandem.kernels.gpu import dense_codes, mlp, norm
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
-from tandem.kernels.gpu.chosen.index import GpuTokenIndex
-from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
-from tandem.kernels.gpu.latent.heads import GpuLatentHeads
 from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
-from tandem.kernels.gpu.recurrent.folds import GpuFolds
-from tandem.kernels.gpu.residual import norm
-from tandem.kernels.gpu.residual.hyper import gpu_streams
-from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.ops import (
     NO_NORMS,
@@ -50,15 +41,24 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.ranks.group import Group
-from tandem.kernels.shared_kv.heads import SharedKvHeads
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import IndexWeights, TokenIndex
+from tandem.mechanisms.delta_net.gpu.net import GpuDelta
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import Delta, DeltaWeights
+from tandem.mechanisms.latent.gpu.heads import GpuLatentHeads
+from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+from tandem.mechanisms.router import gpu as route
+from tandem.mechanisms.router import torch as routing
 from tandem.mechanisms.router.shape import Router
+from tandem.mechanisms.shared_kv.gpu.heads import GpuSharedKvHeads
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.shared_kv.torch import SharedKvHeads
+from tandem.mechanisms.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.streams.gpu import gpu_streams
+from tandem.mechanisms.token_index.gpu.index import GpuTokenIndex
+from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 

@@ -7,9 +7,9 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.config.ranks.shard import Share, Size
-from tandem.kernels.delta import DeltaState, DeltaWeights, Product
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

@@ -1,5 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), written in `Ops` only: its matrices. What
-lies between them, and how the latents are cached, is in `kernels/latent.py` and `kernels/gpu/latent`."""
+lies between them, and how the latents are cached, is in `mechanisms/latent/absorbed.py` and `mechanisms/latent/gpu`."""
 
 from __future__ import annotations
 

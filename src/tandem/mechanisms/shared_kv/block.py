@@ -9,10 +9,10 @@ from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
-from tandem.kernels.shared_kv.heads import BlockRows, Projected
-from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights, own_bias
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
+from tandem.mechanisms.shared_kv.torch import BlockRows, Projected
+from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights, own_bias
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.operator import SeesBlocks

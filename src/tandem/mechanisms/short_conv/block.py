@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
-from tandem.kernels.recurrent.folds import taps_of
+from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads

@@ -7,9 +7,9 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
-from tandem.kernels.recurrent.folds import taps_of
-from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
+from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.mechanisms.state_space.shape import StateSpace
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States

@@ -1,5 +1,5 @@
 """Which tokens a layer's rows attend to: an indexer's matrices (DeepSeek-V3.2), written in `Ops` only. What lies
-between them, and how its keys are cached, is in `kernels/token_index.py` and `kernels/gpu/chosen`."""
+between them, and how its keys are cached, is in `mechanisms/token_index/torch.py` and `mechanisms/token_index/gpu`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.ops import SureRead
-from tandem.kernels.pooled_index import PooledKeys, PoolWeights
-from tandem.kernels.token_index import IndexWeights
+from tandem.mechanisms.token_index.pooled import PooledKeys, PoolWeights
 from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Arrays, Pass

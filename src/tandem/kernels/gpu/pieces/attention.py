@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention import TritonAttention
-from tandem.kernels.gpu.latent.prompt_kernels import Folded, gather
 from tandem.kernels.gpu.pieces.runs import Run, runs_of
 from tandem.mechanisms.grouped_query.cost import GQA_PIECE, GQA_ROUND, gqa_rows
+from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, gather
 
 _log = logging.getLogger(__name__)
 
