@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from tandem.bench.rows import commit
-from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
+from tandem.kernels.ops import Rope
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.latent.gpu import decode as decode_module
 from tandem.mechanisms.latent.gpu import heads as heads_module
 from tandem.mechanisms.latent.gpu.decode import Pages, decode

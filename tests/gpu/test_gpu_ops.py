@@ -413,16 +413,16 @@ def test_route(ops: Ops, router: Router, shared: int) -> None:
     logits[0, 3:6] = 9.0  # ties: the lowest ids first
     bias = torch.rand(router.num_experts) if router.has_bias else None
     places = torch.randperm(router.num_experts + shared).int() - 3
-    expected = TorchOps().route(logits, router, bias, shared, places=places)
+    expected = TorchOps().bound(router)(logits, bias, shared, places=places)
     beside = torch.cat((logits, torch.full((9, 1), 99.0)), 1).to(DEVICE)  # a column that is not the router's
-    got = ops.route(
-        beside[:, :-1], router, None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
+    got = ops.bound(router)(
+        beside[:, :-1], None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
     )
     assert torch.equal(got.ids.cpu(), expected.ids)
     assert got.slots is not None and torch.equal(got.slots.cpu(), places[expected.ids])
     near(got.weights, expected.weights, 1e-5)
     rounded = logits.bfloat16()
-    assert torch.equal(ops.route(rounded.to(DEVICE), router).ids.cpu(), TorchOps().route(rounded, router).ids)
+    assert torch.equal(ops.bound(router)(rounded.to(DEVICE)).ids.cpu(), TorchOps().bound(router)(rounded).ids)
 
 
 @pytest.mark.parametrize("shared", [0, 1])
@@ -432,8 +432,8 @@ def test_experts_that_a_table_names(ops: Ops, shared: int) -> None:
     router = Router(21, 5, score="sqrt_softplus", table=True, scale=1.5)
     logits = torch.randn(9, 21) * 12
     named = torch.rand(9, 21).argsort(-1)[:, :5].int()
-    expected = TorchOps().route(logits, router, shared=shared, chosen=named)
-    got = ops.route(logits.to(DEVICE), router, shared=shared, chosen=named.to(DEVICE))
+    expected = TorchOps().bound(router)(logits, shared=shared, chosen=named)
+    got = ops.bound(router)(logits.to(DEVICE), shared=shared, chosen=named.to(DEVICE))
     assert torch.equal(got.ids.cpu(), expected.ids)
     near(got.weights, expected.weights, 1e-5)
 
@@ -445,8 +445,8 @@ def test_a_score_without_a_kernel_is_torchs(ops: Ops, monkeypatch: pytest.Monkey
     logits, bias = torch.randn(9, 60), torch.rand(60)
     zeros = torch.zeros(60, dtype=torch.int32, device=DEVICE)
     tally = Tally(zeros, zeros.clone(), rows=torch.tensor([7], dtype=torch.int32, device=DEVICE))
-    expected = TorchOps().route(logits, router, bias, shared)
-    got = ops.route(logits.to(DEVICE), router, bias.to(DEVICE), shared, tally)
+    expected = TorchOps().bound(router)(logits, bias, shared)
+    got = ops.bound(router)(logits.to(DEVICE), bias.to(DEVICE), shared, tally)
     assert torch.equal(got.ids.cpu(), expected.ids)
     assert torch.equal(tally.tokens.cpu(), expected.ids[:7, :4].flatten().long().bincount(minlength=60).int())
     near(got.weights, expected.weights, 1e-5)

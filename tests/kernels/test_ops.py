@@ -253,23 +253,23 @@ def test_route(ops: CpuOps, router: Router, biased: bool) -> None:
     torch.manual_seed(0)
     logits = torch.randn(200, router.num_experts)
     bias = torch.rand(router.num_experts) if biased else None
-    got, expected = ops.route(logits, router, bias), TorchOps().route(logits, router, bias)
+    got, expected = ops.bound(router)(logits, bias), TorchOps().bound(router)(logits, bias)
     assert torch.equal(got.ids, expected.ids)
-    with_shared, its_reference = ops.route(logits, router, bias, 2), TorchOps().route(logits, router, bias, 2)
+    with_shared, its_reference = ops.bound(router)(logits, bias, 2), TorchOps().bound(router)(logits, bias, 2)
     assert torch.equal(with_shared.ids, its_reference.ids)
     assert torch.equal(with_shared.weights[:, -2:], torch.ones(200, 2))
     assert torch.equal(with_shared.weights[:, :-2], got.weights)
     torch.testing.assert_close(got.weights, expected.weights, rtol=(router.num_experts + 8) * F32_ULP, atol=0)
-    single = ops.route(logits[7:8], router, bias)
+    single = ops.bound(router)(logits[7:8], bias)
     assert torch.equal(single.ids[0], got.ids[7]) and torch.equal(single.weights[0], got.weights[7])
 
 
 def test_equal_scores_choose_the_lowest_experts(ops: CpuOps) -> None:
     router = Router(num_experts=32, top_k=5)
-    assert ops.route(torch.zeros(1, 32), router).ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert ops.bound(router)(torch.zeros(1, 32)).ids.tolist() == [[0, 1, 2, 3, 4]]
     grouped = replace(router, num_groups=8, top_groups=2)
-    assert ops.route(torch.zeros(1, 32), grouped).ids.tolist() == [[0, 1, 2, 3, 4]]
-    assert sorted(ops.route(torch.full((1, 32), torch.nan), router).ids[0].tolist()) == [0, 1, 2, 3, 4]
+    assert ops.bound(grouped)(torch.zeros(1, 32)).ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert sorted(ops.bound(router)(torch.full((1, 32), torch.nan)).ids[0].tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_a_long_context_on_many_workers_keeps_few_partial_results() -> None:
@@ -303,9 +303,9 @@ def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
     with pytest.raises(KernelError, match=r"residual has shape \[1, 8\]; expected \[2, 8\]"):
         ops.add_rms_norm(x, x[:1], weight, 1e-5)
     with pytest.raises(KernelError, match="top_k must be between 1 and the number of experts"):
-        ops.route(x, Router(num_experts=8, top_k=9))
+        ops.bound(Router(num_experts=8, top_k=9))(x)
     with pytest.raises(KernelError, match=r"logits has shape \[2, 8\]; expected \[any, 9\]"):
-        ops.route(x, Router(num_experts=9, top_k=2))
+        ops.bound(Router(num_experts=9, top_k=2))(x)
     q, k, v, tables = attention_case(torch.float32, 2, 1, 16, 64)
     for change, message in [
         ({"block_tables": tables[:1] + 1000}, "a page outside"),

@@ -55,7 +55,7 @@ def test_streams_are_what_the_formulas_say(ops, dtype, streams: int, hidden: int
     """Sums of the projection have as many terms as a row; each of 20 norms adds a rounding or two."""
     shape = Hyper(streams, iterations, 1e-6, 1e-6)
     x, y = torch.randn(9, streams, hidden).to(dtype), torch.randn(9, hidden).to(dtype)
-    ours = ops.streams(shape, weights_of(ops, shape, hidden), hidden)
+    ours = ops.bound(shape, weights_of(ops, shape, hidden), hidden)
     taken, mix = ours.entered(x)
     got = taken, left(x, y, mix), ours.summed(x)
     expected = in_double(shape, weights_of(ops, shape, hidden, double=True), x, y)
@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_those_beside_it(ops, dtype, streams: int, hidd
         pytest.skip("float32 matrices are no tiles, but rows of AMX may differ in last bits")
     rows, shape = 2 * PIECE + 3, Hyper(streams, iterations, 1e-6, 1e-6)
     x, y = torch.randn(rows, streams, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
-    ours = ops.streams(shape, weights_of(ops, shape, hidden), hidden)
+    ours = ops.bound(shape, weights_of(ops, shape, hidden), hidden)
     taken, mix = ours.entered(x)
     after, summed = left(x, y, mix), ours.summed(x)
     for span in (slice(0, 1), slice(5, 9), slice(PIECE - 2, PIECE + 2), slice(rows - 1, rows)):
@@ -86,9 +86,9 @@ def test_a_row_does_not_depend_on_those_beside_it(ops, dtype, streams: int, hidd
 def test_plain_torch_agrees(ops) -> None:
     shape, hidden = Hyper(4, 20, 1e-6, 1e-6), 72
     x, y = torch.randn(5, 4, hidden), torch.randn(5, hidden)
-    plain = TorchOps().streams(shape, weights_of(ops, shape, hidden), hidden)
+    plain = TorchOps().bound(shape, weights_of(ops, shape, hidden), hidden)
     assert type(plain) is HyperStreams
-    for each in (plain, ops.streams(shape, weights_of(ops, shape, hidden), hidden)):
+    for each in (plain, ops.bound(shape, weights_of(ops, shape, hidden), hidden)):
         taken, mix = each.entered(x)
         expected = in_double(shape, weights_of(ops, shape, hidden, double=True), x, y)
         torch.testing.assert_close(taken.double(), expected[0], rtol=2.0**-18, atol=2.0**-18)

@@ -257,7 +257,7 @@ def test_output_matrices_are_in_memory_once() -> None:
     shape = SharedKv(2, 16, 8, 4, Rope(1e4, 8), 1, 16, 1e-6)
     turns = torch.zeros(4, 4)
     weights = SharedKvWeights(turns, turns, torch.zeros(2), torch.zeros(1, 16, 32))
-    heads = CpuOps(_core.WorkerPool([-1]), "scalar").shared_kv(shape, weights)
+    heads = CpuOps(_core.WorkerPool([-1]), "scalar").bound(shape, weights)
     groups = ref(weights.groups)
     del weights
     assert heads.weights.groups.nbytes == 0 and groups() is None

@@ -13,10 +13,11 @@ from sessions import Session, worst
 from tandem import LLM, SamplingParams, _core
 from tandem.config.rope import Rope
 from tandem.config.state import page_tokens, state_layout
-from tandem.kernels.cpu_ops import CpuOps, OwnKeys
+from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.kernels.step_rows import StepRows, step_rows
+from tandem.mechanisms.shared_kv.cpu import OwnKeys
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.shared_kv.torch import plain_attend
 from tandem.mechanisms.streams.shape import Hyper
@@ -142,7 +143,7 @@ def test_own_keys_agree_with_float64(name: str, dtype: torch.dtype) -> None:
     counts, sinks = torch.tensor([1, 90, 33, 64, 65]), torch.randn(6, generator=g)
     for row, count in enumerate(counts.tolist()):
         keys[row, count:] = float("nan")
-    got = OwnKeys(ops_of(name)._dense)(q, keys, counts, 0.2, sinks)  # type: ignore[attr-defined]
+    got = OwnKeys(ops_of(name).dense)(q, keys, counts, 0.2, sinks)  # type: ignore[attr-defined]
     for row, count in enumerate(counts.tolist()):
         k = keys[row, :count].double()
         scores = torch.cat((q[row].double() @ k.T * 0.2, sinks.double()[:, None]), 1).softmax(1)[:, :-1]

@@ -39,7 +39,7 @@ class Steps:
         ids = []
         for layer in range(LAYERS):
             logits = torch.randn(count, EXPERTS, generator=self._generator)
-            routing = TorchOps().route(logits, Router(EXPERTS, TOP_K), None, 1, self.usage.tally(layer))
+            routing = TorchOps().bound(Router(EXPERTS, TOP_K))(logits, None, 1, self.usage.tally(layer))
             ids.append(routing.ids[:, :TOP_K])
         if fail:
             self.recorder.after_failure()

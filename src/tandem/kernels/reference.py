@@ -7,6 +7,7 @@ of that format must compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,28 +31,12 @@ from tandem.kernels.ops import (
     Columns,
     ExpertBiases,
     HeadNorms,
-    LatentSizes,
-    LatentWeights,
     Recorded,
     Rope,
-    Routing,
     Step,
     SureRead,
-    Tally,
 )
-from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import Delta, DeltaWeights, TorchDelta
-from tandem.mechanisms.latent.absorbed import AbsorbedHeads
-from tandem.mechanisms.recurrence.torch import TorchFolds
-from tandem.mechanisms.router import torch as routing
-from tandem.mechanisms.router.shape import Router
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.torch import SharedKvHeads, plain_attend
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
-from tandem.mechanisms.streams.torch import plain_streams
-from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights, TorchPooledIndex
-from tandem.mechanisms.token_index.shape import Index
-from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
+from tandem.mechanisms.slices import bound_by
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:
@@ -186,9 +171,6 @@ class TorchOps(InMemory):
 
         return copy
 
-    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
-        return AbsorbedHeads(self, attend_chosen, sizes, weights, fmt)
-
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
     ) -> TorchExperts:
@@ -269,32 +251,9 @@ class TorchOps(InMemory):
 
     gated = staticmethod(gates.gated)
 
-    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        return TorchDelta(shape, weights)
+    def bound(self, shape: object, *weights: object) -> Any:
+        return bound_by(("torch",), self, shape, weights)
 
-    folds = TorchFolds()
-    streams = staticmethod(plain_streams)
-
-    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        return TorchTokenIndex(shape, weights)
-
-    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
-        return TorchPooledIndex(shape, weights)
-
-    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-        return SharedKvHeads(shape, weights, plain_attend, self.per_head(weights.groups, fmt))
-
-    def route(
-        self,
-        logits: Tensor,
-        router: Router,
-        bias: Tensor | None = None,
-        shared: int = 0,
-        tally: Tally | None = None,
-        places: Tensor | None = None,
-        chosen: Tensor | None = None,
-    ) -> Routing:
-        return routing.route(logits, router, bias, shared, tally, places, chosen)
 
 
 def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from tandem.config.gpu_scratch import StepSize
 from tandem.config.rope import Rope
 from tandem.config.stored import StoredFormats
-from tandem.mechanisms.slices import part_of
+from tandem.mechanisms.slices import has_part, part_of
 
 Shape = TypeVar("Shape")
 
@@ -58,6 +58,7 @@ class Cost(Generic[Shape]):
     """Of one mechanism, as its `shape` has it."""
 
     # What it may.
+    needs_kernels = True  # of its own; else it is written in `Ops` alone
     each_row = False  # a GPU computes a row with the same bits whatever rows are beside it
     settles = False  # steps without draft tokens have faster kernels, with other last bits
     warms_up = False  # modules that are not ours take steps of no sequence, which load kernels early
@@ -139,6 +140,8 @@ class Cost(Generic[Shape]):
 
     def why_no_gpu(self) -> str:
         """Why there are no GPU kernels for it, by name; "": there are."""
+        if self.needs_kernels and not has_part(self.shape, "gpu"):
+            return f"there are no GPU kernels for {self.name}"
         return ""
 
     @property

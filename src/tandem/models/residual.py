@@ -149,4 +149,5 @@ def _streams(b: Builder, hyper: Hyper, names: tuple[str, str], scale: Tensor) ->
     project = b.ops.linear(F.pad(matrix, (0, 0, 0, missing)), fmt="f32")
     base = F.pad(b.float_tensor(names[1], rows), (0, missing))
     weights = HyperWeights(project, F.pad(scale, (0, missing)), base)
-    return b.ops.streams(hyper, weights, b.config.hidden)
+    bound: HyperStreams = b.ops.bound(hyper, weights, b.config.hidden)
+    return bound

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.config.activation import SILU, Activation
-from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
 from tandem.kernels.batch_layout import BatchLayout
@@ -21,7 +21,7 @@ from tandem.kernels.gpu.attention_backends import Attention, attention_of
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
-from tandem.kernels.gpu.linear import DTYPES, GpuLinear
+from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.uploads import uploaded
@@ -29,36 +29,16 @@ from tandem.kernels.ops import (
     NO_NORMS,
     Addend,
     HeadNorms,
-    LatentSizes,
-    LatentWeights,
     Lookup,
     Recorded,
     Rope,
-    Routing,
     Step,
     SureRead,
-    Tally,
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
 from tandem.kernels.ranks.group import Group
-from tandem.mechanisms.delta_net.gpu.net import GpuDelta
-from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import Delta, DeltaWeights
-from tandem.mechanisms.latent.gpu.heads import GpuLatentHeads
-from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
-from tandem.mechanisms.router import gpu as route
-from tandem.mechanisms.router import torch as routing
-from tandem.mechanisms.router.shape import Router
-from tandem.mechanisms.shared_kv.gpu.heads import GpuSharedKvHeads
-from tandem.mechanisms.shared_kv.shape import SharedKv
-from tandem.mechanisms.shared_kv.torch import SharedKvHeads
-from tandem.mechanisms.shared_kv.weights import SharedKvWeights
-from tandem.mechanisms.streams.gpu import gpu_streams
-from tandem.mechanisms.token_index.gpu.index import GpuTokenIndex
-from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights
-from tandem.mechanisms.token_index.shape import Index
-from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
+from tandem.mechanisms.slices import bound_by
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 
@@ -82,8 +62,8 @@ class GpuOps:
         self.pausable = (
             self._attention.pausable
         )  # a pass may stop between two layers while graphs are replayed
-        self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
-        self._step, self._fixed = StepKind(each_row=deterministic), deterministic
+        self.warm: set[object] = set()  # shapes whose kernels for prompts are compiled
+        self._step, self.fixed = StepKind(each_row=deterministic), deterministic
 
     def begin_step(self, batch: BatchLayout, captured: bool, beside: bool = False) -> None:
         """As `Attention.begin`. beside: graphs may run beside it."""
@@ -112,14 +92,11 @@ class GpuOps:
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
     ) -> GpuLinear | GpuCodes:
         if not isinstance(weight, WeightCodes):
-            return GpuLinear(_there(weight, self), bias, fmt, self.device, self._fixed)
+            return GpuLinear(_there(weight, self), bias, fmt, self.device, self.fixed)
         if not self.reads(weight):
-            return GpuLinear(decoded(weight), bias, fmt, self.device, self._fixed)
+            return GpuLinear(decoded(weight), bias, fmt, self.device, self.fixed)
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
-        return GpuCodes(packed, bias, self.device, self.cpu.pool, self._fixed)
-
-    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> GpuLatentHeads:
-        return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device, self._fixed)
+        return GpuCodes(packed, bias, self.device, self.cpu.pool, self.fixed)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
@@ -187,50 +164,13 @@ class GpuOps:
     ) -> Tensor:
         return self._attention(q, k_pages, v_pages, batch, scale, window, sinks)
 
-    folds = GpuFolds()
-
-    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        delta = GpuDelta(shape, weights)
-        if self.device.type == "cuda" and shape not in self._warm:
-            self._warm.add(shape)
-            delta.warm_up()
-        return delta
-
-    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-        return GpuSharedKvHeads(shape, weights, weights.groups.to(self.device, _dtype(fmt)).contiguous())
-
-    streams = staticmethod(gpu_streams)
-
-    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        return GpuTokenIndex(shape, weights)
-
-    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
-        raise KernelError("there are no GPU kernels for keys that stand for several tokens")
+    def bound(self, shape: object, *weights: object) -> Any:
+        return bound_by(("gpu",), self, shape, weights)
 
     def gated(self, x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)
-
-    def route(
-        self,
-        logits: Tensor,
-        router: Router,
-        bias: Tensor | None = None,
-        shared: int = 0,
-        tally: Tally | None = None,
-        places: Tensor | None = None,
-        chosen: Tensor | None = None,
-    ) -> Routing:
-        if routing.in_torch(router, "gpu"):
-            return routing.route(logits, router, bias, shared, tally, places, chosen)
-        return route.route(logits, router, bias, shared, tally, places, chosen)
 
 
 def _there(weight: Tensor | Blocks, ops: GpuOps) -> Tensor:
     """[N, K] on the device, in the type that it is stored in."""
     return uploaded((weight,) if isinstance(weight, Tensor) else weight, ops.device, ops.cpu.pool)
-
-
-def _dtype(fmt: str) -> torch.dtype:
-    if fmt not in DTYPES:
-        raise KernelError(f"matrices of heads on the GPU are {' or '.join(DTYPES)}, not {fmt}")
-    return DTYPES[fmt]

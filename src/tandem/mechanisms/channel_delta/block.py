@@ -11,7 +11,7 @@ from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.channel_delta.torch import ChannelFolds, ChannelGates, ChannelWeights
 from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -34,7 +34,7 @@ class ChannelDeltaNet:
         """name: of the module that holds the projections."""
         s, hidden, name, share = shape, b.config.hidden, name + ".", shard_of(b.config, shape).share
         inner = share(s.inner)
-        self.folds = b.ops.folds
+        self.folds: ChannelFolds = b.ops.bound(shape)
         in_memory = f"{name}forget_gate.dt_bias" in b.checkpoint  # as Transformers has it
         forget = f"{name}forget_gate." if in_memory else name
         self.qkv = b.linear([f"{name}{part}_proj" for part in PARTS], [inner] * 3, hidden)

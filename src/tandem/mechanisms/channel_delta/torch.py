@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.step_rows import Step
 from tandem.mechanisms.delta_net.torch import UNIT_EPS
 from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 
 
 class ChannelGates(NamedTuple):
@@ -29,6 +31,27 @@ class ChannelWeights(NamedTuple):
     norm: Tensor  # float32 [D]: of a head's result
     eps: float
     floor: float = 0.0
+
+
+class ChannelFolds(Folds, Protocol):
+    """`Folds` of delta nets whose channels decay apart."""
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        """[T, H * D], of the gates' type: from the convolution's result [T, 3 * H * D] to the last projection. memory
+        as in `folded`."""
+        ...
+
+
+class TorchChannelFolds(TorchFolds):
+    """`ChannelFolds` in plain torch."""
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        seen = self.folded(channel_tokens(mixed, gates, weights), step, memory)
+        return channel_result(seen, gates.behind, weights)
 
 
 def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
@@ -57,3 +80,7 @@ def channel_result(seen: Tensor, behind: Tensor, weights: ChannelWeights) -> Ten
 def _unit(x: Tensor) -> Tensor:
     unit: Tensor = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
     return unit
+
+
+def bound(ops: object, shape: object) -> ChannelFolds:
+    return TorchChannelFolds()

@@ -180,3 +180,7 @@ class TorchDelta:
         y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)).to(seen.dtype)
         gate = F.silu(z.reshape(len(z), s.v_heads, s.v_dim).to(self.wide))
         return ((self.weights.norm.to(seen.dtype) * y) * gate).to(seen.dtype)
+
+
+def bound(ops: object, shape: DeltaRule, weights: DeltaWeights) -> Delta:
+    return TorchDelta(shape, weights)

@@ -17,6 +17,8 @@ UNGATED_HALVES = 2  # kernels take the rows of a feed-forward without a gate in 
 class Cost(cost.Cost[Dense]):
     """Of two or three matrices."""
 
+    needs_kernels = False
+
     @property
     def between_bytes(self) -> int:
         """Products in float32, and what the activation makes of them."""

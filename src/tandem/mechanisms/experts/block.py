@@ -19,6 +19,7 @@ from tandem.kernels.joined import AfterNorm, Beginning
 from tandem.kernels.ops import MLP, Addend, Linear, Routing, SureRead
 from tandem.mechanisms.dense.block import dense_mlp
 from tandem.mechanisms.experts.shape import Beside, Moe
+from tandem.mechanisms.router.torch import Route
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
@@ -36,6 +37,7 @@ class MoEBlock(Routed):
     def __init__(self, b: Builder, index: int, shape: Moe, names: Names) -> None:
         layer = names.at(index)
         self.ops, self.router = b.ops, shape.router
+        self.route: Route = b.ops.bound(shape.router)
         self.fused = shape.fusible_shared if b.plan.fuse_shared_experts else 0
         self.gate = _router_gate(b, shape, layer, names)
         self.tally, self.number = b.tally(index), moe_index(b.config, index)
@@ -85,7 +87,7 @@ class MoEBlock(Routed):
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
         places, named = self.experts.places, self._named(p)
         self.experts.hint(
-            self.ops.route(self._logits(x)[0], self.router, self.bias, places=places, chosen=named)
+            self.route(self._logits(x)[0], self.bias, places=places, chosen=named)
         )
 
     def _submit(self, x: Tensor, routing: Routing) -> Any:
@@ -106,7 +108,7 @@ class MoEBlock(Routed):
         """Counts who is chosen."""
         places = self.experts.places
         tally = self.tally if p.tallies is None else p.tallies[self.number]
-        found = self.ops.route(logits, self.router, self.bias, self.fused, tally, places, named)
+        found = self.route(logits, self.bias, self.fused, tally, places, named)
         if self.scales is None:
             return found
         return found._replace(weights=found.weights * self.scales[found.ids.long()])

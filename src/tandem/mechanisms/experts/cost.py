@@ -15,6 +15,8 @@ from tandem.mechanisms.experts.shape import Moe
 class Cost(cost.Cost[Moe]):
     """Of router, experts, and a shared one."""
 
+    needs_kernels = False
+
     @property
     def between_bytes(self) -> int:
         """Of the shared expert."""

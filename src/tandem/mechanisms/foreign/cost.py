@@ -8,3 +8,5 @@ from tandem.mechanisms.foreign.shape import Foreign
 
 class Cost(cost.Cost[Foreign]):
     """Of what a layer does outside its experts."""
+
+    needs_kernels = False

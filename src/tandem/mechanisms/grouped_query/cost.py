@@ -21,6 +21,7 @@ GQA_PIECE, GQA_ROUND = 32768, 1024  # tokens of a prefix that are there at a tim
 class Cost(cost.Cost[Gqa]):
     """Of keys and values of all tokens, or of a window."""
 
+    needs_kernels = False
     each_row = True
     warms_up = True
 

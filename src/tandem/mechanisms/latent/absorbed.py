@@ -8,13 +8,55 @@ and sum p (W_V c) = W_V (sum p c), all heads attend to the latents themselves (D
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.chosen import Chosen
-from tandem.kernels.ops import ColumnRun, Columns, LatentSizes, LatentWeights, Ops, PerHead
+from tandem.kernels.ops import ColumnRun, Columns, Ops, PerHead, Rope
+
+
+class LatentSizes(NamedTuple):
+    """Latent attention: H heads; a head's channels that are not turned and that are; a latent's and a value's."""
+
+    heads: int
+    nope: int
+    rope: int
+    rank: int
+    value: int
+
+    @property
+    def width(self) -> int:
+        """Numbers that are cached of a token: the rotary key, then the latent."""
+        return self.rope + self.rank
+
+
+class LatentWeights(NamedTuple):
+    """What lies between the matrices of latent attention. norm [rank]: of the latent, with `eps`; rope turns pairs of
+    neighbours (0, 1), (2, 3) … , or halves; `scale` multiplies scores."""
+
+    keys: Tensor  # W_K' of each head, [H, rank, nope]
+    values: Tensor  # W_V of each head, [H, value, rank]
+    norm: Tensor
+    eps: float
+    rope: Rope
+    scale: float
+    neighbours: bool = True
+
+
+class LatentHeads(Protocol):
+    """Latent attention between its matrices."""
+
+    def __call__(
+        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+    ) -> Tensor:
+        """q [T, H * (nope + rope)] and kv [T, rank + rope], before norm and rotation -> values [T, H * value].
+
+        Keys of row t, [rotary | latent], go to row batch.cache_slots[t] of pages [num_pages, page_size, 1, width].
+        chosen: what rows attend to; None: all tokens up to themselves.
+        """
+        ...
 
 
 class HeadOps(Ops, Protocol):

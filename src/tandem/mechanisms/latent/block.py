@@ -10,7 +10,8 @@ from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.chosen import Chosen
-from tandem.kernels.ops import LatentSizes, LatentWeights, Linear, SureRead
+from tandem.kernels.ops import Linear, SureRead
+from tandem.mechanisms.latent.absorbed import LatentHeads, LatentSizes, LatentWeights
 from tandem.mechanisms.latent.shape import Latent, QueryScale
 from tandem.mechanisms.token_index.block import PooledChoice, TokenChoice
 from tandem.models.builder import Builder
@@ -33,7 +34,7 @@ class LatentAttention:
         norm = b.tensor(name + "kv_a_layernorm.weight", s.kv_rank)
         turns = s.rope.pairs == "neighbours"
         weights = LatentWeights(*self._absorbed(b, name), norm, s.norm.eps, b.rope(s.rope), s.scale, turns)
-        self.heads = b.ops.latent(sizes, weights, b.dense_format)
+        self.heads: LatentHeads = b.ops.bound(sizes, weights, b.dense_format)
         self.query_scales = _query_scales(b, shape.query_scale)
         self.gate = b.linear([name + "g_proj"], [share(s.gate_rows)], hidden) if s.gate_rows else None
         self.out = b.linear([name + "o_proj"], [hidden], share(s.heads * s.value_dim), bias=s.bias)

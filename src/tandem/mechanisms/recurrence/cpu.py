@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.step_rows import Step
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
 from tandem.mechanisms.recurrence.tokens import Tokens
 from tandem.mechanisms.recurrence.torch import Taps
-from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 
 
 class CpuFolds:
-    def __init__(self, ops: _core.RecurrentOps, view_of: Callable[[BatchLayout], _core.BatchView]) -> None:
-        self._ops, self._view_of = ops, view_of
+    """`Folds`."""
+
+    def __init__(self, ops: CpuOps) -> None:
+        self._ops, self._view_of = _core.RecurrentOps(ops.pool, ops.tier), ops.view_of
 
     def convolved(self, new: Tensor, step: Step, ring: Tensor, taps: Taps) -> Tensor:
         out = new.new_empty(new.shape, dtype=torch.float32)
@@ -40,20 +38,6 @@ class CpuFolds:
         self._ops.fold(view, corrects, asked, written, values, decay.exp(), beta, memory, out)
         return out
 
-    def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
-    ) -> Tensor:
-        out, (forget, beta, behind) = torch.empty_like(gates.behind), gates
-        decay, bias, norm, eps, floor = weights
-        self._ops.channel_delta(
-            self._view_of(step.batch), mixed, forget, beta, behind, decay, bias, norm, memory, out, eps, floor
-        )
-        return out
 
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = given, weights
-        out, between = gate.new_empty(gate.shape), mixed.new_empty(gate.shape)
-        self._ops.state_space(
-            self._view_of(step.batch), groups, mixed, gate, steps, decay, bias, through, norm, memory, between, out, eps
-        )
-        return out
+def bound(ops: CpuOps, shape: object) -> CpuFolds:
+    return CpuFolds(ops)

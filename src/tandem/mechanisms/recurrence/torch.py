@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.step_rows import Step, StepRows
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, channel_result, channel_tokens
 from tandem.mechanisms.recurrence.convolution import convolved
 from tandem.mechanisms.recurrence.tokens import Tokens
-from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, space_result, space_tokens
 
 CHUNK = 64  # rows of a prompt that are multiplied together
 
@@ -60,17 +58,6 @@ class Folds(Protocol):
         K, V] goes on."""
         ...
 
-    def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
-    ) -> Tensor:
-        """[T, H * D], of the gates' type: a delta net whose channels decay apart, from its convolution's result [T, 3 *
-        H * D] to its last projection. memory as in `folded`."""
-        ...
-
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        """[T, H * V], of the gate's type: a state space, from its convolution's result to its last projection."""
-        ...
-
 
 class TorchFolds:
     """In plain torch: prompts in chunks, rows that correct one by one."""
@@ -90,15 +77,6 @@ class TorchFolds:
             asked=tokens.asked.repeat_interleave(shared, 1), written=tokens.written.repeat_interleave(shared, 1)
         )
         return torch.cat([_sequence(whole, step.rows, s, memory) for s in range(len(step.rows.slots))])
-
-    def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
-    ) -> Tensor:
-        seen = self.folded(channel_tokens(mixed, gates, weights), step, memory)
-        return channel_result(seen, gates.behind, weights)
-
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        return space_result(self.folded(space_tokens(given, weights), step, memory), given, weights)
 
 
 def _sequence(whole: Tokens, rows: StepRows, index: int, memory: Tensor) -> Tensor:
@@ -135,3 +113,7 @@ def _added(whole: Tokens, piece: slice, memory: Tensor) -> Tensor:
     left = (passed[:, -1:] - passed).exp_()
     memory.baddbmm_((written * left[..., None]).transpose(1, 2), values)
     return seen.transpose(0, 1)
+
+
+def bound(ops: object, shape: object) -> TorchFolds:
+    return TorchFolds()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,8 @@ from tandem.errors import KernelError
 from tandem.kernels.gpu.overlap import let_next_start, overlapped, wait_for_last
 from tandem.kernels.ops import Routing, Tally
 from tandem.mechanisms.router.shape import Router
+from tandem.mechanisms.router.torch import Route, in_torch
+from tandem.mechanisms.router.torch import route as plain_route
 from tandem.mechanisms.token_index.gpu.best import ordered
 
 
@@ -112,15 +116,15 @@ def _route(logits, bias, named, ids, weights, places, found, tokens, seen, rows,
 
 
 def route(
-    logits: Tensor,
     router: Router,
-    bias: Tensor | None,
-    shared: int,
-    tally: Tally | None,
+    logits: Tensor,
+    bias: Tensor | None = None,
+    shared: int = 0,
+    tally: Tally | None = None,
     places: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Routing:
-    """As `Ops.route`."""
+    """As `Route`."""
     rows, slots = logits.shape[0], router.top_k + shared
     ids = logits.new_empty((rows, slots), dtype=torch.int32)
     weights = logits.new_empty((rows, slots), dtype=torch.float32)
@@ -149,3 +153,7 @@ def _counted(tally: Tally | None, unused: Tensor) -> tuple[Tensor, Tensor, Tenso
     if tally.rows is None or tally.tokens.dtype != torch.int32:
         raise KernelError("on a GPU a tally is int32 and says how many rows count")
     return tally.tokens, tally.seen, tally.rows
+
+
+def bound(ops: object, router: Router) -> Route:
+    return partial(plain_route if in_torch(router, "gpu") else route, router)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -10,21 +13,43 @@ from tandem.mechanisms.router.scores import SCORES, Side
 from tandem.mechanisms.router.shape import Router
 
 
+class Route(Protocol):
+    """A router, bound to its rules."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        bias: Tensor | None = None,
+        shared: int = 0,
+        tally: Tally | None = None,
+        places: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Routing:
+        """Logits [T, E], float32 or bfloat16, of which rows may lie apart (and score bias [E]) -> the top-k experts
+        and their weights in float32.
+
+        `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1; `tally` does not
+        count them. places int32 [E + shared]: something about every expert that is looked up for the chosen ones.
+        chosen [T, k]: of a router with a table: who that names; only weights are computed.
+        """
+        ...
+
+
 def in_torch(router: Router, side: Side) -> bool:
     """Whether a side's kernels leave this router to torch. Those of the CPU read no table."""
     return side not in SCORES[router.score].kernels or (router.table and side == "cpu")
 
 
 def route(
-    logits: Tensor,
     router: Router,
+    logits: Tensor,
     bias: Tensor | None = None,
     shared: int = 0,
     tally: Tally | None = None,
     places: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Routing:
-    """As `Ops.route`."""
+    """As `Route`."""
     scores = SCORES[router.score].of(logits.float())
     ids = _best(scores if bias is None else scores + bias, router) if chosen is None else chosen.long()
     weights = scores.gather(-1, ids)
@@ -74,3 +99,7 @@ def _keep_top_groups(ranks: Tensor, router: Router) -> Tensor:
     kept = _descending(group_ranks)[:, : router.top_groups]
     dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, kept, False)
     return groups.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
+
+
+def bound(ops: object, router: Router) -> Route:
+    return partial(route, router)

@@ -11,7 +11,7 @@ from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
-from tandem.mechanisms.shared_kv.torch import BlockRows, Projected
+from tandem.mechanisms.shared_kv.torch import BlockRows, Projected, SharedKvHeads
 from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights, own_bias
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -38,7 +38,7 @@ class SharedKvAttention(SeesBlocks):
         self.index_query = None
         if index is not None:
             self.index_query = b.linear([f"{name}{INDEX}q_b_proj"], [index.heads * index.dim], s.q_rank)
-        self.heads = b.ops.shared_kv(shape, _weights(b, s, name), b.dense_format)
+        self.heads: SharedKvHeads = b.ops.bound(shape, _weights(b, s, name), b.dense_format)
         self.out = b.linear([name + "o_b_proj"], [hidden], share(s.out_groups * s.out_rank))
 
     def reads(self) -> list[SureRead]:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.kernels.ops import PerHead
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
 from tandem.mechanisms.shared_kv.pool import Entries, Seen
@@ -165,3 +166,13 @@ def plain_attend(q: Tensor, keys: Tensor, counts: Tensor, scale: float, sinks: T
     column = sinks.to(scores)[None, :, None].expand(len(q), -1, 1)
     weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
     return torch.matmul(weights, wide).to(q.dtype)
+
+
+class PerHeadOps(Protocol):
+    """What groups of heads are multiplied with."""
+
+    def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead: ...
+
+
+def bound(ops: PerHeadOps, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
+    return SharedKvHeads(shape, weights, plain_attend, ops.per_head(weights.groups, fmt))

@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
-from tandem.mechanisms.recurrence.torch import taps_of
+from tandem.mechanisms.recurrence.torch import Folds, taps_of
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
@@ -19,7 +19,8 @@ class ShortConvolution:
 
     def __init__(self, b: Builder, shape: ShortConv, name: str) -> None:
         """name: of the module that holds the projections."""
-        hidden, channels, self.folds = b.config.hidden, shard_of(b.config, shape).share(shape.channels), b.ops.folds
+        hidden, channels = b.config.hidden, shard_of(b.config, shape).share(shape.channels)
+        self.folds: Folds = b.ops.bound(shape)
         self.projected = b.linear([f"{name}.in_proj"], [(channels,) * 3], hidden, bias=shape.bias)
         conv = b.float_tensor(f"{name}.conv.weight", channels, 1, shape.taps)[:, 0]
         self.taps = taps_of(conv, b.float_tensor(f"{name}.conv.bias", channels) if shape.bias else None)

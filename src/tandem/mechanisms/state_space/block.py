@@ -9,7 +9,7 @@ from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.mechanisms.state_space.shape import StateSpace
-from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
+from tandem.mechanisms.state_space.torch import SpaceFolds, SpaceInputs, SpaceWeights
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -23,7 +23,8 @@ class StateSpaceBlock:
         hidden, name, share = b.config.hidden, name + ".", shard_of(b.config, shape).share
         inner, heads, asked = share(shape.inner), share(shape.heads), share(shape.groups * shape.state)
         mixed = inner, asked, asked
-        self.shape, self.folds = shape, b.ops.folds
+        self.shape = shape
+        self.folds: SpaceFolds = b.ops.bound(shape)
         self.projected = b.linear([name + "in_proj"], [(inner, *mixed, heads)], hidden, bias=shape.bias)
         conv = b.float_tensor(name + "conv1d.weight", mixed, 1, shape.taps)[:, 0]
         self.taps = taps_of(conv, b.float_tensor(name + "conv1d.bias", mixed) if shape.conv_bias else None)

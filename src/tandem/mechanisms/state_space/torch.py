@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.kernels.step_rows import Step
 from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 
 
 class SpaceInputs(NamedTuple):
@@ -30,6 +32,21 @@ class SpaceWeights(NamedTuple):
     eps: float
 
 
+class SpaceFolds(Folds, Protocol):
+    """`Folds` of state spaces."""
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        """[T, H * V], of the gate's type: from the convolution's result to the last projection."""
+        ...
+
+
+class TorchSpaceFolds(TorchFolds):
+    """`SpaceFolds` in plain torch."""
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        return space_result(self.folded(space_tokens(given, weights), step, memory), given, weights)
+
+
 def space_tokens(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
     mixed, inner = given.mixed, len(weights.norm)
     long = F.softplus(given.steps.to(mixed.dtype) + weights.bias)
@@ -46,3 +63,7 @@ def space_result(seen: Tensor, given: SpaceInputs, weights: SpaceWeights) -> Ten
     parts = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + weights.eps)
     result: Tensor = (parts.flatten(1) * weights.norm).to(given.gate.dtype)
     return result
+
+
+def bound(ops: object, shape: object) -> SpaceFolds:
+    return TorchSpaceFolds()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
+from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Mix
 
@@ -52,3 +53,8 @@ class CpuStreams(HyperStreams):
         out = torch.empty_like(streams, memory_format=torch.contiguous_format)
         self._core.leave(streams.contiguous(), y.contiguous(), share, mixing, out)
         return out
+
+
+def bound(ops: CpuOps, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+    """hidden: channels of a stream."""
+    return CpuStreams(ops.pool, ops.tier, shape, weights, hidden)

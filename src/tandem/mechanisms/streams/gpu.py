@@ -165,6 +165,6 @@ class GpuHyperStreams(HyperStreams):
         return out, made if few else project(out.flatten(1).float())[:, None], squares
 
 
-def gpu_streams(shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
-    """`Ops.streams` on a GPU."""
+def bound(ops: object, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+    """hidden: channels of a stream."""
     return GpuHyperStreams(shape, weights)

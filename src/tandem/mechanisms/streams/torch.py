@@ -102,11 +102,6 @@ class HyperStreams:
         return total.to(streams.dtype)
 
 
-def plain_streams(shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
-    """`Ops.streams` in torch."""
-    return HyperStreams(shape, weights)
-
-
 def left(streams: Tensor, y: Tensor, mix: Mix) -> Tensor:
     """Streams [T, n, hidden] mixed, and the block's result y [T, hidden] shared out to them."""
     return mix.leave(streams, y, mix.share, mix.mixing)
@@ -120,3 +115,8 @@ def _balanced(logits: Tensor, shape: Hyper) -> Tensor:
         mixing /= mixing.sum(-1, keepdim=True).add_(shape.eps)
         mixing /= mixing.sum(-2, keepdim=True).add_(shape.eps)
     return mixing
+
+
+def bound(ops: object, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
+    """hidden: channels of a stream."""
+    return HyperStreams(shape, weights)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.ops import SureRead
-from tandem.mechanisms.token_index.pooled import PooledKeys, PoolWeights
+from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights
 from tandem.mechanisms.token_index.shape import Index
-from tandem.mechanisms.token_index.torch import IndexWeights
+from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Arrays, Pass
@@ -28,7 +28,7 @@ class TokenChoice:
         self.key = b.linear([name + "wk"], [shape.dim], hidden)
         self.gates = b.float_linear(name + "weights_proj", shape.heads, hidden)
         norm, bias = (b.float_tensor(f"{name}k_norm.{part}", shape.dim) for part in ("weight", "bias"))
-        self.index = b.ops.token_index(shape, IndexWeights(norm, bias, rope.cos, rope.sin))
+        self.index: TokenIndex = b.ops.bound(shape, IndexWeights(norm, bias, rope.cos, rope.sin))
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.key, self.gates)
@@ -50,7 +50,7 @@ class PooledChoice:
         self.gates = b.float_linear(name + "weights_proj", shape.heads, hidden)
         norm, bias = (b.float_tensor(f"{name}k_norm.{part}", shape.dim) for part in ("weight", "bias"))
         places = b.float_tensor(pooled + "ape", shape.pool, shape.dim)
-        self.index = b.ops.pooled_index(shape, PoolWeights(norm, bias, places))
+        self.index: PooledIndex = b.ops.bound(shape, PoolWeights(norm, bias, places))
 
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.keys, self.gates)

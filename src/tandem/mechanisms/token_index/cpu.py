@@ -11,9 +11,9 @@ from tandem import _core
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.step_rows import Step
-from tandem.mechanisms.token_index.pooled import PooledKeys, PoolWeights, close_pools
+from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights, close_pools
 from tandem.mechanisms.token_index.shape import Index
-from tandem.mechanisms.token_index.torch import IndexWeights
+from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 
 
 class Views(Protocol):
@@ -77,3 +77,9 @@ class CpuChosenAttention:
         out, view = q.new_empty((rows, heads * head_dim)), self._ops.view_of(batch, pages)
         self._attention.attend(view, q, pages, chosen.rows, chosen.counts, out, scale)
         return out
+
+
+def bound(ops: Views, shape: Index, weights: IndexWeights | PoolWeights) -> TokenIndex | PooledIndex:
+    if isinstance(weights, PoolWeights):
+        return CpuPooledIndex(ops, shape, weights)
+    return CpuTokenIndex(ops, shape, weights)

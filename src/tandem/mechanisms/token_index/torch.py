@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.chosen import Chosen
+from tandem.mechanisms.token_index.pooled import PooledIndex, PoolWeights, TorchPooledIndex
 from tandem.mechanisms.token_index.shape import Index
 
 
@@ -96,3 +97,9 @@ def attend_chosen(q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, ch
     scores = torch.einsum("thd,tnd->thn", q.float(), known) * scale
     shares = scores.masked_fill(~there[:, None], float("-inf")).softmax(-1)
     return torch.einsum("thn,tnd->thd", shares, known).to(q.dtype).flatten(1)
+
+
+def bound(ops: object, shape: Index, weights: IndexWeights | PoolWeights) -> TokenIndex | PooledIndex:
+    if isinstance(weights, PoolWeights):
+        return TorchPooledIndex(shape, weights)
+    return TorchTokenIndex(shape, weights)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.kernels.gpu.attention_decode import LOG2_E
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import has_tensor_memory, shared_bytes
-from tandem.kernels.ops import LatentSizes
+from tandem.mechanisms.latent.absorbed import LatentSizes
 from tandem.mechanisms.latent.cost import PARTIAL_BYTES
 from tandem.mechanisms.latent.gpu.per_head import precision
 

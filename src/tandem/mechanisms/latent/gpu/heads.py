@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.chosen import Chosen
-from tandem.kernels.ops import LatentSizes, LatentWeights
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.latent.gpu.decode import Pages, decode, hopper_kernel, parts_of, tile_of
 from tandem.mechanisms.latent.gpu.per_head import per_head
 from tandem.mechanisms.latent.gpu.prompt import Chunk, Prompts

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.gpu_scratch import HEAD_BYTES, ROUND_KEYS, ROUND_ROWS, SQUARE
-from tandem.kernels.ops import LatentSizes, LatentWeights
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.latent.cost import PIECE, head_bytes
 from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, attended, gather, join
 from tandem.mechanisms.latent.gpu.turn import spread

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.gpu.attention_decode import LOG2_E
 from tandem.kernels.gpu.shared_memory import shared_bytes
-from tandem.kernels.ops import LatentSizes
+from tandem.mechanisms.latent.absorbed import LatentSizes
 from tandem.mechanisms.latent.gpu.decode import block_of
 from tandem.mechanisms.latent.gpu.per_head import precision
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.kernels.gpu.overlap import begin, overlapped
-from tandem.kernels.ops import LatentSizes, LatentWeights
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 
 ROWS = 8  # of a program
 

@@ -12,15 +12,11 @@ from torch import Tensor
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.step_rows import Step
-from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
-from tandem.mechanisms.recurrence.gpu.channels import keyed, normed
 from tandem.mechanisms.recurrence.gpu.convolve import convolve
 from tandem.mechanisms.recurrence.gpu.correct import correct
 from tandem.mechanisms.recurrence.gpu.scan import MOST_KEYS, scan
-from tandem.mechanisms.recurrence.gpu.spaces import left, stepped
 from tandem.mechanisms.recurrence.tokens import Tokens
 from tandem.mechanisms.recurrence.torch import Taps
-from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 
 COLUMNS = 32  # of a memory that a program holds
 
@@ -74,29 +70,19 @@ class GpuFolds:
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
         beta = None if tokens.beta is None else tokens.beta.contiguous()
         asked, written, values, decay = (part.contiguous() for part in tokens[:4])
-        out = _read(Tokens(asked, written, values, decay, beta), step.batch, memory)
+        out = answered(Tokens(asked, written, values, decay, beta), step.batch, memory)
         # A copy must give what its row gives: it writes keys and values to the same places.
-        return out.index_select(0, step.rows.copied) if _alone(step.batch, out) else out
-
-    def corrected(
-        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
-    ) -> Tensor:
-        seen = _read(keyed(mixed, gates, weights), step.batch, memory)
-        return normed(seen, gates.behind, step.rows.copied if _alone(step.batch, seen) else None, weights)
-
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        seen = _read(stepped(given, weights), step.batch, memory)
-        return left(seen, given, step.rows.copied if _alone(step.batch, seen) else None, weights)
+        return out.index_select(0, step.rows.copied) if is_alone(step.batch, out) else out
 
 
-def _alone(batch: BatchLayout, rows: Tensor) -> bool:
+def is_alone(batch: BatchLayout, rows: Tensor) -> bool:
     return len(batch.seq_lens) == len(rows)
 
 
-def _read(tokens: Tokens, batch: BatchLayout, memory: Tensor) -> Tensor:
+def answered(tokens: Tokens, batch: BatchLayout, memory: Tensor) -> Tensor:
     """tokens: contiguous. What each row's memory answers, copies of rows for themselves."""
     out = torch.empty_like(tokens.values)
-    together = None if _alone(batch, out) else way_of(tokens)
+    together = None if is_alone(batch, out) else way_of(tokens)
     single = batch.single_rows if together else len(batch.seq_lens)
     if single:
         _row_by_row(tokens, batch, single, memory, out)
@@ -125,3 +111,7 @@ def _row_by_row(tokens: Tokens, batch: BatchLayout, sequences: int, memory: Tens
         APART=decay.shape[2] > 1, CORRECTS=beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns,
         num_warps=4, **overlapped(values.device),
     )  # fmt: skip
+
+
+def bound(ops: object, shape: object) -> GpuFolds:
+    return GpuFolds()
