@@ -12,7 +12,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.streams.cpu import PIECE
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, left
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
 
 SHAPES = [(4, 512, 20), (4, 72, 20), (3, 1000, 5), (2, 16, 1)]  # streams, channels, iterations
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-8
@@ -57,7 +57,7 @@ def test_streams_are_what_the_formulas_say(ops, dtype, streams: int, hidden: int
     x, y = torch.randn(9, streams, hidden).to(dtype), torch.randn(9, hidden).to(dtype)
     ours = ops.bound(shape, weights_of(ops, shape, hidden), hidden)
     taken, mix = ours.entered(x)
-    got = taken, left(x, y, mix), ours.summed(x)
+    got = taken, mix.left(x, y), ours.summed(x)
     expected = in_double(shape, weights_of(ops, shape, hidden, double=True), x, y)
     slack = BF16_ULP if dtype is torch.bfloat16 else 0.0
     slack += ((streams * hidden) ** 0.5 + 4 * iterations + 8) * F32_ULP
@@ -75,12 +75,12 @@ def test_a_row_does_not_depend_on_those_beside_it(ops, dtype, streams: int, hidd
     x, y = torch.randn(rows, streams, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
     ours = ops.bound(shape, weights_of(ops, shape, hidden), hidden)
     taken, mix = ours.entered(x)
-    after, summed = left(x, y, mix), ours.summed(x)
+    after, summed = mix.left(x, y), ours.summed(x)
     for span in (slice(0, 1), slice(5, 9), slice(PIECE - 2, PIECE + 2), slice(rows - 1, rows)):
         own, own_mix = ours.entered(x[span])
         assert torch.equal(own, taken[span]) and torch.equal(ours.summed(x[span]), summed[span])
-        assert torch.equal(left(x[span], y[span], own_mix), after[span])
-        assert torch.equal(left(x[span], y[span], mix.of(torch.arange(rows)[span])), after[span])
+        assert torch.equal(own_mix.left(x[span], y[span]), after[span])
+        assert torch.equal(mix.of(torch.arange(rows)[span]).left(x[span], y[span]), after[span])
 
 
 def test_plain_torch_agrees(ops) -> None:
@@ -92,7 +92,7 @@ def test_plain_torch_agrees(ops) -> None:
         taken, mix = each.entered(x)
         expected = in_double(shape, weights_of(ops, shape, hidden, double=True), x, y)
         torch.testing.assert_close(taken.double(), expected[0], rtol=2.0**-18, atol=2.0**-18)
-        torch.testing.assert_close(left(x, y, mix).double(), expected[1], rtol=2.0**-18, atol=2.0**-18)
+        torch.testing.assert_close(mix.left(x, y).double(), expected[1], rtol=2.0**-18, atol=2.0**-18)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:

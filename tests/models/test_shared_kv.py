@@ -21,7 +21,7 @@ from tandem.mechanisms.shared_kv.cpu import OwnKeys
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.shared_kv.torch import plain_attend
 from tandem.mechanisms.streams.shape import Hyper
-from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, left
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
 from tandem.models.batch import ForwardBatch
 
 OPS = ["torch", *_core.supported_tiers()]
@@ -188,7 +188,7 @@ def test_streams_mix_without_growing() -> None:
     assert (mix.mixing.sum(1) - 1).abs().max() < 1e-5 and (mix.mixing.sum(2) - 1).abs().max() < 1e-3
     y, wide = torch.randn(3, hidden), [t.double() for t in (streams, mix.share, mix.mixing)]
     expected = torch.einsum("tjk,tjd->tkd", wide[2], wide[0]) + wide[1][:, :, None] * y.double()[:, None]
-    assert (left(streams, y, mix) - expected).abs().max() < 8 * 2.0**-24 * float(expected.abs().max())
+    assert (mix.left(streams, y) - expected).abs().max() < 8 * 2.0**-24 * float(expected.abs().max())
 
 
 @pytest.fixture

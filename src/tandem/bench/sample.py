@@ -39,7 +39,6 @@ from tandem.engine.start.parts import EngineParts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
 from tandem.mechanisms.cost import cost_of
-from tandem.mechanisms.experts.shape import Moe
 
 VOCAB = 4096  # a small head, which is counted apart
 LEAST_DEPTH = 3  # periods of layers of the deeper sample, where the model has as many
@@ -335,12 +334,9 @@ def with_experts(model: ModelConfig, count: int) -> ModelConfig:
 
 
 def _smaller(layer: Layer, count: int) -> Layer:
-    def smaller(moe: Moe) -> Moe:
-        router = dataclasses.replace(moe.router, num_experts=count, num_groups=1, top_groups=1)
-        return dataclasses.replace(moe, router=router, experts=dataclasses.replace(moe.experts, count=count))
-
+    moe = layer.moe
     blocks = (
-        dataclasses.replace(block, body=smaller(block.body)) if isinstance(block.body, Moe) else block
+        block if moe is None or block.body is not moe else dataclasses.replace(block, body=moe.with_experts(count))
         for block in layer.blocks
     )
     return Layer(tuple(blocks))

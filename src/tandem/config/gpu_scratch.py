@@ -9,6 +9,8 @@ HEAD_BYTES = 512 << 20  # of a prompt's queries, keys, values and results, of as
 SQUARE = 8192  # rows of a chunk at a time
 MLP_BYTES = 512 << 20  # of what lies between the matrices of a dense feed-forward, at a time
 ROUND_ROWS, ROUND_KEYS = 256, 512  # tokens: lengths are rounded up, because cuDNN plans every new shape
+DECODED_ROWS, DECODE_PARTS = 256, 32  # rows that decode at a time, and parts of a row's keys
+GQA_PIECE, GQA_ROUND = 32768, 1024  # tokens of a prefix that are there at a time; what rows are rounded up to
 
 
 class StepSize(NamedTuple):
@@ -17,6 +19,12 @@ class StepSize(NamedTuple):
     rows: int
     context: int
     sequences: int
+
+
+def gqa_rows(heads: int, dim: int, value: int) -> int:
+    """How many rows of a chunk have room at a time: queries, two pieces of results, and their sum in float32."""
+    room = HEAD_BYTES // (heads * (2 * dim + (2 + 2 + 4) * value)) // ROUND_KEYS * ROUND_KEYS
+    return max(ROUND_KEYS, min(SQUARE, room))
 
 
 # Of experts with many rows (`kernels/gpu/prompts/`).

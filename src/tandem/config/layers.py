@@ -25,6 +25,8 @@ from tandem.mechanisms.streams.shape import Hyper
 Attention = Gqa | Latent | SharedKv
 Mixer = Attention | DeltaRule | ChannelDelta | ShortConv | StateSpace
 Body = Mixer | Dense | Moe | Foreign
+Streams = Hyper
+"""What stands for one residual."""
 
 
 class Mechanism(Protocol):
@@ -46,7 +48,7 @@ class Block:
 
     body: Body
     norm: Norm
-    hyper: Hyper | None = None
+    hyper: Streams | None = None
     post: Norm | None = None
 
 
@@ -58,7 +60,7 @@ class Layer:
     scaled: bool = False
 
     @property
-    def hyper(self) -> Hyper | None:
+    def hyper(self) -> Streams | None:
         """What connects its blocks, all alike; None: one residual."""
         return self.blocks[0].hyper
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.config.activation import SILU
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import Attention, Body, Layer, Mixer
+from tandem.config.layers import Attention, Body, Layer, Mixer, Streams
 from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.speculation.drafts import Drafts
@@ -22,7 +22,6 @@ from tandem.config.vision import Tower
 from tandem.errors import ConfigError
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.experts.shape import NO_EXPERTS, Moe
-from tandem.mechanisms.streams.shape import Hyper
 
 FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
 """Bytes per weight as packed; int8 and int4 carry one bf16 scale per group of 32 weights."""
@@ -271,7 +270,7 @@ def _hyper_bytes(model: ModelConfig) -> int:
     return sum(hyper.matrix_bytes(model.hidden) for hyper in _hypers(model))
 
 
-def _hypers(model: ModelConfig) -> list[Hyper]:
+def _hypers(model: ModelConfig) -> list[Streams]:
     layers = (*model.layers, *_draft_layers(model))
     return [block.hyper for layer in layers for block in layer.blocks if block.hyper is not None]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,3 +99,12 @@ def step_rows(batch: BatchLayout) -> StepRows:
         begins=starts[:-1], first=lens - starts.diff(), last=lens - 1, tables=batch.block_tables.long(),
         alone=rows == sequences,
     )  # fmt: skip
+
+
+class BlockRows(NamedTuple):
+    """B blocks of n rows that see each other, behind a sequence's last kept token. positions int64 [B * n]; slots and
+    last int64 [B]: of its ring, and that token's position."""
+
+    positions: Tensor
+    slots: Tensor
+    last: Tensor

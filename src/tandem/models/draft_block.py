@@ -10,14 +10,13 @@ from torch import Tensor
 
 from tandem.architectures.names import BLOCK_NAMES, BlockNames, Names
 from tandem.kernels.ops import Linear
-from tandem.kernels.step_rows import step_rows
-from tandem.mechanisms.shared_kv.torch import BlockRows
+from tandem.kernels.step_rows import BlockRows, step_rows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.operator import SeesBlocks
 from tandem.models.passing import Pass, States
-from tandem.models.residual import MixedStreams, settle, summed_up, widened
+from tandem.models.residual import settle, summed_up, widened
 
 Embedding = Callable[[Tensor], Tensor]
 
@@ -39,9 +38,7 @@ class DraftBlock:
             decoder_layer(b, len(config.layers) + stage, replace(names, layer=at.at(stage)))
             for stage in range(self.block.layers)
         ]
-        ending = summed_up(b, self._hyper, at.streams)
-        assert isinstance(ending, MixedStreams)
-        self._streams = ending.streams
+        self._streams = summed_up(b, self._hyper, at.streams)
         self._pairs = _Pairs(b, at, self.block.rank)
 
     def __call__(

@@ -13,8 +13,7 @@ from tandem.config.layers import Body
 from tandem.experts import Experts
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import SureRead
-from tandem.kernels.step_rows import StepRows
-from tandem.mechanisms.shared_kv.torch import BlockRows
+from tandem.kernels.step_rows import BlockRows, StepRows
 from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass, States

@@ -15,7 +15,6 @@ from tandem.config.speculation.drafts import Drafts
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError
 from tandem.mechanisms.cost import Limit, cost_of
-from tandem.mechanisms.experts.cost import expert_limit, with_narrow_experts
 
 MOST_RANKS = 64
 
@@ -36,24 +35,6 @@ def cut(
     return replace(model, layers=layers, drafts=drafts, drafter=drafter, shard=shard)
 
 
-def cut_experts(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> ModelConfig:
-    """The model with rank `shard`'s part of the routed experts; all else is whole. Raises ConfigError as `cut` does."""
-    limit = expert_limit(model.moe, expert_unit)
-    if shard.ranks == 1:
-        return model
-    if not limit.allows(shard.ranks):
-        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if limit.allows(n))
-        raise _refused(shard.ranks, f"{limit} cannot be divided among {shard.ranks} ranks; possible: {possible}")
-    layers = tuple(_with_experts(layer, shard.ranks) for layer in model.layers)
-    return replace(model, layers=layers, shard=shard)
-
-
-def _with_experts(layer: Layer, ranks: int) -> Layer:
-    bodies = [block.body for block in layer.blocks]
-    cuts = [with_narrow_experts(body, ranks) if body is layer.moe else body for body in bodies]
-    return replace(layer, blocks=tuple(replace(b, body=c) for b, c in zip(layer.blocks, cuts, strict=True)))
-
-
 def check_ranks(
     model: ModelConfig, ranks: int, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED
 ) -> None:
@@ -61,11 +42,11 @@ def check_ranks(
     if ranks == 1:
         return
     if model.foreign is not None:
-        raise _refused(ranks, "a model that runs through Transformers' modules cannot be divided; leave --tp out")
+        raise refused(ranks, "a model that runs through Transformers' modules cannot be divided; leave --tp out")
     if against := [limit for limit in _limits(model, expert_unit, stored) if not limit.allows(ranks)]:
         named = " and ".join(map(str, against))
         possible = ", ".join(map(str, possible_ranks(model, expert_unit, stored)))
-        raise _refused(ranks, f"{named} cannot be divided among {ranks} ranks; possible: {possible}")
+        raise refused(ranks, f"{named} cannot be divided among {ranks} ranks; possible: {possible}")
 
 
 def possible_ranks(model: ModelConfig, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED) -> list[int]:
@@ -75,7 +56,7 @@ def possible_ranks(model: ModelConfig, expert_unit: int = 1, stored: StoredForma
     return [1, *(ranks for ranks in range(2, most + 1) if all(limit.allows(ranks) for limit in limits))]
 
 
-def _refused(ranks: int, why: str) -> ConfigError:
+def refused(ranks: int, why: str) -> ConfigError:
     return ConfigError(f"--tensor-parallel-size {ranks}: {why}", fields=("tensor_parallel_size",))
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tandem.config.layers import Layer
+from tandem.config.model_config import ModelConfig
+from tandem.config.ranks.cut import MOST_RANKS, refused
+from tandem.config.ranks.shard import Shard
 from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import Limit, cost_of
@@ -50,3 +54,21 @@ def expert_limit(moe: Moe, unit: int) -> Limit:
     """Of routed experts. unit: weights of their width that belong together as stored."""
     least = unit if moe.experts.activation.gated else max(unit, UNGATED_HALVES)
     return Limit(f"{moe.experts.width} rows of experts", moe.experts.width, least)
+
+
+def cut_experts(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> ModelConfig:
+    """The model with rank `shard`'s part of the routed experts; all else is whole. Raises ConfigError as `cut` does."""
+    limit = expert_limit(model.moe, expert_unit)
+    if shard.ranks == 1:
+        return model
+    if not limit.allows(shard.ranks):
+        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if limit.allows(n))
+        raise refused(shard.ranks, f"{limit} cannot be divided among {shard.ranks} ranks; possible: {possible}")
+    layers = tuple(_with_experts(layer, shard.ranks) for layer in model.layers)
+    return replace(model, layers=layers, shard=shard)
+
+
+def _with_experts(layer: Layer, ranks: int) -> Layer:
+    bodies = [block.body for block in layer.blocks]
+    cuts = [with_narrow_experts(body, ranks) if body is layer.moe else body for body in bodies]
+    return replace(layer, blocks=tuple(replace(b, body=c) for b, c in zip(layer.blocks, cuts, strict=True)))

@@ -63,6 +63,11 @@ class Moe:
     beside: Beside | None = None
     apart: bool = False
 
+    def with_experts(self, count: int) -> Moe:
+        """With so many, chosen without groups."""
+        router = replace(self.router, num_experts=count, num_groups=1, top_groups=1)
+        return replace(self, router=router, experts=replace(self.experts, count=count))
+
     def activated_by(self, how: Activation) -> Moe:
         """The same experts, routed and shared, with another activation."""
         shared = None if self.shared is None else replace(self.shared, activation=how)

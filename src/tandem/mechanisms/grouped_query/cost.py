@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import HEAD_BYTES, ROUND_KEYS, SQUARE, StepSize
+from tandem.config.gpu_scratch import DECODE_PARTS, DECODED_ROWS, GQA_PIECE, GQA_ROUND, StepSize, gqa_rows
 from tandem.config.rope import Rope
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import StoredFormats
@@ -14,8 +14,6 @@ from tandem.mechanisms.cost import Keys, Limit, Output, pairs
 from tandem.mechanisms.grouped_query.shape import Gqa
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
-DECODED_ROWS, DECODE_PARTS = 256, 32  # rows that decode at a time, and parts of a row's keys
-GQA_PIECE, GQA_ROUND = 32768, 1024  # tokens of a prefix that are there at a time; what rows are rounded up to
 
 
 class Cost(cost.Cost[Gqa]):
@@ -80,12 +78,6 @@ class Cost(cost.Cost[Gqa]):
     @property
     def output(self) -> Output:
         return Output("o_proj", self.shape.heads * self.shape.value_dim)
-
-
-def gqa_rows(heads: int, dim: int, value: int) -> int:
-    """How many rows of a chunk have room at a time: queries, two pieces of results, and their sum in float32."""
-    room = HEAD_BYTES // (heads * (2 * dim + (2 + 2 + 4) * value)) // ROUND_KEYS * ROUND_KEYS
-    return max(ROUND_KEYS, min(SQUARE, room))
 
 
 def gqa_scratch_bytes(mixer: Gqa, step: StepSize) -> int:

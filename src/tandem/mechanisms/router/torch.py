@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.ops import Routing, Tally
+from tandem.kernels.tally import count_choices
 from tandem.mechanisms.router.scores import SCORES, Side
 from tandem.mechanisms.router.shape import Router
 
@@ -73,18 +74,6 @@ def _best(ranks: Tensor, router: Router) -> Tensor:
     if router.num_groups > 1:
         ranks = _keep_top_groups(ranks, router)
     return _descending(ranks)[:, : router.top_k]
-
-
-def count_choices(tally: Tally, ids: Tensor) -> None:
-    """ids [T, k] of routed experts. Nothing here waits for a GPU."""
-    flat, kind = ids.flatten().long(), tally.tokens.dtype
-    counts = torch.ones_like(flat, dtype=kind)
-    if tally.rows is not None:
-        counts = (torch.arange(len(ids), device=ids.device) < tally.rows).repeat_interleave(ids.shape[1])
-    tally.tokens.scatter_add_(0, flat, counts.to(kind))
-    tally.seen.scatter_reduce_(0, flat, counts.to(kind), "amax")
-    if tally.chosen is not None:
-        tally.chosen[: len(ids)].copy_(ids)
 
 
 def _descending(ranks: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from tandem.architectures.names import Names
 from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
-from tandem.kernels.step_rows import StepRows
+from tandem.kernels.step_rows import BlockRows, StepRows
 from tandem.mechanisms.shared_kv.shape import Pool, SharedKv
-from tandem.mechanisms.shared_kv.torch import BlockRows, Projected, SharedKvHeads
+from tandem.mechanisms.shared_kv.torch import Projected, SharedKvHeads
 from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights, own_bias
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads

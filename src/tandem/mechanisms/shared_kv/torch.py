@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.ops import PerHead
-from tandem.kernels.step_rows import StepRows
+from tandem.kernels.step_rows import BlockRows, StepRows
 from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
 from tandem.mechanisms.shared_kv.pool import Entries, Seen
 from tandem.mechanisms.shared_kv.shape import SharedKv
@@ -43,15 +43,6 @@ class Keys(NamedTuple):
     window: Tensor
     counts: Tensor
     order: Tensor | None
-
-
-class BlockRows(NamedTuple):
-    """B blocks of n rows that see each other, behind a sequence's last kept token. positions int64 [B * n]; slots and
-    last int64 [B]: of its ring, and that token's position."""
-
-    positions: Tensor
-    slots: Tensor
-    last: Tensor
 
 
 class SharedKvHeads:

@@ -40,6 +40,10 @@ class Mix(NamedTuple):
     def of(self, rows: Tensor) -> Mix:
         return self._replace(share=self.share[rows], mixing=self.mixing[rows])
 
+    def left(self, streams: Tensor, y: Tensor) -> Tensor:
+        """Streams [T, n, hidden] mixed, and the block's result y [T, hidden] shared out to them."""
+        return self.leave(streams, y, self.share, self.mixing)
+
 
 class Leaving(NamedTuple):
     """A block's result [T, hidden], and how it returns."""
@@ -71,7 +75,7 @@ class HyperStreams:
         """The streams after what is leaving has joined them, a block's normed rows [T, hidden], and how its result
         returns; None where no block follows. The streams given stay as they are."""
         if leaving is not None:
-            streams = left(streams, *leaving)
+            streams = leaving.mix.left(streams, leaving.y)
         x, mix = (self.summed(streams), None) if last else self.entered(streams)
         return streams, norm(x), mix
 
@@ -100,11 +104,6 @@ class HyperStreams:
         for j in range(1, self.shape.streams):  # as above
             total += shares[:, j, None] * streams[:, j].float()
         return total.to(streams.dtype)
-
-
-def left(streams: Tensor, y: Tensor, mix: Mix) -> Tensor:
-    """Streams [T, n, hidden] mixed, and the block's result y [T, hidden] shared out to them."""
-    return mix.leave(streams, y, mix.share, mix.mixing)
 
 
 def _balanced(logits: Tensor, shape: Hyper) -> Tensor:

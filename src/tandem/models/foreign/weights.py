@@ -15,7 +15,6 @@ from tandem.architectures.foreign.observe import linears
 from tandem.architectures.foreign.skeleton import expert_modules, layer_of
 from tandem.errors import CheckpointError
 from tandem.experts import ExpertMatrices
-from tandem.mechanisms.experts.shape import Moe
 from tandem.models.builder import Builder
 from tandem.models.foreign.experts import ExpertReader, LayerExperts
 from tandem.models.foreign.modules import Matrix, Table, replace_module
@@ -116,7 +115,7 @@ class WeightLoader:
         if layer not in names:
             return
         shape = self._b.config.layers[layer].moe
-        assert isinstance(shape, Moe)
+        assert shape is not None
 
         def matrices_of(index: int) -> Callable[[int], ExpertMatrices]:
             name = names[index]

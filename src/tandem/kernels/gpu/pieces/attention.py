@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from tandem.config.gpu_scratch import GQA_PIECE, GQA_ROUND, gqa_rows
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention import TritonAttention
 from tandem.kernels.gpu.pieces.runs import Run, runs_of
-from tandem.mechanisms.grouped_query.cost import GQA_PIECE, GQA_ROUND, gqa_rows
 from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, gather
 
 _log = logging.getLogger(__name__)
