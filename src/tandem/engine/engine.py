@@ -26,7 +26,7 @@ from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Chunk, Sequence, masks_of
+from tandem.engine.sequence import Chunk, Sequence, masks_of, show
 from tandem.engine.speculation.made import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
@@ -142,6 +142,7 @@ class Engine:
         max_len = answer_limit(request, self.plan.context_length, self._kv.num_pages * self._kv.page_size)
         self._arrivals += 1
         sequences = _sequences(request, max_len, self._arrivals, self._kv.page_size)
+        show(sequences, request.images, self.model_config.vision)
         if request.sampling.grammar is None:
             self._scheduler.add(sequences)
         else:

@@ -232,11 +232,11 @@ class TorchOps(InMemory):
         q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, values], dim=-1)
         q = self._head_norm(q, norms.q, head_dim, norms.eps)
         k = self._head_norm(k, norms.k, head_dim, norms.eps)
-        rows = batch.cache_slots
-        k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)
+        rows, turns = batch.cache_slots, batch.positions if batch.turns is None else batch.turns
+        k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, turns)
         if values:
             v_pages.view(-1, *v_pages.shape[2:])[rows] = v.unflatten(1, (kv_heads, -1))
-        return _rotate(q, rope, batch.positions)
+        return _rotate(q, rope, turns)
 
     def _head_norm(self, x: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
         """[T, n * D] -> [T, n, D], normalised over D or over n * D by the weight's length."""
