@@ -20,6 +20,7 @@ from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.chosen import Chosen
+from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ranks.group import Group
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import Delta, DeltaWeights
@@ -368,9 +369,11 @@ class Ops(Protocol):
         """Shared keys of this shape, bound to their small weights; packs `weights.groups` once."""
         ...
 
+    def image_attention(self, shape: ImageShape, dtype: torch.dtype) -> ImageAttention:
+        """Of an image of this shape, with memory of its own."""
+
     def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
         """Hyper-connections of this shape, of streams of so many channels, bound to their weights."""
-        ...
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         """An indexer of this shape, bound to its small weights (`mechanisms/token_index/torch.py`)."""

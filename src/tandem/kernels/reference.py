@@ -21,6 +21,7 @@ from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.fit import as_packed
 from tandem.kernels.gates import without_gates
+from tandem.kernels.images import ByTorch
 from tandem.kernels.in_memory import InMemory
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -274,6 +275,7 @@ class TorchOps(InMemory):
 
     folds = TorchFolds()
     streams = staticmethod(plain_streams)
+    image_attention = ByTorch
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return TorchTokenIndex(shape, weights)

@@ -25,6 +25,7 @@ from tandem.kernels.gpu.linear import DTYPES, GpuLinear
 from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.uploads import uploaded
+from tandem.kernels.images import ByTorch
 from tandem.kernels.ops import (
     NO_NORMS,
     Addend,
@@ -200,6 +201,7 @@ class GpuOps:
         return GpuSharedKvHeads(shape, weights, weights.groups.to(self.device, _dtype(fmt)).contiguous())
 
     streams = staticmethod(gpu_streams)
+    image_attention = ByTorch
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         return GpuTokenIndex(shape, weights)

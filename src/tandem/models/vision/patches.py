@@ -64,8 +64,8 @@ def turns_of(order: Tensor, tower: Tower, device: torch.device) -> Turns:
     return Turns(angles.cos().to(device), angles.sin().to(device))
 
 
-def turned(x: Tensor, turns: Turns) -> Tensor:
-    """x [heads, patches, channels] turned in halves, in float32."""
-    wide = x.float()
+def turned(x: Tensor, turns: Turns, rows: slice) -> Tensor:
+    """x [n, heads, channels] of these rows, turned in halves, in float32."""
+    wide, cos, sin = x.float(), turns.cos[rows, None], turns.sin[rows, None]
     first, second = wide.chunk(2, -1)
-    return (wide * turns.cos + torch.cat([-second, first], -1) * turns.sin).to(x.dtype)
+    return (wide * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.vision import Tower
+from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
 from tandem.models.vision.patches import Turns, order_of, patches_of, positions_of, turned, turns_of
@@ -46,9 +47,10 @@ class VisionTower:
         x, tiles = self._embedded(patches, down, across), list(_tiles(len(patches), self._rows(len(patches))))
         turns = turns_of(order_of(down, across, p.merge), self.tower, self.device)
         yield
-        levels = list[Tensor]()
+        shape = ImageShape(len(patches), self.tower.heads, self.tower.hidden // self.tower.heads, tiles[0].stop)
+        attention, levels = self._ops.image_attention(shape, self.dtype), list[Tensor]()
         for i, block in enumerate(self._blocks):
-            yield from block.run(x, turns, tiles)
+            yield from block.run(x, turns, attention, tiles)
             if i in self.tower.deep:
                 levels.append(self._deep[len(levels)](x))
                 yield
@@ -84,17 +86,16 @@ class _Block:
         self._up = b.linear([f"{name}mlp.linear_fc1"], [width], hidden, bias=True)
         self._down = b.linear([f"{name}mlp.linear_fc2"], [hidden], width, bias=True)
 
-    def run(self, x: Tensor, turns: Turns, tiles: list[slice]) -> Iterator[None]:
+    def run(self, x: Tensor, turns: Turns, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
         """Changes x [patches, hidden]; stops after each tile of rows."""
-        parts = list[Tensor]()
+        parts = list[tuple[Tensor, Tensor, Tensor]]()
         for rows in tiles:
-            parts.append(self._qkv(self._norms[0](x[rows])))
+            q, k, v = self._qkv(self._norms[0](x[rows])).unflatten(1, (3, self._heads, -1)).unbind(1)
+            parts.append((turned(q, turns, rows), turned(k, turns, rows), v))
             yield
-        q, k, v = torch.cat(parts).unflatten(1, (3, self._heads, -1)).permute(1, 2, 0, 3)
-        q, k = turned(q, turns), turned(k, turns)
-        for rows in tiles:
-            seen = F.scaled_dot_product_attention(q[None, :, rows], k[None], v[None])[0]
-            x[rows] += self._out(seen.transpose(0, 1).flatten(1))
+        attention.show(torch.cat([k for _, k, _ in parts]), torch.cat([v for _, _, v in parts]))
+        for rows, (q, _, _) in zip(tiles, parts, strict=True):
+            x[rows] += self._out(attention.seen(q))
             yield
         for rows in tiles:
             up = F.gelu(self._up(self._norms[1](x[rows])), approximate="tanh")
