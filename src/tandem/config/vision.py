@@ -69,6 +69,12 @@ class Tower:
     processor: Processor = Processor()
     eps: float = 1e-6
 
+    def capped(self, tokens: int) -> Tower:
+        """The same, of whose images none has more tokens."""
+        most = min(self.processor.max_pixels, tokens * self.processor.side**2)
+        least = min(self.processor.min_pixels, most)
+        return replace(self, processor=replace(self.processor, min_pixels=least, max_pixels=most))
+
     @property
     def levels(self) -> int:
         """Rows of `out` numbers that a token's feature has."""

@@ -206,6 +206,8 @@ class Sequence:
         pages = self.pages
         self.num_pages = 0
         self.computed_len = self.folded_len = 0
+        if self.images is not None:
+            self.images.features.clear()
         return pages
 
     def advance(self, length: int) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.config.model_config import ModelConfig
 from tandem.config.vision import Tower
 from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
+from tandem.models.draft_layer import TensorNames
 from tandem.models.vision.patches import Turns, order_of, patches_of, positions_of, turned, turns_of
 
 PREFIX = "model.visual."
@@ -51,6 +54,7 @@ class VisionTower:
         attention, levels = self._ops.image_attention(shape, self.dtype), list[Tensor]()
         for i, block in enumerate(self._blocks):
             yield from block.run(x, turns, attention, tiles)
+            yield
             if i in self.tower.deep:
                 levels.append(self._deep[len(levels)](x))
                 yield
@@ -87,20 +91,23 @@ class _Block:
         self._down = b.linear([f"{name}mlp.linear_fc2"], [hidden], width, bias=True)
 
     def run(self, x: Tensor, turns: Turns, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
-        """Changes x [patches, hidden]; stops after each tile of rows."""
-        parts = list[tuple[Tensor, Tensor, Tensor]]()
+        """Changes x [patches, hidden]; stops after each tile of rows, if there are several."""
+        cut, parts = len(tiles) > 1, list[tuple[Tensor, Tensor, Tensor]]()
         for rows in tiles:
             q, k, v = self._qkv(self._norms[0](x[rows])).unflatten(1, (3, self._heads, -1)).unbind(1)
             parts.append((turned(q, turns, rows), turned(k, turns, rows), v))
-            yield
+            if cut:
+                yield
         attention.show(torch.cat([k for _, k, _ in parts]), torch.cat([v for _, _, v in parts]))
         for rows, (q, _, _) in zip(tiles, parts, strict=True):
             x[rows] += self._out(attention.seen(q))
-            yield
+            if cut:
+                yield
         for rows in tiles:
             up = F.gelu(self._up(self._norms[1](x[rows])), approximate="tanh")
             x[rows] += self._down(up)
-            yield
+            if cut:
+                yield
 
 
 class _Merger:
@@ -120,6 +127,13 @@ class _Merger:
 
 def _tiles(rows: int, most: int) -> Iterator[slice]:
     return (slice(first, min(first + most, rows)) for first in range(0, rows, most))
+
+
+def with_stored_tower(model: ModelConfig, checkpoint: TensorNames) -> ModelConfig:
+    """The model, without a tower that its config.json has and the files do not."""
+    if model.tower is None or checkpoint.has_matrix(f"{PREFIX}blocks.0.attn.qkv"):
+        return model
+    return replace(model, tower=None)
 
 
 def tower_of(b: Builder) -> VisionTower | None:
