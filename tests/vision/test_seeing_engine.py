@@ -16,7 +16,18 @@ from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.vision.spans import PixelSource
 from tandem.errors import RequestError
-from tiny_seeing import IMAGE, SEEING, Prompt, image, oracle, prompt, reference, save_seeing, text
+from tiny_seeing import (
+    IMAGE,
+    SEEING,
+    Prompt,
+    image,
+    oracle,
+    prompt,
+    reference,
+    save_drafted,
+    save_seeing,
+    text,
+)
 
 WIDE, TALL, OTHER = image(16, 40), image(32, 8, 1), image(16, 40, 2)  # 10, 4 and 10 tokens
 PAGE = 4
@@ -87,6 +98,19 @@ def test_answers_are_those_of_transformers(saved, variant: str, way: str) -> Non
     stats = engine.stats()
     assert stats.images >= 2 and stats.image_seconds > 0
     assert (stats.preemptions > 0) == (way == "tight")
+    engine.close()
+
+
+def test_a_draft_layer_guesses_behind_images(saved, tmp_path) -> None:
+    """Its rows take placeholders for tokens: guesses may be worse there, answers are the same."""
+    path = saved("qwen3_5_moe")
+    save_drafted(path, tmp_path / "drafted")
+    engine = engine_of(tmp_path / "drafted", speculative_algorithm="NEXTN", disable_speculative_governor=True)
+    asked = {"one": ONE, "two": TWO, "ends": ENDS, "plain": PLAIN}
+    found = answers(engine, *(request(name, each) for name, each in asked.items()))
+    for name, each in asked.items():
+        check(path, each, found[name, 0])
+    assert engine.stats().speculation.guesses > 0
     engine.close()
 
 

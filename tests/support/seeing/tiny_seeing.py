@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tandem.config.vision import Processor
 from tandem.engine.vision.spans import ImageSpan, PixelSource
-from tiny import COMMON, save_tokenizer, settings
+from tiny import COMMON, file_tensors, save_tokenizer, settings
 
 IMAGE, VIDEO, START, END = 258, 259, 260, 261
 TOWER = settings(
@@ -62,6 +64,23 @@ def save_seeing(variant: str, path: Path) -> None:
         "size": limits, "image_mean": list(PROCESSOR.mean), "image_std": list(PROCESSOR.std),
     }  # fmt: skip
     (path / "preprocessor_config.json").write_text(json.dumps(written))
+
+
+def save_drafted(source: Path, path: Path) -> None:
+    """A Qwen3.5 that sees, with a draft layer: a copy of its last layer, joined at random."""
+    tensors, last = file_tensors(source), "model.language_model.layers.3."
+    torch.manual_seed(6)
+    tensors |= {name.replace(last, "mtp.layers.0."): each for name, each in tensors.items() if name.startswith(last)}
+    hidden = len(tensors["model.language_model.norm.weight"])
+    tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * 0.15
+    norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+    tensors |= {f"mtp.{name}.weight": torch.randn(hidden) * 0.1 for name in norms}
+    shutil.copytree(source, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    apart = {name: each.contiguous().clone() for name, each in tensors.items()}
+    save_file(apart, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def image(height: int, width: int, seed: int = 0) -> PixelSource:
