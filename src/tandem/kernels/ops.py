@@ -358,7 +358,6 @@ class Ops(Protocol):
 
     def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
         """A gated delta net of this shape, bound to its small weights (`mechanisms/delta_net/torch.py`)."""
-        ...
 
     @property
     def folds(self) -> Folds:
@@ -367,7 +366,6 @@ class Ops(Protocol):
 
     def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
         """Shared keys of this shape, bound to their small weights; packs `weights.groups` once."""
-        ...
 
     def image_attention(self, shape: ImageShape, dtype: torch.dtype) -> ImageAttention:
         """Of an image of this shape, with memory of its own."""
@@ -377,7 +375,6 @@ class Ops(Protocol):
 
     def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
         """An indexer of this shape, bound to its small weights (`mechanisms/token_index/torch.py`)."""
-        ...
 
     def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
         """One whose keys stand for several tokens each (`mechanisms/token_index/pooled.py`)."""
