@@ -58,14 +58,14 @@ def planned(path: Path, **flags: object):
 def test_a_plan_names_the_tower_and_its_memory(paths) -> None:
     plan, without = planned(paths["qwen3_vl_moe"]), planned(paths["qwen3_vl_moe"], disable_vision=True)
     said = {each.name: each for each in plan.decisions}["images"]
-    assert said.value == "256 tokens each at most" and "for a megapixel" in said.reason and plan.image_tokens == 256
+    assert said.value == "1024 tokens each at most" and "for a megapixel" in said.reason and plan.image_tokens == 1024
     entries = {entry.name: entry.nbytes for entry in plan.ledgers[0].entries}
     assert entries["vision tower"] > 0 and entries["image features"] == FEATURE_BYTES and entries["image scratch"] > 0
     assert plan.blind == "" and without.blind == "--disable-vision was given" and without.image_tokens == 0
     assert not {"vision tower", "image features"} & {entry.name for entry in without.ledgers[0].entries}
     workspace = [entries["workspace"], {e.name: e.nbytes for e in without.ledgers[0].entries}["workspace"]]
     assert workspace[0] == workspace[1]
-    assert planned(paths["qwen3_vl_moe"], image_max_tokens=100).image_tokens == 100
+    assert planned(paths["qwen3_vl_moe"], image_max_tokens=300).image_tokens == 300
 
 
 def test_a_plan_of_text_says_nothing_of_images(tiny_models) -> None:

@@ -245,10 +245,10 @@ def test_without_a_tower_images_are_refused_by_name(saved) -> None:
 
 
 def test_an_image_has_no_more_tokens_than_asked(saved) -> None:
-    engine = engine_of(saved("qwen3_vl_moe"), image_max_tokens=9)
-    assert engine.model_config.vision.processor.max_pixels == 9 * 64 and engine.plan.image_tokens == 9
-    with pytest.raises(RequestError, match=r"images\[0\]: 16 x 40 pixels are more than the 576"):
-        engine.add(request("a", ONE))
+    engine = engine_of(saved("qwen3_vl_moe"), image_max_tokens=256)
+    assert engine.model_config.vision.processor.max_pixels == 256 * 64 and engine.plan.image_tokens == 256
+    with pytest.raises(RequestError, match=r"images\[0\]: 128 x 136 pixels are more than the 16384"):
+        engine.add(request("a", prompt(text(2), image(128, 136))))
     engine.close()
 
 

@@ -23,7 +23,7 @@ TOWER = settings(
     hidden_size=48, intermediate_size=68, num_heads=4, patch_size=4, spatial_merge_size=2, temporal_patch_size=2,
     num_position_embeddings=36, initializer_range=0.15, out_hidden_size=72,
 )  # fmt: skip
-PROCESSOR = Processor(patch=4, min_pixels=64, max_pixels=1 << 14)
+PROCESSOR = Processor(patch=4, min_pixels=64, max_pixels=1 << 16)
 POSITIONS = settings(
     rope_type="default", rope_theta=5000.0, mrope_section=[4, 4, 4], mrope_interleaved=True
 )

@@ -40,7 +40,9 @@ class ImageSpan(msgspec.Struct, frozen=True, kw_only=True):
         return self.first + self.rows
 
 
-def check_images(images: tuple[ImageSpan, ...], prompt_ids: list[int], tower: Tower | None, blind: str) -> None:
+def check_images(
+    images: tuple[ImageSpan, ...], prompt_ids: list[int], tower: Tower | None, blind: str = "this model reads text only"
+) -> None:
     """Raises RequestError where a tower cannot read them, or their rows are not those of their grid. A placeholder
     of no image is a token like any other. blind: why there is no tower."""
     if images and tower is None:
