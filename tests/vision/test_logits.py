@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 
@@ -89,6 +90,18 @@ def test_turns_and_features_matter(walk, variant: str) -> None:
     places = one.sequence.images.rows._places
     places[:] = torch.arange(len(ONE.ids))[:, None].numpy()
     assert difference(one.step(len(ONE.ids)), wanted) > 1e-2
+
+
+@pytest.mark.parametrize("variant", SEEING)
+def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(walk, variant: str) -> None:
+    """Features; half as much again, since rounding points differ. Behind a router a rounding may choose others."""
+    path, one = walk(variant, WAYS[-1])
+    source, own = image(40, 56, 5), Walk(path, operations(WAYS[-1]), "bfloat16")
+    exact, got = (encoded(each.tower.encode(pixels_of(source))).float()[:, 0] for each in (one, own))
+    rounded = copy.deepcopy(oracle(path).model.visual).bfloat16()
+    with torch.inference_mode():
+        theirs = rounded(patches(source).bfloat16(), grid_thw=torch.tensor([[1, 10, 14]])).pooler_output.float()
+    assert (got - exact).pow(2).mean().sqrt() < 1.5 * (theirs - exact).pow(2).mean().sqrt()
 
 
 @pytest.mark.parametrize("size", [(8, 8), (8, 48), (56, 8), (40, 24), (72, 80)], ids=str)

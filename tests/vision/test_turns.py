@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from tandem.config.host_memory import graph_input_bytes
 from tandem.config.vision import Tower
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
@@ -92,6 +93,7 @@ def test_what_is_moved_is_moved_whole() -> None:
 def test_graphs_read_turns() -> None:
     plan = GraphPlan((4,), 16, images_from=REGION)
     inputs = GraphInputs(4, plan, CPU)
+    assert inputs._layout.nbytes == graph_input_bytes(4, 16, turning=True)
     behind, plain = sequence(ASKED, 20), sequence(prompt(text(9)), 9)
     behind.tokens.append(1)
     plain.tokens.append(1)

@@ -20,13 +20,17 @@ class Turns(NamedTuple):
 
 
 def patches_of(pixels: Tensor, p: Processor) -> Tensor:
-    """uint8 [height, width, 3] → float32 [patches, 3 * temporal * patch * patch], those of a token side by side."""
-    mean, std = (torch.tensor(each)[:, None, None] for each in (p.mean, p.std))
-    normed = (pixels.permute(2, 0, 1).float() / 255 - mean) / std
+    """uint8 [height, width, 3] → uint8 [patches, 3, patch, patch], those of a token side by side."""
     down, across = pixels.shape[0] // p.side, pixels.shape[1] // p.side
-    cut = normed.reshape(3, down, p.merge, p.patch, across, p.merge, p.patch).permute(1, 4, 2, 5, 0, 3, 6)
-    frames = cut[..., None, :, :].expand(*cut.shape[:5], p.temporal, p.patch, p.patch)
-    return frames.reshape(-1, 3 * p.temporal * p.patch**2)
+    cut = pixels.view(down, p.merge, p.patch, across, p.merge, p.patch, 3).permute(0, 3, 1, 4, 6, 2, 5)
+    return cut.reshape(-1, 3, p.patch, p.patch)
+
+
+def normed(patches: Tensor, p: Processor) -> Tensor:
+    """uint8 [n, 3, patch, patch] → float32 [n, 3 * temporal * patch * patch]: all frames are alike."""
+    mean, std = (torch.tensor(each, device=patches.device)[:, None, None] for each in (p.mean, p.std))
+    frame = (patches.float() / 255 - mean) / std
+    return frame[:, :, None].expand(-1, -1, p.temporal, -1, -1).reshape(len(patches), -1)
 
 
 def order_of(down: int, across: int, merge: int) -> Tensor:

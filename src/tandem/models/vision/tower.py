@@ -15,7 +15,7 @@ from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
 from tandem.models.draft_layer import TensorNames
-from tandem.models.vision.patches import Turns, order_of, patches_of, positions_of, turned, turns_of
+from tandem.models.vision.patches import Turns, normed, order_of, patches_of, positions_of, turned, turns_of
 
 PREFIX = "model.visual."
 CPU_ROWS = 256  # of a piece where this process computes: as long as a layer of a prompt's chunk
@@ -45,25 +45,28 @@ class VisionTower:
     def encode(self, pixels: Tensor) -> Encoding:
         """pixels: uint8 [height, width, 3], resized, in host memory."""
         p = self.tower.processor
-        _, down, across = p.grid(*pixels.shape[:2])
-        patches = patches_of(pixels, p).to(self.device, self.dtype)
-        x, tiles = self._embedded(patches, down, across), list(_tiles(len(patches), self._rows(len(patches))))
-        turns = turns_of(order_of(down, across, p.merge), self.tower, self.device)
+        patches, order = patches_of(pixels.to(self.device), p), order_of(*p.grid(*pixels.shape[:2])[1:], p.merge)
+        tiles = list(_tiles(len(patches), self._rows(len(patches))))
+        x, turns = self._places(order), turns_of(order, self.tower, self.device)
         yield
+        for rows in tiles:
+            x[rows] += self._patch(normed(patches[rows], p).to(self.dtype))
+            yield
         shape = ImageShape(len(patches), self.tower.heads, self.tower.hidden // self.tower.heads, tiles[0].stop)
         attention, levels = self._ops.image_attention(shape, self.dtype), list[Tensor]()
         for i, block in enumerate(self._blocks):
             yield from block.run(x, turns, attention, tiles)
             yield
             if i in self.tower.deep:
-                levels.append(self._deep[len(levels)](x))
-                yield
-        return torch.stack([self._merger(x), *levels], 1)
+                levels.append((yield from self._deep[len(levels)].run(x, tiles)))
+        return torch.stack([(yield from self._merger.run(x, tiles)), *levels], 1)
 
-    def _embedded(self, patches: Tensor, down: int, across: int) -> Tensor:
-        places = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
-        order = order_of(down, across, self.tower.processor.merge)
-        return self._patch(patches) + places[order[:, 0], order[:, 1]].to(self.dtype)
+    def _places(self, order: Tensor) -> Tensor:
+        """Learned positions of an image's patches, [patches, hidden]."""
+        down, across = (order.max(0).values + 1).tolist()
+        learned = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
+        there = order.to(self.device)
+        return learned[there[:, 0], there[:, 1]].to(self.dtype)
 
     def _rows(self, patches: int) -> int:
         return patches if self.device.type == "cuda" else CPU_ROWS
@@ -120,9 +123,15 @@ class _Merger:
         self._up: Linear = b.linear([f"{name}linear_fc1"], [self._wide], self._wide, bias=True)
         self._down: Linear = b.linear([f"{name}linear_fc2"], [tower.out], self._wide, bias=True)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        together = self._norm(x).view(-1, self._wide) if self._early else self._norm(x.view(-1, self._wide))
-        return self._down(F.gelu(self._up(together)))
+    def run(self, x: Tensor, tiles: list[slice]) -> Encoding:
+        """x [patches, hidden] → [tokens, out]; stops after each tile of rows."""
+        parts = list[Tensor]()
+        for rows in tiles:
+            y = x[rows]
+            together = self._norm(y).view(-1, self._wide) if self._early else self._norm(y.view(-1, self._wide))
+            parts.append(self._down(F.gelu(self._up(together))))
+            yield
+        return torch.cat(parts)
 
 
 def _tiles(rows: int, most: int) -> Iterator[slice]:
