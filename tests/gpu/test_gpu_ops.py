@@ -219,6 +219,26 @@ def test_rows_have_the_same_bits_among_many(
     assert all(map(torch.equal, *results))
 
 
+def test_rows_turn_by_the_row_of_the_tables_that_is_theirs(ops: Ops) -> None:
+    """Where they lie is by their positions."""
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch, angles = make_batch([(0, 5), (49, 50)], tables), torch.rand(80, 6) * 6.3
+    turns, qkv = torch.randperm(80)[:6], bf16(6, 8 * 24)
+    where = torch.zeros(50, 6)
+    where[batch.positions] = angles[turns]
+    results = []
+    for rope, rows in ((angles, replace(batch, turns=turns)), (where, batch)):
+        k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).to(DEVICE).unbind()
+        tables_ = Rope(rope.cos().to(DEVICE), rope.sin().to(DEVICE))
+        results.append((ops.rope_store(qkv.to(DEVICE), tables_, there(rows), k, v, 4), k, v))
+    assert all(map(torch.equal, *results))
+    rows, (k, v) = replace(batch, turns=turns), torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).unbind()
+    expected = TorchOps().rope_store(qkv, Rope(angles.cos(), angles.sin()), rows, k, v, 4)
+    for got, wanted in zip(results[0], (expected, k, v), strict=True):
+        near(got, wanted, 4 * BF16_ULP, 4 * BF16_ULP)
+
+
 def test_copies_that_lie_nowhere_write_no_keys_and_values(ops: Ops) -> None:
     torch.manual_seed(0)
     tables, pages = random_tables(1, 40)

@@ -148,6 +148,29 @@ def test_sinks(ops: CpuOps, dtype: torch.dtype, window: int, size: float) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_turn_by_the_row_of_the_tables_that_is_theirs(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Where they lie and what they see is by their positions."""
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch, angles = make_batch([(0, 21), (49, 50)], tables), torch.rand(80, 6) * 6.3
+    turns, qkv = torch.randperm(80)[:22], torch.randn(22, 8 * 24).to(dtype)
+    where = torch.zeros(50, 6)
+    where[batch.positions] = angles[turns]
+    results = []
+    for each, rope, rows in (
+        (ops, angles, replace(batch, turns=turns)),
+        (TorchOps(), angles, replace(batch, turns=turns)),
+        (ops, where, batch),
+    ):
+        k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=dtype).unbind()
+        q = each.rope_store(qkv, Rope(rope.cos(), rope.sin()), rows, k, v, 4)
+        results.append((q, k, v, each.attention(q, k, v, rows, 0.2)))
+    for first, second, third in zip(*results, strict=True):
+        assert_near(first, second, 50, size=4.0)
+        assert torch.equal(first, third)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_that_are_values_too(ops: CpuOps, dtype: torch.dtype) -> None:
     """Latent attention's cache: one tensor is k_pages and v_pages, nothing else is stored or read."""
     torch.manual_seed(0)

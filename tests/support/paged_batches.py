@@ -25,6 +25,7 @@ class Batch:
     single_rows: int = 0
     folded: Tensor | None = None
     sure: Tensor | None = None
+    turns: Tensor | None = None
 
     def there(self, device: torch.device) -> Batch:
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if torch.is_tensor(getattr(self, f.name))}

@@ -56,6 +56,7 @@ class EngineConfig:
     context_length: int | None = flag(
         None, "Longest prompt + answer, tokens; default: the model's.", group=MODEL, minimum=1, essential=True
     )
+    disable_vision: bool = flag(False, "Load nothing that reads images: text alone is served.", group=MODEL)
     packed_cache: str | None = flag(
         None, "Directory that keeps packed weights for the next start.", group=MODEL, essential=True
     )
@@ -71,6 +72,9 @@ class EngineConfig:
     )
     tool_call_parser: str | None = flag(
         None, "Form of tool calls, or none; default: the template's.", group=MODEL
+    )
+    image_max_tokens: int | None = flag(
+        None, "Most tokens of an image; default: 4096, without a GPU 1024.", group=MODEL, minimum=256, maximum=16384
     )
 
     # --- server

@@ -125,7 +125,9 @@ def needs_gpu(config: EngineConfig) -> str:
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
     experts, each, scratch = plan.experts, expert_bytes(request), scratch_bytes(request, plan.step_tokens)
+    images = request.image_entries(on_gpu=True)
     fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + scratch_bytes(request)
+    fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
     prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
@@ -139,6 +141,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
         Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
+        *images,
         Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
         Entry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
@@ -165,6 +168,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
         rows += 2 * max(sizes, default=1)
     shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)
+    shared += sum(entry.nbytes for entry in request.image_entries(on_gpu=True))
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 
 

@@ -18,7 +18,7 @@ from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
-from tandem.config.vision import Tower
+from tandem.config.vision import Tower, with_processor
 from tandem.errors import ConfigError
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.experts.shape import NO_EXPERTS, Moe
@@ -54,7 +54,8 @@ class ModelConfig:
     draft: str = ""  # what of the checkpoint would guess tokens, and is not run
     drafts: Drafts | None = None  # what guesses tokens, if the checkpoint has it ...
     drafter: Drafts | None = None  # ... and the same, if it is loaded
-    vision: Tower | None = None  # what reads images, if they are served
+    tower: Tower | None = None  # what reads images, if the checkpoint has it ...
+    vision: Tower | None = None  # ... and the same, if it is loaded
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
     embedding_scale_rounded: bool = False  # it is of the activations' type
@@ -76,9 +77,10 @@ class ModelConfig:
         """
         directory = Path(path)
         generation = directory / "generation_config.json"
-        return cls.from_dict(
+        made = cls.from_dict(
             read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
         )
+        return made if made.tower is None else replace(made, tower=with_processor(made.tower, directory))
 
     @classmethod
     def from_dict(cls, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ranks.group import Group
 
 
@@ -299,4 +300,8 @@ class Ops(Protocol):
     def bound(self, shape: object, *weights: object) -> Any:
         """What computes this mechanism here, bound to its weights: of the files `torch`, `cpu` and `gpu` in the
         folder of its shape. Raises KernelError by name where it has none for this machine."""
+        ...
+
+    def image_attention(self, shape: ImageShape, dtype: torch.dtype) -> ImageAttention:
+        """Of an image of this shape, with memory of its own."""
         ...

@@ -22,6 +22,7 @@ from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.fit import as_packed
 from tandem.kernels.gates import without_gates
+from tandem.kernels.images import ByTorch
 from tandem.kernels.in_memory import InMemory
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
@@ -214,11 +215,11 @@ class TorchOps(InMemory):
         q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, values], dim=-1)
         q = self._head_norm(q, norms.q, head_dim, norms.eps)
         k = self._head_norm(k, norms.k, head_dim, norms.eps)
-        rows = batch.cache_slots
-        k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)
+        rows, turns = batch.cache_slots, batch.positions if batch.turns is None else batch.turns
+        k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, turns)
         if values:
             v_pages.view(-1, *v_pages.shape[2:])[rows] = v.unflatten(1, (kv_heads, -1))
-        return _rotate(q, rope, batch.positions)
+        return _rotate(q, rope, turns)
 
     def _head_norm(self, x: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
         """[T, n * D] -> [T, n, D], normalised over D or over n * D by the weight's length."""
@@ -254,6 +255,7 @@ class TorchOps(InMemory):
     def bound(self, shape: object, *weights: object) -> Any:
         return bound_by(("torch",), self, shape, weights)
 
+    image_attention = ByTorch
 
 
 def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
 from tandem.kernels.gpu.uploads import uploaded
+from tandem.kernels.images import ByTorch
 from tandem.kernels.ops import (
     NO_NORMS,
     Addend,
@@ -166,6 +167,8 @@ class GpuOps:
 
     def bound(self, shape: object, *weights: object) -> Any:
         return bound_by(("gpu",), self, shape, weights)
+
+    image_attention = ByTorch
 
     def gated(self, x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)

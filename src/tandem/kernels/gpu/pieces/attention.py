@@ -126,7 +126,7 @@ def _part(batch: BatchLayout, run: Run) -> BatchLayout:
     starts = batch.query_starts[first : last + 1]
     layout: Any = batch
     return cast(BatchLayout, replace(
-        layout, positions=batch.positions[run.rows], cache_slots=batch.cache_slots[run.rows],
+        layout, positions=batch.positions[run.rows], cache_slots=batch.cache_slots[run.rows], turns=None,
         query_starts=starts - run.rows.start, seq_lens=batch.seq_lens[run.sequences],
         block_tables=batch.block_tables[run.sequences], slots=batch.slots[run.sequences],
         single_rows=max(0, min(batch.single_rows, last) - first),
