@@ -60,7 +60,7 @@ class Model:
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
         self._recorded_cache: Tensor | None = None
         b.all_done()
-        self._turning = b.turning
+        self._turning, self._streams = b.turning, b.config.layers[0].hyper
         # Stays in the mapped file, as it is stored: a step reads a few rows of it.
         self.embedding = embedding_of(b)
 
@@ -105,7 +105,7 @@ class Model:
 
     def begin(self, batch: ForwardBatch) -> Pass:
         """A pass over T new tokens, before the first layer."""
-        return Pass(batch, widened(self._embedded(batch), self.config.layers[0].hyper))
+        return Pass(batch, widened(self._embedded(batch), self._streams))
 
     def _embedded(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden] before the first layer; rows of images have what was seen there."""
@@ -162,13 +162,13 @@ class Model:
         return self.end(self._through(embedded, batch, states))
 
     def _through(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Pass:
-        p = Pass(batch, widened(embedded, self.config.layers[0].hyper))
+        p = Pass(batch, widened(embedded, self._streams))
         for index in range(len(self.layers)):
             self.layer(p, index, states)
         return p
 
     def _worth_recording(self, rows: int) -> bool:
-        if self.config.layers[0].hyper is not None:  # torch mixes streams, which a recording cannot repeat
+        if self._streams is not None:  # torch mixes streams, which a recording cannot repeat
             return False
         elements = rows * len(self.layers) * self.config.hidden
         return rows <= RECORDED_ROWS and elements <= RECORDED_ELEMENTS
