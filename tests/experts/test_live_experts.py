@@ -17,6 +17,7 @@ from tandem import _core
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.live_experts import GIVE_UP, LiveExperts
 from tandem.experts.live.policy import LivePolicy, PolicySettings
+from tandem.experts.residency import Residency
 from tandem.experts.usage.expert_usage import Changes
 
 
@@ -54,7 +55,7 @@ def live(
 ) -> LiveExperts:
     s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=horizon)
     slot_of = torch.stack([layer.gpu.table for layer in layers])
-    policy = LivePolicy(slot_of, layers[0].cpu.bytes_per_expert, cost, s)
+    policy = LivePolicy(Residency(slot_of), layers[0].cpu.bytes_per_expert, cost, s)
     return LiveExperts(policy, made(layers, copies, s.bytes_per_step), usage)
 
 
@@ -105,7 +106,7 @@ class Timed:
         self.copies.prompt, ticks = True, itertools.count(step=tick)
         s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=100.0)
         slot_of, nbytes = torch.stack([x.gpu.table for x in self.layers]), self.layers[0].cpu.bytes_per_expert
-        self.policy, self.works = LivePolicy(slot_of, nbytes, 1.0, s), list[_core.Meanwhile]()
+        self.policy, self.works = LivePolicy(Residency(slot_of), nbytes, 1.0, s), list[_core.Meanwhile]()
         self.exchange = made(self.layers, self.copies, s.bytes_per_step)
         self.exchange.meanwhile = self.works.append
         self.experts = LiveExperts(self.policy, self.exchange, self.usage, lambda: read, lambda: next(ticks))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.experts.residency import packed_slots
 from tandem.experts.usage.usage_file import read_usage
 
 RANDOM_SEED = 42
@@ -37,7 +38,7 @@ class ExpertPlacement:
             here = torch.full_like(self.on_gpu[0], self.drafts)
         else:
             here = self.on_gpu[layer]
-        return torch.where(here, here.cumsum(0) - 1, -1).int()
+        return packed_slots(here)
 
 
 def place(

@@ -11,6 +11,7 @@ from tandem.bench.placement.traces import expert_counts
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import Exchange, LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.residency import Residency, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,13 @@ def simulate_live(
     next decision, which may be sooner than here."""
     layers, experts = placement.on_gpu.shape
     slot_of = torch.stack([placement.slots(layer) for layer in range(layers)])
-    policy = LivePolicy(slot_of, cost.expert_bytes, cost.reads_per_exchange, settings)
+    policy = LivePolicy(Residency(slot_of), cost.expert_bytes, cost.reads_per_exchange, settings)
     hits, moved = [], torch.zeros(len(trace))
     under_way: list[Exchange] = []
     first = 0
     while first < len(trace):
         part = trace[first : first + policy.interval_steps]
-        hits.append(_hits(part, policy.slot_of >= 0))
+        hits.append(_hits(part, torch.from_numpy(policy.residency.on(Tier.GPU))))
         policy.observe(expert_counts(part, experts).numpy(), len(part), len(part))
         if under_way:
             policy.done(*under_way)

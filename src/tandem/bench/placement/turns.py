@@ -28,6 +28,7 @@ from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
+from tandem.experts.residency import Tier, on_tier
 from tandem.experts.usage.expert_usage import ExpertUsage
 
 TURN_TOKENS = 100
@@ -88,7 +89,7 @@ class Sides:
     def show(self, slots: Tensor, alone: bool) -> None:
         """slots int [layers, experts], -1: in CPU memory. alone: those on the GPU have no place in CPU memory, so that
         they may change places."""
-        wanted = slots < 0 if alone else torch.ones_like(self._in_memory)
+        wanted = on_tier(Tier.CPU, slots) if alone else torch.ones_like(self._in_memory)
         for index, layer in enumerate(self._layers):
             gpu: Any = layer.gpu  # GpuExperts
             gpu.slot_of[: self._experts] = slots[index]
@@ -103,7 +104,7 @@ class Sides:
     def shown(self) -> Tensor:
         """Where they are now, after exchanges."""
         slots = torch.stack([layer.gpu.slot_of[: self._experts] for layer in self._layers])
-        self._in_memory = slots < 0
+        self._in_memory = on_tier(Tier.CPU, slots)
         return slots
 
 
