@@ -18,12 +18,20 @@ SIDES = 3  # parts of a position: in time, downwards, across
 def with_tower(
     keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers, deep: Numbers = ()
 ) -> ModelConfig:
-    """The model, with the tower of `vision_config` where there is one. keys: of the whole file; text: of its text.
-    Where the file does not say, sections: pairs of a head that each part of a position turns; deep: as of `Tower`."""
-    nested = keys.mapping("vision_config")
-    if not nested:
+    """The model, with the tower of `vision_config` where there is one; without it, and why, where it is not computed:
+    text is served anyway. keys: of the whole file; text: of its text. Where the file does not say, sections: pairs of a
+    head that each part of a position turns; deep: as of `Tower`."""
+    if not keys.mapping("vision_config"):
         return made
-    inner = JsonKeys(nested, f"{keys.where}: vision_config")
+    try:
+        return replace(made, tower=_tower(keys, text, made, sections, deep))
+    except ConfigError as error:
+        return replace(made, blind=str(error))
+
+
+def _tower(keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers, deep: Numbers) -> Tower:
+    """Raises ConfigError for what is not computed."""
+    inner = JsonKeys(keys.mapping("vision_config"), f"{keys.where}: vision_config")
     inner.only("hidden_act", "gelu_pytorch_tanh", "no other activation is computed in a tower")
     inner.only("in_channels", 3, "pixels are red, green and blue")
     heads, hidden = inner.size("num_heads", 16), inner.size("hidden_size", 1152)
@@ -43,7 +51,7 @@ def with_tower(
         deep=inner.integers("deepstack_visual_indexes") or deep,
         processor=_processor(inner),
     )
-    return replace(made, tower=_checked(inner, tower))
+    return _checked(inner, tower)
 
 
 def _side(keys: JsonKeys) -> int:
