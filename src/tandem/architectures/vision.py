@@ -1,4 +1,4 @@
-"""Towers of Qwen3-VL and Qwen3.5: what of `config.json` says how images are read."""
+"""Towers of Qwen3-VL, Qwen3-Omni and Qwen3.5: what of `config.json` says how images are read."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _tower(keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers,
         side=_side(inner),
         out=made.hidden,
         placeholder=keys.need("image_token_id", 151655),
-        start=keys.need("vision_start_token_id", 151652),
-        end=keys.need("vision_end_token_id", 151653),
+        start=keys.optional("vision_start_token_id", 151652),
+        end=keys.optional("vision_end_token_id", 151653),
         axes=_axes(text, made, sections),
         deep=inner.integers("deepstack_visual_indexes") or deep,
         processor=_processor(inner),
