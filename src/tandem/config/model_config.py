@@ -56,6 +56,7 @@ class ModelConfig:
     drafter: Drafts | None = None  # ... and the same, if it is loaded
     tower: Tower | None = None  # what reads images, if the checkpoint has it ...
     vision: Tower | None = None  # ... and the same, if it is loaded
+    blind: str = ""  # why a tower that config.json names is none
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
     embedding_scale_rounded: bool = False  # it is of the activations' type
@@ -80,7 +81,12 @@ class ModelConfig:
         made = cls.from_dict(
             read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
         )
-        return made if made.tower is None else replace(made, tower=with_processor(made.tower, directory))
+        if made.tower is None:
+            return made
+        try:
+            return replace(made, tower=with_processor(made.tower, directory))
+        except ConfigError as error:  # text is served anyway
+            return replace(made, tower=None, blind=str(error))
 
     @classmethod
     def from_dict(cls, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:

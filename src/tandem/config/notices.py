@@ -41,6 +41,8 @@ def _unread(model: ModelConfig) -> Iterator[str]:
             yield f"config.json: {key}: the model's draft layers (MTP) are not loaded; each step decodes one token"
         elif key == VISION and model.tower is not None:
             continue  # the plan's line on images says what becomes of it
+        elif key == VISION and model.blind:
+            yield f"no images are read, text alone is served: {model.blind}"
         elif key in TOWERS:
             yield f"config.json: {key}: the part that reads images or sound is not loaded; text alone is served"
         else:
