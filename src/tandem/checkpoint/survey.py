@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import lcm
 
 from tandem.checkpoint.layouts import detect
-from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, one_expert
+from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, is_table, one_expert
 from tandem.checkpoint.quant_hints import QuantHints
 from tandem.checkpoint.stored_matrix import FLOATS, Stored
 from tandem.config.stored import StoredFormat, StoredFormats
@@ -28,7 +28,7 @@ def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     alike: dict[object, tuple[Stored, int] | None] = {}  # thousands of experts have the same few forms
     for module, parts in modules.items():
         part = codes_part(parts)
-        if part is None:
+        if part is None or is_table(part.name):
             continue
         form = part.name[-7:], *[(role, p.dtype, p.shape) for role, p in parts.items()]
         if form not in alike:

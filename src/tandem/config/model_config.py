@@ -17,7 +17,7 @@ from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
-from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
+from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats, Table
 from tandem.config.vision import Tower, with_processor
 from tandem.errors import ConfigError
 from tandem.mechanisms.cost import cost_of
@@ -125,6 +125,11 @@ class ModelConfig:
         """Of all blocks, in the order in which they run."""
         return tuple(block.body for layer in self.layers for block in layer.blocks)
 
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """That are read by row."""
+        return tuple(table for body in self.bodies for table in cost_of(body).tables)
+
     @cached_property
     def states(self) -> tuple[State, ...]:
         """What all blocks keep of a sequence; behind that, what a draft layer needs."""
@@ -203,7 +208,7 @@ class ModelConfig:
 
 
 def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, on_gpu: bool) -> int:
-    hyper, streams = _hyper_params(model), _hyper_bytes(model)
+    hyper, streams = _hyper_params(model), _hyper_bytes(model, DTYPE_BYTES[dtype])
     if not stored.dense_codes or dtype == "float32":
         return (model.dense_params - hyper) * DTYPE_BYTES[dtype] + streams
     kinds = stored.dense, stored.shared, stored.embedding
@@ -270,17 +275,26 @@ def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
 
 
 def _hyper_params(model: ModelConfig) -> int:
-    """Of what connects blocks; all are float32."""
-    return sum(hyper.params(model.hidden) for hyper in _hypers(model))
+    """Of what connects blocks, and of what follows the last."""
+    ends = sum(end.end_params(model.hidden) for end in _ends(model))
+    return ends + sum(hyper.params(model.hidden) for hyper in _hypers(model))
 
 
-def _hyper_bytes(model: ModelConfig) -> int:
-    return sum(hyper.matrix_bytes(model.hidden) for hyper in _hypers(model))
+def _hyper_bytes(model: ModelConfig, each: int) -> int:
+    """each: of a number of the activations' type."""
+    ends = sum(each * end.end_params(model.hidden) for end in _ends(model))
+    return ends + sum(hyper.matrix_bytes(model.hidden, each) for hyper in _hypers(model))
 
 
 def _hypers(model: ModelConfig) -> list[Streams]:
     layers = (*model.layers, *_draft_layers(model))
     return [block.hyper for layer in layers for block in layer.blocks if block.hyper is not None]
+
+
+def _ends(model: ModelConfig) -> list[Streams]:
+    """Of the model's streams, and of a draft layer's."""
+    layers = (*model.layers[-1:], *_draft_layers(model))
+    return [layer.hyper for layer in layers if layer.hyper is not None]
 
 
 def rope_bytes(model: ModelConfig, context: int) -> int:

@@ -55,3 +55,12 @@ class StoredFormats:
 
 
 UNQUANTISED = StoredFormats()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A third kind of weight: rows that are read one by one, by numbers that token ids alone decide. It is neither
+    packed nor rounded, and no GPU has a copy."""
+
+    rows: int
+    width: int
