@@ -72,6 +72,9 @@ class EngineConfig:
     tool_call_parser: str | None = flag(
         None, "Form of tool calls, or none; default: the template's.", group=MODEL
     )
+    image_max_tokens: int | None = flag(
+        None, "Most tokens of an image; default: 4096, without a GPU 1024.", group=MODEL, minimum=256, maximum=16384
+    )
 
     # --- server
     host: str = flag("127.0.0.1", "Address to listen on.", group=SERVER, essential=True)
