@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.bench.rows import Row, machine_name, stamp, write
-from tandem.config.layers import Activation, ActivationKind
+from tandem.config.activation import Activation, ActivationKind
 from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers
 from tandem.formats.reference import stored

@@ -18,9 +18,9 @@ from torch import Tensor
 from tandem.bench.architectures import named_config
 from tandem.bench.hybrid import gpu_copy_gbps
 from tandem.bench.rows import print_and_keep
-from tandem.config.layers import DeltaRule
-from tandem.kernels.delta import DeltaState, DeltaWeights
-from tandem.kernels.gpu.delta.net import GpuDelta
+from tandem.mechanisms.delta_net.gpu.net import GpuDelta
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights
 from tandem.models.batch import ForwardBatch
 
 REPLAYS, LAYERS = 20, 36

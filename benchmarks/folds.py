@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.bench.rows import print_and_keep
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.state_space import StateSpace
-from tandem.kernels.gpu.recurrent import folds
-from tandem.kernels.gpu.recurrent.folds import GpuFolds
-from tandem.kernels.recurrent.folds import Taps
-from tandem.kernels.recurrent.tokens import Tokens
+from tandem.config.norm import Norm
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.recurrence.gpu import folds
+from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Taps
+from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from tandem.bench.rows import commit
-from tandem.kernels.gpu.latent import decode as decode_module
-from tandem.kernels.gpu.latent import heads as heads_module
-from tandem.kernels.gpu.latent.decode import Pages, decode
-from tandem.kernels.gpu.latent.heads import GpuLatentHeads
-from tandem.kernels.gpu.latent.prompt import Prompts, attention_for
-from tandem.kernels.gpu.latent.prompt_kernels import attended
-from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
+from tandem.kernels.ops import Rope
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
+from tandem.mechanisms.latent.gpu import decode as decode_module
+from tandem.mechanisms.latent.gpu import heads as heads_module
+from tandem.mechanisms.latent.gpu.decode import Pages, decode
+from tandem.mechanisms.latent.gpu.heads import GpuLatentHeads
+from tandem.mechanisms.latent.gpu.prompt import Prompts, attention_for
+from tandem.mechanisms.latent.gpu.prompt_kernels import attended
 from tandem.models.batch import ForwardBatch
 
 PAGE, LAYERS, COLD_BYTES, REPLAYS = 16, 64, 256 << 20, 7

@@ -8,10 +8,10 @@ import pytest
 
 from plans import GIB, MODEL, machine, plan, reason, with_gpu
 from tandem.config import Machine
-from tandem.config.layers import Gqa
-from tandem.config.mechanisms.latent import Latent
 from tandem.config.state import Pages
 from tandem.errors import ConfigError
+from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.mechanisms.latent.shape import Latent
 
 
 def ada(capability: tuple[int, int] = (8, 9)) -> Machine:

@@ -13,10 +13,12 @@ from tandem.bench.stored import expert_bytes, stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.forecast.ledger import VRAM
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
-from tandem.config.gpu_scratch import StepSize, mixer_scratch_bytes
-from tandem.config.layers import Block, DeltaRule, Layer
+from tandem.config.gpu_scratch import StepSize
+from tandem.config.layers import Block, Layer
 from tandem.config.memory import MemoryRequest
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import cost_of
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 MODEL = named_config("qwen3-next-80b", 8)  # six delta nets, two attentions
 SLOT = 6 * (4 * (8192 + 2 * 32) * 2 + 32 * 128 * 128 * 4)  # last inputs and gates, memory
@@ -51,7 +53,7 @@ def test_scratch_of_long_chunks_is_counted() -> None:
         request = MemoryRequest(config, MODEL, with_gpu(), "bfloat16", "int4", 8)
         tables = 4 * 64 * MODEL.max_positions  # of 64 channels that turn
         step = StepSize(rows, 32768, 8)
-        net, attention = (mixer_scratch_bytes(mixer, None, MODEL.hidden, step) for mixer in (shape, MODEL.mixers[3]))
+        net, attention = (cost_of(mixer).scratch_bytes(step, MODEL.hidden, 0) for mixer in (shape, MODEL.mixers[3]))
         assert net == rows * shape.chunk_row_bytes
         assert workspace_bytes(request) == GPU_WORKSPACE_BYTES + 25 * SLOT + max(net, attention) + tables
 

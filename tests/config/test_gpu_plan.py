@@ -10,16 +10,7 @@ import pytest
 
 from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
 from tandem.bench.architectures import named_config
-from tandem.config import (
-    EngineConfig,
-    Experts,
-    Machine,
-    ModelConfig,
-    Plan,
-    StoredFormat,
-    StoredFormats,
-    resolve,
-)
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
 from tandem.config.cuda_graphs import (
     CHUNK_KERNELS,
     GRAPH_BYTES,
@@ -36,12 +27,13 @@ from tandem.config.gpu_scratch import (
     RING_BYTES,
     StepSize,
     expert_row_bytes,
-    mixer_scratch_bytes,
     pair_bytes,
 )
 from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
 from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import cost_of
+from tandem.mechanisms.experts.shape import Experts
 
 
 def test_a_gpu_is_used_and_filled() -> None:
@@ -283,7 +275,7 @@ def test_a_long_context_leaves_room_for_experts(gpu_gib: int) -> None:
     workspace += unpacking_bytes(gpu, QWEN3)
     tables = rope_bytes(QWEN3, QWEN3.max_positions)
     step = StepSize(LONG_PREFILL_TOKENS if p.gpu.ring_bytes else 2048, 32768, 1)
-    workspace += mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, step)
+    workspace += cost_of(QWEN3.mixers[0]).scratch_bytes(step, QWEN3.hidden, 0)
     room = 0.9 * gpu_gib * GIB - workspace - dense_bytes(QWEN3, "bfloat16") - tables
     experts, kv = p.gpu.experts * QWEN3.expert_bytes("bf16"), p.num_pages * p.page_size * QWEN3_KV
     assert experts > 0.6 * room and room - 10 * 2**20 < experts + kv < room + 2**21
@@ -511,7 +503,7 @@ def test_a_prompt_alone_has_long_steps_where_all_experts_are_on_the_gpu() -> Non
     assert (p.max_step_tokens, p.gpu.step_tokens, p.gpu.shared_tokens) == (8192, 8192, 2048)
     assert reason(p, "tokens per step") == "default, for a prompt alone; 2048 of prompts that others wait for"
     scratch, most = (entry.nbytes for entry in p.ledgers[0].entries if entry.name == "prompt scratch"), p.context_length
-    assert next(scratch) == mixer_scratch_bytes(QWEN3.mixers[0], None, QWEN3.hidden, StepSize(8192, most, 1))
+    assert next(scratch) == cost_of(QWEN3.mixers[0]).scratch_bytes(StepSize(8192, most, 1), QWEN3.hidden, 0)
     assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
     assert p.gpu.prompt_sizes == (128, 256, 512, 1024, 2048)
     asked = qwen3(80, kt_method="INT4", chunked_prefill_size=4096)

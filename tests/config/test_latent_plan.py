@@ -12,10 +12,12 @@ from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import stored_as
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
-from tandem.config.gpu_scratch import PARTIAL_BYTES, SCORE_BYTES, SQUARE, latent_scratch_bytes
-from tandem.config.mechanisms.latent import Latent
+from tandem.config.gpu_scratch import SQUARE
 from tandem.config.memory import MemoryRequest
 from tandem.config.model_config import rope_bytes
+from tandem.mechanisms.latent.cost import PARTIAL_BYTES, latent_scratch_bytes
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.token_index.cost import SCORE_BYTES
 
 LITE = "deepseek-v2-lite"
 

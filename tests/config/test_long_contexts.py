@@ -10,12 +10,14 @@ import torch
 from sessions import Session
 from tandem.bench.architectures import named_config
 from tandem.config import ModelConfig
-from tandem.config.gpu_scratch import SHARED_KEY_BYTES, StepSize, gqa_scratch_bytes, shared_kv_scratch_bytes
-from tandem.config.layers import Gqa
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.gpu_scratch import StepSize
 from tandem.config.model_config import rope_bytes
 from tandem.config.rope import Rope
+from tandem.mechanisms.grouped_query.cost import gqa_scratch_bytes
+from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES, shared_kv_scratch_bytes
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.streams.shape import Hyper
 from tandem.models import builder
 
 LONG = 1 << 20
@@ -56,7 +58,7 @@ def test_entries_of_long_contexts_are_counted() -> None:
     """Places of each sequence's entries, and a row's products with the index once they are more than a piece."""
     kinds = {mixer for mixer in v4().mixers if isinstance(mixer, SharedKv)}
     for shape in kinds:
-        sizes = [shared_kv_scratch_bytes(shape, None, 4096, StepSize(1, n, 8)) for n in (1 << 14, 1 << 17, LONG)]
+        sizes = [shared_kv_scratch_bytes(shape, 0, 4096, StepSize(1, n, 8)) for n in (1 << 14, 1 << 17, LONG)]
         if shape.pool is None:
             assert len(set(sizes)) == 1
             continue

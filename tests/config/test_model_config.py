@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config import ModelConfig
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Router
 from tandem.errors import ConfigError
+from tandem.mechanisms.router.shape import Router
 from tiny import COMMON, VARIANTS
 
 GLM = {

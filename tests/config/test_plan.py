@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
-from tandem.config import (
-    Dense,
-    EngineConfig,
-    Experts,
-    Machine,
-    ModelConfig,
-    Moe,
-    Plan,
-    Router,
-    StoredFormat,
-    StoredFormats,
-    resolve,
-)
+from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
 from tandem.config.machine import TIERS
 from tandem.config.memory import (
     DEFAULT_KV_BYTES,
@@ -32,6 +20,9 @@ from tandem.config.memory import (
 )
 from tandem.config.model_config import rope_bytes
 from tandem.errors import ConfigError
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Experts, Moe
+from tandem.mechanisms.router.shape import Router
 
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
 

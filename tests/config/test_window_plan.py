@@ -9,9 +9,9 @@ import pytest
 from plans import GIB, machine, reason, with_gpu
 from tandem.bench.architectures import named_config
 from tandem.config import EngineConfig, Plan, resolve
-from tandem.config.layers import Gqa
 from tandem.config.memory import MemoryRequest
 from tandem.engine.state.arrays import allocate
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 MODEL = replace(
     named_config("qwen3-30b-a3b", 8),

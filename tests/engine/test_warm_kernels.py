@@ -15,6 +15,7 @@ from sessions import plan
 from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
+from tandem.config.state import Pages
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.sampling import logits
@@ -30,8 +31,12 @@ from tandem.kernels.kernel_loads import KernelLoads
 from tandem.models import build
 from tandem.models.batch import ForwardBatch
 
-PAGE, PAGES, MOST, RUNNING = 16, 4, 40, 6
+PAGE, PAGES, MOST, RUNNING, SLOTS = 16, 4, 40, 6, 3
 CPU = torch.device("cpu")
+EACH_KIND = (
+    "qwen3_next", "deepseek_v3", "deepseek_v32", "deepseek_v4", "kimi_linear", "bailing_hybrid", "granitemoehybrid",
+    "lfm2_moe", "gpt_oss", "mistral4", "nemotron_h",
+)  # fmt: skip
 
 
 class AllOnCpu:
@@ -65,21 +70,32 @@ class Watched:
 
 
 def warmed(path: Path, seconds: float) -> tuple[Watched, ExpertUsage, Handoff]:
+    model, usage, handoff, _, _ = with_state(path, seconds)
+    return model, usage, handoff
+
+
+def with_state(path: Path, seconds: float) -> tuple[Watched, ExpertUsage, Handoff, list[Any], torch.Tensor]:
+    """Also page arrays of each state, and the slots' bytes, after the steps."""
     config, ops = ModelConfig.load(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
-    handoff = Handoff(HandoffSizes(8, MOST, config.hidden, config.moe.router.top_k), CPU, 20.0)
+    top_k = config.moe.router.top_k + config.moe.fusible_shared
+    handoff = Handoff(HandoffSizes(8, MOST, config.expert_channels, top_k), CPU, 20.0)
     usage = ExpertUsage(len(config.moe_layers), config.moe.router.num_experts)
     store: Any = AllOnCpu(ops, handoff)
     built = build(config, plan("bfloat16"), open_checkpoint(path), ops, None, store, usage=usage)
-    model, states = Watched(built), allocate(config.state_layout("bfloat16", PAGE), PAGES).arrays
-    runner: Any = GpuRunner(model, states, handoff, GraphPlan((), PAGES), StepShape(PAGE, MOST), usage=usage)
+    layout = config.state_layout("bfloat16", PAGE)
+    model, states = Watched(built), allocate(layout, PAGES, None, SLOTS)
+    runner: Any = GpuRunner(model, states.arrays, handoff, GraphPlan((), PAGES), StepShape(PAGE, MOST), usage=usage)
     numbers = SimpleNamespace(
         max_step_tokens=MOST, context_length=1000, max_running_requests=RUNNING, page_size=PAGE
     )
     warm_kernels(
-        runner, SimpleNamespace(plan=numbers, model=model, model_config=config, handoff=handoff), seconds
+        runner, SimpleNamespace(plan=numbers, model=model, model_config=config, handoff=handoff, begin_step=None),
+        seconds,
     )
     assert runner._model is model and runner._usage is usage and runner._live is None
-    return model, usage, handoff
+    kept = zip(layout.states, states.arrays, strict=True)
+    pages = [array for state, arrays in kept if isinstance(state, Pages) for array in arrays]
+    return model, usage, handoff, pages, states.slots
 
 
 def test_sizes_are_spread_and_powers_of_two_come_first() -> None:
@@ -119,6 +135,17 @@ def test_rows_with_masks_are_chosen_from_before_the_start(tiny_models: Any, monk
     monkeypatch.setattr(logits, "without_forbidden_rows", lambda *of: rows.append(len(of[0])) or original(*of))
     warmed(tiny_models["qwen3_moe"], 600.0)
     assert rows and all(0 < count <= RUNNING for count in rows)
+
+
+@pytest.mark.parametrize("variant", EACH_KIND)
+def test_every_mechanism_runs_them_and_they_touch_nobody_s_state(
+    tiny_models: Any, variant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They use page 0, which nobody has yet, and slot 0, which is nobody's."""
+    _, _, _, pages, slots = with_state(tiny_models[variant], 600.0)
+    assert "failed" not in caplog.text
+    assert all(not array[1:].any() for array in pages) and not slots[1:].any()
+    assert any(array[0].any() for array in pages) or slots[0].any()
 
 
 def test_they_end_when_their_time_is_up(tiny_models: Any) -> None:

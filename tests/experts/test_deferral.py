@@ -20,7 +20,7 @@ from sessions import Session, plan, prompts
 from tandem import _core
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
 from tandem.experts import mailbox as module

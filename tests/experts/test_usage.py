@@ -12,7 +12,6 @@ from torch import Tensor
 from gpu import DEVICE, needs_triton
 from sessions import Session
 from tandem import _core
-from tandem.config import Router
 from tandem.engine import expert_statistics
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.errors import KernelError
@@ -23,6 +22,7 @@ from tandem.experts.usage.expert_usage import Copy, ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Tally
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.router.shape import Router
 
 ROUTERS = [
     Router(num_experts=60, top_k=4, normalize=False),
@@ -64,8 +64,8 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 def test_route_counts_the_routed_experts(ops: Ops, router: Router, shared: int, rows: int) -> None:
     logits = torch.randn(rows, router.num_experts, generator=torch.Generator().manual_seed(rows))
     tally = tally_of(router, rows + 5)
-    routing = ops.route(logits, router, None, shared, tally)
-    plain = ops.route(logits, router, None, shared)
+    routing = ops.bound(router)(logits, None, shared, tally)
+    plain = ops.bound(router)(logits, None, shared)
     assert torch.equal(routing.ids, plain.ids) and torch.equal(routing.weights, plain.weights)
     check(tally, routing.ids, router, rows)
     assert tally.chosen[rows:].eq(-1).all()
@@ -81,8 +81,8 @@ def test_route_on_a_gpu_leaves_out_padded_rows(router: Router, shared: int) -> N
     logits = torch.randn(9, router.num_experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for counted in (9, 4, 0):
         tally = tally_of(router, 9, counted)
-        routing = gpu.route(logits, router, None, shared, tally)
-        assert torch.equal(routing.ids, gpu.route(logits, router, None, shared).ids)
+        routing = gpu.bound(router)(logits, None, shared, tally)
+        assert torch.equal(routing.ids, gpu.bound(router)(logits, None, shared).ids)
         check(tally, routing.ids, router, counted)
 
 
@@ -92,7 +92,7 @@ def test_a_gpu_refuses_counts_that_its_kernel_does_not_write() -> None:
 
     gpu = GpuOps(DEVICE, CpuOps(_core.WorkerPool([-1]), "scalar"))
     with pytest.raises(KernelError, match="int32"):
-        gpu.route(torch.zeros(1, 60, device=DEVICE), ROUTERS[0], tally=tally_of(ROUTERS[0], 1))
+        gpu.bound(ROUTERS[0])(torch.zeros(1, 60, device=DEVICE), tally=tally_of(ROUTERS[0], 1))
 
 
 def test_the_core_refuses_arrays_of_other_shapes() -> None:
@@ -104,7 +104,7 @@ def test_the_core_refuses_arrays_of_other_shapes() -> None:
         good._replace(chosen=torch.zeros(3, 4, dtype=torch.int32)),
     ):
         with pytest.raises(KernelError):
-            ops.route(logits, router, tally=bad)
+            ops.bound(router)(logits, tally=bad)
 
 
 class Chosen(TorchOps):
@@ -113,10 +113,17 @@ class Chosen(TorchOps):
     def __init__(self) -> None:
         self.ids: list[Tensor] = []
 
-    def route(self, logits, router, bias=None, shared=0, tally=None, places=None, chosen=None):
-        routing = super().route(logits, router, bias, shared, tally, places, chosen)
-        self.ids.append(routing.ids[:, : router.top_k])
-        return routing
+    def bound(self, shape, *weights):
+        route = super().bound(shape, *weights)
+        if not isinstance(shape, Router):
+            return route
+
+        def noted(*given, **named):
+            routing = route(*given, **named)
+            self.ids.append(routing.ids[:, : shape.top_k])
+            return routing
+
+        return noted
 
 
 VARIANTS = ["glm4_moe", "qwen3_moe-gpu", "mixtral"]  # shared experts that are fused; a dense layer; neither
@@ -162,7 +169,7 @@ def fake_step(usage: ExpertUsage, ids: Tensor, counted: int) -> None:
     usage.begin(torch.tensor([counted], dtype=torch.int32))
     for layer in range(usage.shape[0]):
         logits = torch.full((ids.shape[1], usage.shape[1]), -9.0).scatter_(1, ids[layer], 9.0)
-        TorchOps().route(logits, router, tally=usage.tally(layer))
+        TorchOps().bound(router)(logits, tally=usage.tally(layer))
 
 
 def test_totals_of_a_padded_batch_by_side() -> None:

@@ -10,15 +10,17 @@ from plans import GIB, machine
 from tandem.bench.architectures import named_config
 from tandem.config import EngineConfig, ModelConfig, StoredFormats, resolve
 from tandem.config.forecast.attention import attention_flops
-from tandem.config.forecast.memories import CORRECT_SECONDS, SCAN_SECONDS, small
 from tandem.config.forecast.prediction import GPU_ATTENTION_SHARE, Case, predict
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.gpus import Gpu
 from tandem.config.layers import Layer, Mixer
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.short_conv import ShortConv
-from tandem.config.mechanisms.state_space import StateSpace
+from tandem.config.norm import Norm
+from tandem.mechanisms.channel_delta.cost import CORRECT_SECONDS
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.cost import cost_of
+from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.mechanisms.state_space.cost import SCAN_SECONDS
+from tandem.mechanisms.state_space.shape import StateSpace
 
 SPACE = StateSpace(64, 64, 8, 128, 4, Norm(1e-5))
 DELTA = ChannelDelta(32, 128, 4, Norm(1e-5))
@@ -76,7 +78,7 @@ def test_a_step_reads_what_is_kept_and_writes_memories_anew(kind: str, batch: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_steps_wait_for_small_kernels(kind: str) -> None:
     """On a GPU, in graphs: where nothing else takes time, these are left. On a CPU nothing is."""
-    kernels, _ = small(KINDS[kind])
+    kernels = cost_of(KINDS[kind]).kernels
     assert (kernels == 0) == (kind == "conv")
     slow = replace(FREE, kernel_seconds=1e-6)
     more, less = (

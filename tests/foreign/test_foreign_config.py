@@ -15,7 +15,7 @@ from tandem.architectures.foreign import registry
 from tandem.architectures.foreign.gates import activation_of
 from tandem.architectures.foreign.masks import seen_through
 from tandem.config import EngineConfig, ModelConfig, resolve
-from tandem.config.layers import Activation
+from tandem.config.activation import Activation
 from tandem.config.model_config import why_alone
 from tandem.errors import ConfigError
 

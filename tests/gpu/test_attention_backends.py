@@ -19,7 +19,7 @@ from torch.nn.attention import varlen
 from gpu import DEVICE, READS_PAGES
 from paged_batches import Batch
 from plans import ATTENTION, MODEL, MOE, NORM, machine, plan, reason, with_gpu
-from tandem.config import Gqa, ModelConfig
+from tandem.config import ModelConfig
 from tandem.config.attention_backend import release
 from tandem.config.layers import pre_norm
 from tandem.errors import ConfigError, KernelError
@@ -27,6 +27,7 @@ from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape, FlashInferAttention
 from tandem.kernels.gpu.attention_torch import TorchAttention
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 PAGE = 256
 

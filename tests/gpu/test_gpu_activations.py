@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from kernel_cases import stored
 from tandem import _core
-from tandem.config.layers import Activation, ActivationKind
+from tandem.config.activation import Activation, ActivationKind
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Ops
 

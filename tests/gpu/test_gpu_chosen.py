@@ -19,17 +19,19 @@ from paged_batches import PAGE, IndexCase, check_choice, make_batch, random_tabl
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import _core
-from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import Rope as RopeShape
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
+from tandem.kernels.ops import Rope
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.token_index import Chosen, IndexWeights
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
+from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights
 
 if AVAILABLE:
-    from tandem.kernels.gpu.chosen import best, index, scores
-    from tandem.kernels.gpu.latent import decode, heads, prompt
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.mechanisms.latent.gpu import decode, heads, prompt
+    from tandem.mechanisms.token_index.gpu import best, index, scores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +50,7 @@ def ops() -> GpuOps:
 
 def chosen_by(ops: GpuOps, case: IndexCase) -> tuple[Chosen, Tensor]:
     weights = IndexWeights(*(each.to(DEVICE) for each in case.weights))
-    return case.run(ops.token_index(case.shape, weights), DEVICE)
+    return case.run(ops.bound(case.shape, weights), DEVICE)
 
 
 MIXED = [(1, 2), (30, 31), (0, 7), (5, 20), (8, 10), (75, 90)]
@@ -63,7 +65,7 @@ def test_the_best_are_chosen(ops: GpuOps, spans: list[tuple[int, int]], pairs: s
     case = IndexCase(shape, spans, DTYPE)
     chosen, cache = chosen_by(ops, case)
     check_choice(case, chosen, cache)
-    exact = case.run(TorchOps().token_index(shape, case.weights))[1]
+    exact = case.run(TorchOps().bound(shape, case.weights))[1]
     written = ~exact.isnan()
     unit = 2.0**-20 if INTERPRETED else 2.0**-7
     assert torch.equal(written, ~cache.isnan())
@@ -105,13 +107,13 @@ def test_scores_that_are_no_numbers_end(ops: GpuOps) -> None:
 def test_nothing_is_scored_where_all_are_seen(ops: GpuOps) -> None:
     """Chunks of sequences that are short: attention takes all keys, as without an indexer."""
     weights = IndexWeights(*(each.to(DEVICE) for each in IndexCase(SHAPE, [(0, 9)]).weights))
-    made = ops.token_index(SHAPE, weights)
+    made = ops.bound(SHAPE, weights)
     for spans in ([(0, 9), (0, 3)], [(8, 9)]):
         case = IndexCase(replace(SHAPE, budget=16), spans, DTYPE)
         cache = torch.zeros(case.pages, PAGE, 1, SHAPE.dim, dtype=DTYPE, device=DEVICE)
         chosen = case.chosen(made, spans, cache)
         assert chosen is None if len(spans) == 2 else chosen is not None  # one row may be in a graph
-        assert case.chosen(ops.token_index(case.shape, weights), spans, cache) is None  # a page has no more
+        assert case.chosen(ops.bound(case.shape, weights), spans, cache) is None  # a page has no more
 
 
 @needs_cuda
@@ -126,7 +128,7 @@ def test_a_choice_in_a_graph_is_that_of_the_sequence_at_its_replay(ops: GpuOps) 
     """Captured for one token; replayed for sequences of other lengths."""
     shape, lengths = replace(REAL, budget=64), (1, 60, 64, 65, 700, 3000)
     case = IndexCase(shape, [(2999, 3000)], DTYPE)
-    made = ops.token_index(shape, IndexWeights(*(each.to(DEVICE) for each in case.weights)))
+    made = ops.bound(shape, IndexWeights(*(each.to(DEVICE) for each in case.weights)))
     cache = torch.zeros(case.pages, PAGE, 1, shape.dim, dtype=DTYPE, device=DEVICE)
     case.chosen(made, [(0, 3000)], cache)  # all keys
     batch = case.batch([(0, 1)]).there(DEVICE)
@@ -173,11 +175,11 @@ def attended(
     chosen = _random_choice(batch.positions, batch.query_starts, tables, budget)
     moved = LatentWeights(*(each.to(DEVICE) if isinstance(each, Tensor) else each for each in weights))
     moved = moved._replace(rope=Rope(angles.cos().to(DEVICE), angles.sin().to(DEVICE)))
-    layer = ops.latent(sizes, moved, "f32" if DTYPE is torch.float32 else "bf16")
+    layer = ops.bound(sizes, moved, "f32" if DTYPE is torch.float32 else "bf16")
     there = latents.to(DEVICE)
     on_device = Chosen(chosen.rows.to(DEVICE), chosen.counts.to(DEVICE))
     got = layer(q.to(DEVICE), kv.to(DEVICE), batch.there(DEVICE), there, on_device).cpu()
-    exact = TorchOps().latent(sizes, _wide(weights), "f32")
+    exact = TorchOps().bound(sizes, _wide(weights), "f32")
     return got, exact(q.float(), kv.float(), batch, latents.float(), chosen)
 
 

@@ -11,7 +11,7 @@ import torch
 import kernel_cases as cases
 from gpu import HAS_TRITON, pretend_cuda_core
 from kernel_cases import DENSE_FORMATS, coded
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.kernels.packed.matrix import PackedMatrix
 
 if HAS_TRITON:

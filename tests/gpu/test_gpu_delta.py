@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.config.layers import DeltaRule
-from tandem.config.mechanisms.norm import Norm
-from tandem.kernels.delta import DeltaState, DeltaWeights, Product, TorchDelta
+from tandem.config.norm import Norm
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product, TorchDelta
 from tandem.models.batch import ForwardBatch
 
 if AVAILABLE:
-    from tandem.kernels.gpu.delta import prompt as prompt_module
-    from tandem.kernels.gpu.delta.net import GpuDelta
-    from tandem.kernels.gpu.delta.step import MOST_HIDDEN, multiplies
     from tandem.kernels.gpu.linear import GpuLinear
+    from tandem.mechanisms.delta_net.gpu import prompt as prompt_module
+    from tandem.mechanisms.delta_net.gpu.net import GpuDelta
+    from tandem.mechanisms.delta_net.gpu.step import MOST_HIDDEN, multiplies
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16

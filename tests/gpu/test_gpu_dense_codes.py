@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from kernel_cases import DENSE_FORMATS, coded
 from tandem import _core
-from tandem.config.layers import Activation, ActivationKind
+from tandem.config.activation import Activation, ActivationKind
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.reference import decoded, magnitudes, stored

@@ -18,16 +18,17 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.ops import LatentSizes, LatentWeights, Rope
+from tandem.kernels.ops import Rope
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 
 if AVAILABLE:
-    from tandem.kernels.gpu.latent import decode as decoding
-    from tandem.kernels.gpu.latent import heads as heads_module
-    from tandem.kernels.gpu.latent import per_head as per_head_module
-    from tandem.kernels.gpu.latent import prompt
-    from tandem.kernels.gpu.latent.prompt import Square, square_of
-    from tandem.kernels.gpu.latent.prompt_kernels import attended
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.mechanisms.latent.gpu import decode as decoding
+    from tandem.mechanisms.latent.gpu import heads as heads_module
+    from tandem.mechanisms.latent.gpu import per_head as per_head_module
+    from tandem.mechanisms.latent.gpu import prompt
+    from tandem.mechanisms.latent.gpu.prompt import Square, square_of
+    from tandem.mechanisms.latent.gpu.prompt_kernels import attended
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 PAGE = 16
@@ -121,7 +122,7 @@ class Case:
             keys=w.keys.to(DEVICE), values=w.values.to(DEVICE), norm=w.norm.to(DEVICE),
             rope=Rope(w.rope.cos.to(DEVICE), w.rope.sin.to(DEVICE)),
         )  # fmt: skip
-        layer = ops.latent(self.sizes, moved, "f32" if DTYPE is torch.float32 else "bf16")
+        layer = ops.bound(self.sizes, moved, "f32" if DTYPE is torch.float32 else "bf16")
         kv = torch.cat([self.kv[i][start:end] for i, (start, end) in enumerate(self.spans)])
         return layer(self.q.to(DEVICE), kv.to(DEVICE), each, pages).cpu(), pages.cpu()
 

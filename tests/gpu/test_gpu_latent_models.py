@@ -22,8 +22,8 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 
 if AVAILABLE:
-    from tandem.kernels.gpu.latent import decode, heads, prompt
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.mechanisms.latent.gpu import decode, heads, prompt
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,6 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from kernel_cases import F32_UNIT, GGUF_BLOCKS, gguf_codes
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Router
-from tandem.config.mechanisms.scores import SCORES, Score
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.sampling.masks import new_mask
@@ -28,6 +26,8 @@ from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import HeadNorms, Ops, Rope, Routing, Tally
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.router.scores import SCORES, Score
+from tandem.mechanisms.router.shape import Router
 
 if AVAILABLE:
     from tandem.kernels.gpu import attention_decode, best, expert_rows, experts
@@ -217,6 +217,26 @@ def test_rows_have_the_same_bits_among_many(
         q = ops.rope_store(qkv, rope, batch, *kept, heads, norms)
         results.append([q, *kept])
     assert all(map(torch.equal, *results))
+
+
+def test_rows_turn_by_the_row_of_the_tables_that_is_theirs(ops: Ops) -> None:
+    """Where they lie is by their positions."""
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch, angles = make_batch([(0, 5), (49, 50)], tables), torch.rand(80, 6) * 6.3
+    turns, qkv = torch.randperm(80)[:6], bf16(6, 8 * 24)
+    where = torch.zeros(50, 6)
+    where[batch.positions] = angles[turns]
+    results = []
+    for rope, rows in ((angles, replace(batch, turns=turns)), (where, batch)):
+        k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).to(DEVICE).unbind()
+        tables_ = Rope(rope.cos().to(DEVICE), rope.sin().to(DEVICE))
+        results.append((ops.rope_store(qkv.to(DEVICE), tables_, there(rows), k, v, 4), k, v))
+    assert all(map(torch.equal, *results))
+    rows, (k, v) = replace(batch, turns=turns), torch.zeros(2, pages, PAGE, 2, 24, dtype=torch.bfloat16).unbind()
+    expected = TorchOps().rope_store(qkv, Rope(angles.cos(), angles.sin()), rows, k, v, 4)
+    for got, wanted in zip(results[0], (expected, k, v), strict=True):
+        near(got, wanted, 4 * BF16_ULP, 4 * BF16_ULP)
 
 
 def test_copies_that_lie_nowhere_write_no_keys_and_values(ops: Ops) -> None:
@@ -413,16 +433,16 @@ def test_route(ops: Ops, router: Router, shared: int) -> None:
     logits[0, 3:6] = 9.0  # ties: the lowest ids first
     bias = torch.rand(router.num_experts) if router.has_bias else None
     places = torch.randperm(router.num_experts + shared).int() - 3
-    expected = TorchOps().route(logits, router, bias, shared, places=places)
+    expected = TorchOps().bound(router)(logits, bias, shared, places=places)
     beside = torch.cat((logits, torch.full((9, 1), 99.0)), 1).to(DEVICE)  # a column that is not the router's
-    got = ops.route(
-        beside[:, :-1], router, None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
+    got = ops.bound(router)(
+        beside[:, :-1], None if bias is None else bias.to(DEVICE), shared, places=places.to(DEVICE)
     )
     assert torch.equal(got.ids.cpu(), expected.ids)
     assert got.slots is not None and torch.equal(got.slots.cpu(), places[expected.ids])
     near(got.weights, expected.weights, 1e-5)
     rounded = logits.bfloat16()
-    assert torch.equal(ops.route(rounded.to(DEVICE), router).ids.cpu(), TorchOps().route(rounded, router).ids)
+    assert torch.equal(ops.bound(router)(rounded.to(DEVICE)).ids.cpu(), TorchOps().bound(router)(rounded).ids)
 
 
 @pytest.mark.parametrize("shared", [0, 1])
@@ -432,8 +452,8 @@ def test_experts_that_a_table_names(ops: Ops, shared: int) -> None:
     router = Router(21, 5, score="sqrt_softplus", table=True, scale=1.5)
     logits = torch.randn(9, 21) * 12
     named = torch.rand(9, 21).argsort(-1)[:, :5].int()
-    expected = TorchOps().route(logits, router, shared=shared, chosen=named)
-    got = ops.route(logits.to(DEVICE), router, shared=shared, chosen=named.to(DEVICE))
+    expected = TorchOps().bound(router)(logits, shared=shared, chosen=named)
+    got = ops.bound(router)(logits.to(DEVICE), shared=shared, chosen=named.to(DEVICE))
     assert torch.equal(got.ids.cpu(), expected.ids)
     near(got.weights, expected.weights, 1e-5)
 
@@ -445,8 +465,8 @@ def test_a_score_without_a_kernel_is_torchs(ops: Ops, monkeypatch: pytest.Monkey
     logits, bias = torch.randn(9, 60), torch.rand(60)
     zeros = torch.zeros(60, dtype=torch.int32, device=DEVICE)
     tally = Tally(zeros, zeros.clone(), rows=torch.tensor([7], dtype=torch.int32, device=DEVICE))
-    expected = TorchOps().route(logits, router, bias, shared)
-    got = ops.route(logits.to(DEVICE), router, bias.to(DEVICE), shared, tally)
+    expected = TorchOps().bound(router)(logits, bias, shared)
+    got = ops.bound(router)(logits.to(DEVICE), bias.to(DEVICE), shared, tally)
     assert torch.equal(got.ids.cpu(), expected.ids)
     assert torch.equal(tally.tokens.cpu(), expected.ids[:7, :4].flatten().long().bincount(minlength=60).int())
     near(got.weights, expected.weights, 1e-5)

@@ -21,7 +21,7 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
-from tandem.config.layers import SILU, Activation, ActivationKind
+from tandem.config.activation import SILU, Activation, ActivationKind
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps

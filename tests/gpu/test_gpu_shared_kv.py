@@ -18,22 +18,22 @@ from gpu_sessions import DECODED, PROMPT, ROWS, Session, check_answers, on_the_c
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import LLM, SamplingParams, _core
-from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.rope import Rope
 from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.shared_kv.heads import Projected, SharedKvHeads, plain_attend
-from tandem.kernels.shared_kv.rows import StepRows, step_rows
-from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.kernels.step_rows import StepRows, step_rows
+from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.shared_kv.torch import Projected, SharedKvHeads, plain_attend
+from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.models.batch import ForwardBatch
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
-    from tandem.kernels.gpu.shared_kv import enter
-    from tandem.kernels.gpu.shared_kv.attend import EntriesSeen
-    from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
-    from tandem.kernels.gpu.shared_kv.prompt import attend_rows
+    from tandem.mechanisms.shared_kv.gpu import enter
+    from tandem.mechanisms.shared_kv.gpu.attend import EntriesSeen
+    from tandem.mechanisms.shared_kv.gpu.heads import GpuSharedKvHeads
+    from tandem.mechanisms.shared_kv.gpu.prompt import attend_rows
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 ALL_CHOSEN = "deepseek_v4-every"

@@ -150,13 +150,17 @@ class Layers:
 
     def check(self, tokens: int = TOKENS, chosen: list[int] | None = None) -> None:
         """One step: all layers in order."""
-        for each, whole in zip(self.each, self.whole, strict=True):
-            x, weights = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, TOP_K)
-            ids = torch.stack([torch.tensor(chosen or torch.randperm(EXPERTS)[:TOP_K].tolist()) for _ in range(tokens)])
-            routing = Routing(ids.int().to(DEVICE), weights.to(DEVICE))
-            got = each.wait(each.submit(x.to(DEVICE), routing)).float().cpu()
-            expected = whole.forward(x.float(), ids.int(), weights)
-            assert (got - expected).norm() <= TOLERANCE * expected.norm()
+        for index in range(LAYERS):
+            self.check_layer(index, tokens, chosen)
+
+    def check_layer(self, index: int, tokens: int = TOKENS, chosen: list[int] | None = None) -> None:
+        each, whole = self.each[index], self.whole[index]
+        x, weights = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, TOP_K)
+        ids = torch.stack([torch.tensor(chosen or torch.randperm(EXPERTS)[:TOP_K].tolist()) for _ in range(tokens)])
+        routing = Routing(ids.int().to(DEVICE), weights.to(DEVICE))
+        got = each.wait(each.submit(x.to(DEVICE), routing)).float().cpu()
+        expected = whole.forward(x.float(), ids.int(), weights)
+        assert (got - expected).norm() <= TOLERANCE * expected.norm()
 
     @property
     def posts(self) -> int:
@@ -330,6 +334,24 @@ def test_rows_that_fill_a_graph_up_are_not_the_cpu_s() -> None:
         got = each.wait(each.submit(x.to(DEVICE), Routing(ids.to(DEVICE), weights.to(DEVICE)))).float().cpu()
     expected = whole.forward(x.float(), ids, weights)[: TOKENS - 3]
     assert posted == [TOKENS - 3] and (got[: TOKENS - 3] - expected).norm() <= TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_one_layer_alone_travels_before_the_start(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rates say; a step after it is as ever, and has learnt nothing from its times."""
+    layers = Layers()
+    stream = layers.stream(share)
+    observed = []
+    monkeypatch.setattr(StreamRates, "observe", lambda self, *times: observed.append(times))
+    stream.begin(TOKENS)
+    layers.check()
+    stream.begin_only(TOKENS, [1])
+    assert stream.counts == {1: EXPERTS - 2}
+    layers.check_layer(1)
+    assert stream.deliveries.ended
+    stream.begin(TOKENS)
+    layers.check()
+    assert observed == []
 
 
 def test_layers_out_of_order_are_an_error() -> None:

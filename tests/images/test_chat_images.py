@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pictures import animated, bomb, encoded, picture, png
-from seeing import SEEN, SEES_ALL, USER_ONLY, Seeing, image_part, run_seeing, url, user
+from seeing_server import SEEN, SEES_ALL, USER_ONLY, Seeing, image_part, run_seeing, url, user
 from server_requests import CHAT
 from tandem.engine.images.decode import decoded
 from tandem.engine.images.question import Ask

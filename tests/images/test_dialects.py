@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pictures import png
-from seeing import SEEN, Seeing, image_part, run_seeing, url, user
+from seeing_server import SEEN, Seeing, image_part, run_seeing, url, user
 from server_requests import CHAT
 from tandem.engine.images.decode import decoded
 from tandem.engine.images.question import Ask

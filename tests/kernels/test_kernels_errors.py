@@ -11,7 +11,7 @@ import torch
 
 import kernel_cases as cases
 from tandem import _core
-from tandem.config.layers import Activation
+from tandem.config.activation import Activation
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
 from tandem.kernels.ops import ExpertBiases

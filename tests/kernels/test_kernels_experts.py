@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_cases as cases
-from tandem.config.layers import Activation, ActivationKind
+from tandem.config.activation import Activation, ActivationKind
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.cpu_ops import CpuOps

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.layers import Router
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ColumnRun, HeadNorms, Rope
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.router.shape import Router
 
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-7
 DTYPES = [torch.float32, torch.bfloat16]
@@ -148,6 +148,29 @@ def test_sinks(ops: CpuOps, dtype: torch.dtype, window: int, size: float) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_turn_by_the_row_of_the_tables_that_is_theirs(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Where they lie and what they see is by their positions."""
+    torch.manual_seed(0)
+    tables, pages = random_tables(2, 50)
+    batch, angles = make_batch([(0, 21), (49, 50)], tables), torch.rand(80, 6) * 6.3
+    turns, qkv = torch.randperm(80)[:22], torch.randn(22, 8 * 24).to(dtype)
+    where = torch.zeros(50, 6)
+    where[batch.positions] = angles[turns]
+    results = []
+    for each, rope, rows in (
+        (ops, angles, replace(batch, turns=turns)),
+        (TorchOps(), angles, replace(batch, turns=turns)),
+        (ops, where, batch),
+    ):
+        k, v = torch.zeros(2, pages, PAGE, 2, 24, dtype=dtype).unbind()
+        q = each.rope_store(qkv, Rope(rope.cos(), rope.sin()), rows, k, v, 4)
+        results.append((q, k, v, each.attention(q, k, v, rows, 0.2)))
+    for first, second, third in zip(*results, strict=True):
+        assert_near(first, second, 50, size=4.0)
+        assert torch.equal(first, third)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_that_are_values_too(ops: CpuOps, dtype: torch.dtype) -> None:
     """Latent attention's cache: one tensor is k_pages and v_pages, nothing else is stored or read."""
     torch.manual_seed(0)
@@ -253,23 +276,23 @@ def test_route(ops: CpuOps, router: Router, biased: bool) -> None:
     torch.manual_seed(0)
     logits = torch.randn(200, router.num_experts)
     bias = torch.rand(router.num_experts) if biased else None
-    got, expected = ops.route(logits, router, bias), TorchOps().route(logits, router, bias)
+    got, expected = ops.bound(router)(logits, bias), TorchOps().bound(router)(logits, bias)
     assert torch.equal(got.ids, expected.ids)
-    with_shared, its_reference = ops.route(logits, router, bias, 2), TorchOps().route(logits, router, bias, 2)
+    with_shared, its_reference = ops.bound(router)(logits, bias, 2), TorchOps().bound(router)(logits, bias, 2)
     assert torch.equal(with_shared.ids, its_reference.ids)
     assert torch.equal(with_shared.weights[:, -2:], torch.ones(200, 2))
     assert torch.equal(with_shared.weights[:, :-2], got.weights)
     torch.testing.assert_close(got.weights, expected.weights, rtol=(router.num_experts + 8) * F32_ULP, atol=0)
-    single = ops.route(logits[7:8], router, bias)
+    single = ops.bound(router)(logits[7:8], bias)
     assert torch.equal(single.ids[0], got.ids[7]) and torch.equal(single.weights[0], got.weights[7])
 
 
 def test_equal_scores_choose_the_lowest_experts(ops: CpuOps) -> None:
     router = Router(num_experts=32, top_k=5)
-    assert ops.route(torch.zeros(1, 32), router).ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert ops.bound(router)(torch.zeros(1, 32)).ids.tolist() == [[0, 1, 2, 3, 4]]
     grouped = replace(router, num_groups=8, top_groups=2)
-    assert ops.route(torch.zeros(1, 32), grouped).ids.tolist() == [[0, 1, 2, 3, 4]]
-    assert sorted(ops.route(torch.full((1, 32), torch.nan), router).ids[0].tolist()) == [0, 1, 2, 3, 4]
+    assert ops.bound(grouped)(torch.zeros(1, 32)).ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert sorted(ops.bound(router)(torch.full((1, 32), torch.nan)).ids[0].tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_a_long_context_on_many_workers_keeps_few_partial_results() -> None:
@@ -303,9 +326,9 @@ def test_bad_input_is_an_error_that_names_it(ops: CpuOps) -> None:
     with pytest.raises(KernelError, match=r"residual has shape \[1, 8\]; expected \[2, 8\]"):
         ops.add_rms_norm(x, x[:1], weight, 1e-5)
     with pytest.raises(KernelError, match="top_k must be between 1 and the number of experts"):
-        ops.route(x, Router(num_experts=8, top_k=9))
+        ops.bound(Router(num_experts=8, top_k=9))(x)
     with pytest.raises(KernelError, match=r"logits has shape \[2, 8\]; expected \[any, 9\]"):
-        ops.route(x, Router(num_experts=9, top_k=2))
+        ops.bound(Router(num_experts=9, top_k=2))(x)
     q, k, v, tables = attention_case(torch.float32, 2, 1, 16, 64)
     for change, message in [
         ({"block_tables": tables[:1] + 1000}, "a page outside"),

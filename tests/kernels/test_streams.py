@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.mechanisms.hyper import Hyper
 from tandem.errors import KernelError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.cpu_streams import PIECE
-from tandem.kernels.hyper import HyperStreams, HyperWeights, left
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.streams.cpu import PIECE
+from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
 
 SHAPES = [(4, 512, 20), (4, 72, 20), (3, 1000, 5), (2, 16, 1)]  # streams, channels, iterations
 F32_ULP, BF16_ULP = 2.0**-23, 2.0**-8
@@ -55,9 +55,9 @@ def test_streams_are_what_the_formulas_say(ops, dtype, streams: int, hidden: int
     """Sums of the projection have as many terms as a row; each of 20 norms adds a rounding or two."""
     shape = Hyper(streams, iterations, 1e-6, 1e-6)
     x, y = torch.randn(9, streams, hidden).to(dtype), torch.randn(9, hidden).to(dtype)
-    ours = ops.streams(shape, weights_of(ops, shape, hidden), hidden)
+    ours = ops.bound(shape, weights_of(ops, shape, hidden), hidden)
     taken, mix = ours.entered(x)
-    got = taken, left(x, y, mix), ours.summed(x)
+    got = taken, mix.left(x, y), ours.summed(x)
     expected = in_double(shape, weights_of(ops, shape, hidden, double=True), x, y)
     slack = BF16_ULP if dtype is torch.bfloat16 else 0.0
     slack += ((streams * hidden) ** 0.5 + 4 * iterations + 8) * F32_ULP
@@ -73,26 +73,26 @@ def test_a_row_does_not_depend_on_those_beside_it(ops, dtype, streams: int, hidd
         pytest.skip("float32 matrices are no tiles, but rows of AMX may differ in last bits")
     rows, shape = 2 * PIECE + 3, Hyper(streams, iterations, 1e-6, 1e-6)
     x, y = torch.randn(rows, streams, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
-    ours = ops.streams(shape, weights_of(ops, shape, hidden), hidden)
+    ours = ops.bound(shape, weights_of(ops, shape, hidden), hidden)
     taken, mix = ours.entered(x)
-    after, summed = left(x, y, mix), ours.summed(x)
+    after, summed = mix.left(x, y), ours.summed(x)
     for span in (slice(0, 1), slice(5, 9), slice(PIECE - 2, PIECE + 2), slice(rows - 1, rows)):
         own, own_mix = ours.entered(x[span])
         assert torch.equal(own, taken[span]) and torch.equal(ours.summed(x[span]), summed[span])
-        assert torch.equal(left(x[span], y[span], own_mix), after[span])
-        assert torch.equal(left(x[span], y[span], mix.of(torch.arange(rows)[span])), after[span])
+        assert torch.equal(own_mix.left(x[span], y[span]), after[span])
+        assert torch.equal(mix.of(torch.arange(rows)[span]).left(x[span], y[span]), after[span])
 
 
 def test_plain_torch_agrees(ops) -> None:
     shape, hidden = Hyper(4, 20, 1e-6, 1e-6), 72
     x, y = torch.randn(5, 4, hidden), torch.randn(5, hidden)
-    plain = TorchOps().streams(shape, weights_of(ops, shape, hidden), hidden)
+    plain = TorchOps().bound(shape, weights_of(ops, shape, hidden), hidden)
     assert type(plain) is HyperStreams
-    for each in (plain, ops.streams(shape, weights_of(ops, shape, hidden), hidden)):
+    for each in (plain, ops.bound(shape, weights_of(ops, shape, hidden), hidden)):
         taken, mix = each.entered(x)
         expected = in_double(shape, weights_of(ops, shape, hidden, double=True), x, y)
         torch.testing.assert_close(taken.double(), expected[0], rtol=2.0**-18, atol=2.0**-18)
-        torch.testing.assert_close(left(x, y, mix).double(), expected[1], rtol=2.0**-18, atol=2.0**-18)
+        torch.testing.assert_close(mix.left(x, y).double(), expected[1], rtol=2.0**-18, atol=2.0**-18)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:

@@ -25,7 +25,7 @@ EDITS = {
         ("    qwen2_moe,\n", "    quilted,\n    qwen2_moe,\n"),
         (" qwen2_moe.FAMILY,", " quilted.FAMILY, qwen2_moe.FAMILY,"),
     ),
-    "tandem/config/mechanisms/scores.py": (
+    "tandem/mechanisms/router/scores.py": (
         ('    "sigmoid": ', '    "softsign": Score(lambda x: 0.5 + 0.5 * x / (1 + x.abs())),\n    "sigmoid": '),
     ),
 }

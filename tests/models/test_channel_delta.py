@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from folded_steps import TIERS, folds_of, step_of
+from tandem.config.norm import Norm
 from tandem.errors import KernelError
-from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import TorchFolds
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelFolds
 
 HEADS, DIM, LENGTH, SLOTS = 3, 20, 75, 4
 INNER = HEADS * DIM
+SHAPE = ChannelDelta(HEADS, DIM, 4, Norm(1e-5))
 CUTS = [[75], [1, 2, 72], [64, 11], [3] * 25]
 
 
@@ -40,7 +42,7 @@ class Case:
         wide = ChannelWeights(*(each.double() for each in self.weights[:3]), *self.weights[3:])
         gates, memory = self.gates(which, slice(None)), torch.zeros(SLOTS, HEADS, DIM, DIM, dtype=torch.float64)
         wider = ChannelGates(*(each.double() for each in gates))
-        return TorchFolds().corrected(self.mixed[which].double(), wider, step_of([(1, 0, LENGTH)]), memory, wide)
+        return TorchChannelFolds().corrected(self.mixed[which].double(), wider, step_of([(1, 0, LENGTH)]), memory, wide)
 
 
 @pytest.mark.parametrize("floor", [0.0, -5.0])
@@ -49,7 +51,7 @@ class Case:
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: torch.dtype, floor: float) -> None:
     """Both sequences in one step; slots hold another's numbers before."""
-    case, folds, at, found = Case(dtype, floor), folds_of(tier), 0, [list[Tensor](), list[Tensor]()]
+    case, folds, at, found = Case(dtype, floor), folds_of(tier, SHAPE), 0, [list[Tensor](), list[Tensor]()]
     memory = torch.randn(SLOTS, HEADS, DIM, DIM)
     for count in cuts:
         rows = slice(at, at + count)
@@ -71,7 +73,7 @@ def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: t
 def test_a_floor_is_the_least_that_a_decay_becomes() -> None:
     """Whatever is asked, a memory keeps e^floor of itself in a step; without a floor nothing may be left."""
     for floor, least in ((0.0, 0.0), (-1.5, 0.2231)):
-        case, folds = Case(torch.float32, floor), folds_of(TIERS[-1])
+        case, folds = Case(torch.float32, floor), folds_of(TIERS[-1], SHAPE)
         forget, beta = torch.full((1, INNER), 1e4), torch.full((1, HEADS), -1e4)
         gates = case.gates(0, slice(0, 1))._replace(forget=forget, beta=beta)
         memory = torch.ones(SLOTS, HEADS, DIM, DIM)
@@ -81,7 +83,7 @@ def test_a_floor_is_the_least_that_a_decay_becomes() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     """By the core, before anything is written."""
-    case, folds, memory = Case(torch.float32), folds_of("scalar"), torch.zeros(SLOTS, HEADS, DIM, DIM)
+    case, folds, memory = Case(torch.float32), folds_of("scalar", SHAPE), torch.zeros(SLOTS, HEADS, DIM, DIM)
     gates, mixed = case.gates(0, slice(None)), case.mixed[0]
     with pytest.raises(ValueError, match="channel_delta: a slot is not there"):
         folds.corrected(mixed, gates, step_of([(SLOTS, 0, LENGTH)]), memory, case.weights)

@@ -21,14 +21,14 @@ from tandem.checkpoint import open_checkpoint
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.cli.app import app
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.rope import Rope
 from tandem.config.speculation.choice import speculation, speculation_notices
 from tandem.config.speculation.drafts import GuessBlock
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.shared_kv.weights import SharedKvWeights
+from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.mechanisms.shared_kv.weights import SharedKvWeights
 from tiny import file_tensors
 
 OPS = ["torch", *_core.supported_tiers()]
@@ -257,7 +257,7 @@ def test_output_matrices_are_in_memory_once() -> None:
     shape = SharedKv(2, 16, 8, 4, Rope(1e4, 8), 1, 16, 1e-6)
     turns = torch.zeros(4, 4)
     weights = SharedKvWeights(turns, turns, torch.zeros(2), torch.zeros(1, 16, 32))
-    heads = CpuOps(_core.WorkerPool([-1]), "scalar").shared_kv(shape, weights)
+    heads = CpuOps(_core.WorkerPool([-1]), "scalar").bound(shape, weights)
     groups = ref(weights.groups)
     del weights
     assert heads.weights.groups.nbytes == 0 and groups() is None

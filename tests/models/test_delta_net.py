@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kernel_cases import TIERS, require_tier
 from tandem import LLM, SamplingParams, _core
-from tandem.config.layers import DeltaRule
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.engine.speculation.foretold import Foretold
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, TorchDelta
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, TorchDelta
 from tandem.models.batch import ForwardBatch
 
 SHAPE = DeltaRule(2, 6, 20, 40, 4, Norm(1e-6), "heads")
@@ -72,7 +72,7 @@ def test_kernels_agree_with_float64(tier: str, sizes: tuple[int, int, int, int],
     kept = DeltaState(*(s.double() for s in states(shape, torch.float32)))
     expected = exact(wide.double(), narrow.double(), parts, kept)
     ours = states(shape, torch.float32)
-    got = ops(tier).delta_rule(shape, weights(shape, torch.float32))(wide, narrow, parts, ours)
+    got = ops(tier).bound(shape, weights(shape, torch.float32))(wide, narrow, parts, ours)
     tolerance = 24 * sizes[2] * 2.0**-24
     assert (got.double() - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max()))
     for mine, theirs in zip(ours[:2], kept[:2], strict=True):
@@ -86,7 +86,7 @@ def test_kernels_agree_with_float64(tier: str, sizes: tuple[int, int, int, int],
 @pytest.mark.parametrize("tier", TIERS[:5])
 def test_no_cut_changes_a_bit(tier: str, dtype: torch.dtype) -> None:
     wide, narrow = rows(SHAPE, 23, dtype)
-    delta = ops(tier).delta_rule(SHAPE, weights(SHAPE, dtype))
+    delta = ops(tier).bound(SHAPE, weights(SHAPE, dtype))
     whole_states = states(SHAPE, dtype)
     whole = delta(wide, narrow, batch([(2, 0, 23)]), whole_states)
     for cut in (1, 2, 3, 4, 11, 22):
@@ -130,7 +130,7 @@ def verified(delta: Delta, kept: DeltaState, wide: Tensor, narrow: Tensor, steps
 def test_guesses_that_came_are_folded_with_the_same_bits(tier: str, dtype: torch.dtype) -> None:
     """Wrong ones leave nothing behind; then a chunk of many rows goes on from what is not folded yet."""
     wide, narrow = rows(SHAPE, 40, dtype)
-    delta = ops(tier).delta_rule(SHAPE, weights(SHAPE, dtype))
+    delta = ops(tier).bound(SHAPE, weights(SHAPE, dtype))
     whole_states, kept = states(SHAPE, dtype, 3), states(SHAPE, dtype, 3)
     whole = torch.cat([delta(wide[i : i + 1], narrow[i : i + 1], batch([(2, i, 1)]), whole_states) for i in range(40)])
     assert torch.equal(verified(delta, kept, wide, narrow, STEPS), whole)
@@ -149,7 +149,7 @@ def test_the_reference_takes_guesses_back() -> None:
 
 def test_guesses_beside_others_and_too_many_of_them() -> None:
     wide, narrow = rows(SHAPE, 12, torch.float32)
-    delta = ops("scalar").delta_rule(SHAPE, weights(SHAPE, torch.float32))
+    delta = ops("scalar").bound(SHAPE, weights(SHAPE, torch.float32))
     kept = states(SHAPE, torch.float32, 2)
     delta(wide[:8], narrow[:8], batch([(1, 0, 4), (3, 0, 4)]), kept)
     before = kept.memory.clone()
@@ -165,7 +165,7 @@ def test_guesses_beside_others_and_too_many_of_them() -> None:
 
 def test_others_in_the_batch_change_nothing() -> None:
     wide, narrow = rows(SHAPE, 12, torch.bfloat16)
-    delta = ops(_core.supported_tiers()[-1]).delta_rule(SHAPE, weights(SHAPE, torch.bfloat16))
+    delta = ops(_core.supported_tiers()[-1]).bound(SHAPE, weights(SHAPE, torch.bfloat16))
     together = delta(wide, narrow, batch([(1, 0, 4), (2, 0, 8)]), states(SHAPE, torch.bfloat16))
     alone = delta(wide[4:], narrow[4:], batch([(3, 0, 8)]), states(SHAPE, torch.bfloat16))
     assert torch.equal(together[4:], alone)
@@ -173,7 +173,7 @@ def test_others_in_the_batch_change_nothing() -> None:
 
 def test_a_slot_that_is_not_there_is_refused() -> None:
     wide, narrow = rows(SHAPE, 1, torch.float32)
-    delta = ops("scalar").delta_rule(SHAPE, weights(SHAPE, torch.float32))
+    delta = ops("scalar").bound(SHAPE, weights(SHAPE, torch.float32))
     with pytest.raises(ValueError, match="a slot is not there"):
         delta(wide, narrow, batch([(SLOTS, 0, 1)]), states(SHAPE, torch.float32))
 

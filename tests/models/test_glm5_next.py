@@ -19,12 +19,14 @@ from tandem import _core
 from tandem.bench.architectures import CONFIGS, named_config, named_subject
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, ModelConfig, resolve
-from tandem.config.layers import Dense, Moe
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.latent import Index, Latent
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.token_index.shape import Index
 from tiny import BOS, EOS, VOCAB, save_tiny, save_tokenizer, settings
 from tiny import VARIANTS as VARIANTS_OF_ALL
 

@@ -7,11 +7,12 @@ import torch
 
 from gpu import AVAILABLE, DEVICE, needs_triton
 from tandem import _core
-from tandem.config.mechanisms.hyper import LANES, Hyper
+from tandem.config.state import LANES
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.hyper import HyperWeights, Leaving, Mix, RowNorm
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperWeights, Leaving, Mix, RowNorm
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps
@@ -32,7 +33,7 @@ def advanced(
     m = -(-(n if last else shape.weights) // LANES) * LANES
     weights = HyperWeights(ops.linear(made(m, n * HIDDEN).cpu() * 0.1, fmt="f32"), made(m), made(m) * 0.1)
     leaving = Leaving(made(rows, HIDDEN), Mix(made(rows, n), made(rows, n, n))) if leaves else None
-    streams, before = ops.streams(shape, weights, HIDDEN), made(rows, n, HIDDEN)
+    streams, before = ops.bound(shape, weights, HIDDEN), made(rows, n, HIDDEN)
     out, x, mix = streams.advanced(before, leaving, RowNorm(made(HIDDEN), 1e-6, ops.rms_norm), last)
     assert (mix is None) == last
     return [each.cpu() for each in (out, x, *(() if mix is None else (mix.share, mix.mixing)))]

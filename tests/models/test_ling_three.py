@@ -21,13 +21,15 @@ from tandem import _core
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, ModelConfig, resolve
+from tandem.config.activation import Activation
 from tandem.config.gpu_plan import without_kernels
-from tandem.config.layers import Activation, Dense, Moe
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.latent import Latent
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.latent.shape import Latent
 
 VARIANTS = ["bailing_hybrid", "bailing_hybrid-plain"]
 FLASH = "ling-3.0-flash"

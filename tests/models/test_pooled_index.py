@@ -12,13 +12,13 @@ from torch.nn.functional import layer_norm
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import still
 from tandem.errors import ConfigError, KernelError
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.pooled_index import PooledIndex, PooledKeys, PoolWeights
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.token_index import Chosen
+from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights
+from tandem.mechanisms.token_index.shape import Index
 from tandem.models.passing import Pass
 
 GUESSES = 3  # rows that a ring has room for beside those that are asked for
@@ -117,7 +117,7 @@ SHAPES = [shape_of(), shape_of(9, 32, 4, 2), shape_of(10, 16, 64, 16)]
 @pytest.mark.parametrize("tier", WAYS)
 def test_the_best_pools_are_chosen(tier: str, shape: Index, dtype: torch.dtype) -> None:
     case = Case(shape, [70, 1, 33, 16], dtype)
-    chosen, at = case.whole(ops(tier).pooled_index(shape, case.weights)), 0
+    chosen, at = case.whole(ops(tier).bound(shape, case.weights)), 0
     for which, n in enumerate(case.lengths):
         check(case, which, chosen.rows[at : at + n], chosen.counts[at : at + n])
         at += n
@@ -134,7 +134,7 @@ def test_the_best_pools_are_chosen(tier: str, shape: Index, dtype: torch.dtype) 
 def test_no_cut_changes_a_choice_or_what_is_kept(tier: str, dtype: torch.dtype) -> None:
     """Of one sequence, beside another that goes on row by row."""
     one, two = (Case(shape_of(), [50, 20], dtype) for _ in range(2))
-    index = ops(tier).pooled_index(one.shape, one.weights)
+    index = ops(tier).bound(one.shape, one.weights)
     whole = one.whole(index)
     cuts, rows, counts = [0, 1, 8, 9, 10, 26, 42, 43, 50], list[Tensor](), list[Tensor]()
     for i, span in enumerate(pairwise(cuts)):
@@ -149,8 +149,8 @@ def test_no_cut_changes_a_choice_or_what_is_kept(tier: str, dtype: torch.dtype) 
 def test_many_pools_are_several_chunks(tier: str) -> None:
     shape = shape_of(9, 16, 40, 4)
     case = Case(shape, [3000])
-    case.step(ops(_core.supported_tiers()[-1]).pooled_index(shape, case.weights), [(0, 2990)])
-    _check_last(case, case.step(ops(tier).pooled_index(shape, case.weights), [(2990, 3000)]), 2990)
+    case.step(ops(_core.supported_tiers()[-1]).bound(shape, case.weights), [(0, 2990)])
+    _check_last(case, case.step(ops(tier).bound(shape, case.weights), [(2990, 3000)]), 2990)
 
 
 def _check_last(case: Case, found: Chosen, first: int) -> None:
@@ -169,7 +169,7 @@ def _check_last(case: Case, found: Chosen, first: int) -> None:
 def test_of_equal_scores_the_earliest_count(tier: str) -> None:
     case = Case(shape_of(), [60])
     case.given[0][2][:] = 0
-    chosen = case.whole(ops(tier).pooled_index(case.shape, case.weights))
+    chosen = case.whole(ops(tier).bound(case.shape, case.weights))
     assert torch.equal(case.positions(0, chosen.rows[58, :15]), torch.tensor([*range(12), 56, 57, 58]))
 
 
@@ -178,7 +178,7 @@ def test_scores_that_are_no_numbers_end(bad: float) -> None:
     """Weights of a broken checkpoint: something is chosen, of the row's own tokens."""
     case = Case(shape_of(), [60])
     case.given[0][2][40:, ::2] = bad
-    chosen = case.whole(ops(_core.supported_tiers()[-1]).pooled_index(case.shape, case.weights))
+    chosen = case.whole(ops(_core.supported_tiers()[-1]).bound(case.shape, case.weights))
     for t, (row, count) in enumerate(zip(chosen.rows, chosen.counts.tolist(), strict=True)):
         got = case.positions(0, row[:count])
         assert len(got.unique()) == count and got.max() <= t
@@ -187,7 +187,7 @@ def test_scores_that_are_no_numbers_end(bad: float) -> None:
 def test_a_pool_that_a_wrong_guess_has_closed_is_closed_again() -> None:
     """Rows of guesses have places of their own, so what came before is still there."""
     one, two = Case(shape_of(), [30]), Case(shape_of(), [30])
-    index = ops(_core.supported_tiers()[-1]).pooled_index(one.shape, one.weights)
+    index = ops(_core.supported_tiers()[-1]).bound(one.shape, one.weights)
     whole = one.whole(index)
     two.step(index, [(0, 18)])
     right = two.given[0][1].clone()

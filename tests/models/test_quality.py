@@ -20,13 +20,14 @@ from plans import GIB, MOE, machine, model_of
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.cli.quality_run import Request, measure
-from tandem.config import Experts, ModelConfig, Plan, StoredFormats
+from tandem.config import ModelConfig, Plan, StoredFormats
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.gpus import Gpu
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.state.arrays import allocate
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError
+from tandem.mechanisms.experts.shape import Experts
+from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.models import build
 from tandem.models.layers import DecoderLayer
 from tandem.quality import text as texts

@@ -11,16 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from sessions import Session, worst
 from tandem import LLM, SamplingParams, _core
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
 from tandem.config.rope import Rope
 from tandem.config.state import page_tokens, state_layout
-from tandem.kernels.cpu_ops import CpuOps, OwnKeys
-from tandem.kernels.hyper import HyperStreams, HyperWeights, left
+from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.shared_kv.heads import plain_attend
-from tandem.kernels.shared_kv.rows import StepRows, step_rows
+from tandem.kernels.step_rows import StepRows, step_rows
+from tandem.mechanisms.shared_kv.cpu import OwnKeys
+from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.shared_kv.torch import plain_attend
+from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
 from tandem.models.batch import ForwardBatch
 
 OPS = ["torch", *_core.supported_tiers()]
@@ -142,7 +143,7 @@ def test_own_keys_agree_with_float64(name: str, dtype: torch.dtype) -> None:
     counts, sinks = torch.tensor([1, 90, 33, 64, 65]), torch.randn(6, generator=g)
     for row, count in enumerate(counts.tolist()):
         keys[row, count:] = float("nan")
-    got = OwnKeys(ops_of(name)._dense)(q, keys, counts, 0.2, sinks)  # type: ignore[attr-defined]
+    got = OwnKeys(ops_of(name).dense)(q, keys, counts, 0.2, sinks)  # type: ignore[attr-defined]
     for row, count in enumerate(counts.tolist()):
         k = keys[row, :count].double()
         scores = torch.cat((q[row].double() @ k.T * 0.2, sinks.double()[:, None]), 1).softmax(1)[:, :-1]
@@ -187,7 +188,7 @@ def test_streams_mix_without_growing() -> None:
     assert (mix.mixing.sum(1) - 1).abs().max() < 1e-5 and (mix.mixing.sum(2) - 1).abs().max() < 1e-3
     y, wide = torch.randn(3, hidden), [t.double() for t in (streams, mix.share, mix.mixing)]
     expected = torch.einsum("tjk,tjd->tkd", wide[2], wide[0]) + wide[1][:, :, None] * y.double()[:, None]
-    assert (left(streams, y, mix) - expected).abs().max() < 8 * 2.0**-24 * float(expected.abs().max())
+    assert (mix.left(streams, y) - expected).abs().max() < 8 * 2.0**-24 * float(expected.abs().max())
 
 
 @pytest.fixture

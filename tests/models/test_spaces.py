@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from folded_steps import TIERS, folds_of, step_of
+from tandem.config.norm import Norm
 from tandem.errors import KernelError
-from tandem.kernels.recurrent.folds import TorchFolds
-from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
+from tandem.mechanisms.state_space.shape import StateSpace
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, TorchSpaceFolds
 
 HEADS, GROUPS, KEYS, VALUES, LENGTH, SLOTS = 6, 2, 12, 21, 75, 4
 INNER, CHANNELS = HEADS * VALUES, HEADS * VALUES + 2 * GROUPS * KEYS
+SHAPE = StateSpace(HEADS, VALUES, GROUPS, KEYS, 4, Norm(1e-5))
 CUTS = [[75], [1, 2, 72], [64, 11], [3] * 25]
 
 
@@ -40,7 +42,7 @@ class Case:
         wide = SpaceWeights(*(each.double() for each in self.weights[:4]), *self.weights[4:])
         made, memory = self.made[which].double(), torch.zeros(SLOTS, HEADS, KEYS, VALUES, dtype=torch.float64)
         given = SpaceInputs(self.mixed[which].double(), made[:, :INNER], made[:, INNER + 5 :])
-        return TorchFolds().spaced(given, step_of([(1, 0, LENGTH)]), memory, wide)
+        return TorchSpaceFolds().spaced(given, step_of([(1, 0, LENGTH)]), memory, wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -48,7 +50,7 @@ class Case:
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: torch.dtype) -> None:
     """Both sequences in one step; slots hold another's numbers before."""
-    case, folds, at, found = Case(dtype), folds_of(tier), 0, [list[Tensor](), list[Tensor]()]
+    case, folds, at, found = Case(dtype), folds_of(tier, SHAPE), 0, [list[Tensor](), list[Tensor]()]
     memory = torch.randn(SLOTS, HEADS, KEYS, VALUES)
     for count in cuts:
         given = case.given(slice(at, at + count))
@@ -65,7 +67,7 @@ def test_every_cut_gives_what_float64_gives(tier: str, cuts: list[int], dtype: t
 
 def test_what_does_not_fit_is_refused() -> None:
     """By the core, before anything is written."""
-    case, folds, memory = Case(torch.float32), folds_of("scalar"), torch.zeros(SLOTS, HEADS, KEYS, VALUES)
+    case, folds, memory = Case(torch.float32), folds_of("scalar", SHAPE), torch.zeros(SLOTS, HEADS, KEYS, VALUES)
     given, pieces = case.given(slice(None)), [(1, 0, LENGTH), (2, 0, LENGTH)]
     with pytest.raises(ValueError, match="state_space: a slot is not there"):
         folds.spaced(given, step_of([(1, 0, LENGTH), (SLOTS, 0, LENGTH)]), memory, case.weights)

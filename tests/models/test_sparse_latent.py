@@ -18,12 +18,13 @@ from tandem.bench.stored import stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import open_checkpoint
 from tandem.config import ModelConfig
-from tandem.config.mechanisms.latent import Index, Latent
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.token_index.shape import Index
 from tiny import VARIANTS, save_tiny, settings
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]

@@ -16,9 +16,11 @@ from tandem.config import EngineConfig, ModelConfig
 from tandem.config.choices.deferral import deferred_experts
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.recurrent.folds import Folds, Step, Taps, TorchFolds, taps_of
-from tandem.kernels.recurrent.tokens import Tokens
+from tandem.kernels.step_rows import Step
 from tandem.kernels.this_machine import this_machine
+from tandem.mechanisms.recurrence.cpu import CpuFolds
+from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Folds, Taps, TorchFolds, taps_of
 from tandem.models import ForwardBatch
 from tandem.models.passing import Pass
 from tandem.quality.stream import Variant
@@ -30,7 +32,7 @@ LENGTH = 150  # more than two chunks
 
 
 def folds_of(tier: str) -> Folds:
-    return TorchFolds() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier).folds
+    return TorchFolds() if tier == "torch" else CpuFolds(CpuOps(_core.WorkerPool([-1, -1]), tier))
 
 
 def tokens_of(g: torch.Generator, corrects: bool) -> Tokens:

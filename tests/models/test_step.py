@@ -18,9 +18,9 @@ from tandem import _core
 from tandem.architectures.foreign.registry import model_class
 from tandem.checkpoint import load_model_config
 from tandem.config import ModelConfig
-from tandem.config.layers import Gqa
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 ABSENT = ("rope_parameters", "layer_types", "mlp_layer_types", "num_sliding_attention_heads", "per_layer_config")
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, IndexCase, check_choice
 from tandem import _core
-from tandem.config.mechanisms.latent import Index
 from tandem.config.rope import Rope
 from tandem.errors import KernelError
-from tandem.kernels.cpu_chosen import CpuChosenAttention
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
-from tandem.kernels.token_index import Chosen, IndexWeights, TorchTokenIndex, attend_chosen
+from tandem.mechanisms.token_index.cpu import CpuChosenAttention
+from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TorchTokenIndex, attend_chosen
 
 SHAPE = Index(20, 18, 9, Rope(1e4, 12, pairs="halves"))
 
@@ -38,7 +39,7 @@ def test_the_best_are_chosen(tier: str, pairs: str, dtype: torch.dtype) -> None:
     shape = replace(SHAPE, rope=replace(SHAPE.rope, pairs=pairs))
     case = IndexCase(shape, SPANS, dtype)
     ours = TorchOps() if tier == "torch" else ops(tier)
-    chosen, cache = case.run(ours.token_index(shape, case.weights))
+    chosen, cache = case.run(ours.bound(shape, case.weights))
     check_choice(case, chosen, cache)
     oracle = IndexWeights(*(w.double() for w in case.weights))
     expected = IndexCase(shape, SPANS, torch.float32)
@@ -59,16 +60,16 @@ def test_the_best_are_chosen(tier: str, pairs: str, dtype: torch.dtype) -> None:
 def test_many_tokens_are_several_chunks(tier: str) -> None:
     shape = Index(64, 32, 40, Rope(1e4, 16))
     case = IndexCase(shape, [(1499, 1500), (1020, 1030), (0, 45)])
-    check_choice(case, *case.run(ops(tier).token_index(shape, case.weights)))
+    check_choice(case, *case.run(ops(tier).bound(shape, case.weights)))
 
 
 def test_long_prompts_are_several_waves() -> None:
     """2000 rows of up to 9000 scores are more than are kept at a time: each row's choice is that of the row alone."""
     shape = Index(2, 4, 16, Rope(1e4, 4))
     case, ours = IndexCase(shape, [(7000, 9000)]), ops(_core.supported_tiers()[-1])
-    chosen, cache = case.run(ours.token_index(shape, case.weights))
+    chosen, cache = case.run(ours.bound(shape, case.weights))
     for t in (0, 999, 1900, 1999):
-        alone = ours.token_index(shape, case.weights)(
+        alone = ours.bound(shape, case.weights)(
             *(x[0][7000 + t][None] for x in (case.q, case.k, case.gates)),
             case.batch([(7000 + t, 7001 + t)]),
             cache,
@@ -80,7 +81,7 @@ def test_long_prompts_are_several_waves() -> None:
 def test_of_equal_scores_the_earliest_count(tier: str) -> None:
     case = IndexCase(SHAPE, [(0, 60)])
     case.gates[0][:] = 0
-    chosen, _ = case.run((TorchOps() if tier == "torch" else ops(tier)).token_index(SHAPE, case.weights))
+    chosen, _ = case.run((TorchOps() if tier == "torch" else ops(tier)).bound(SHAPE, case.weights))
     assert torch.equal(case.positions(chosen)[59], torch.arange(9))
 
 
@@ -89,7 +90,7 @@ def test_scores_that_are_no_numbers_end(bad: float) -> None:
     """Weights of a broken checkpoint: something is chosen, of the row's own tokens."""
     case = IndexCase(SHAPE, [(0, 60)])
     case.gates[0][40:, ::2] = bad
-    chosen, _ = case.run(ops(_core.supported_tiers()[-1]).token_index(SHAPE, case.weights))
+    chosen, _ = case.run(ops(_core.supported_tiers()[-1]).bound(SHAPE, case.weights))
     found = case.positions(chosen)
     assert all(len(each.unique()) == min(9, t + 1) and each.max() <= t for t, each in enumerate(found))
 
@@ -98,7 +99,7 @@ def test_scores_that_are_no_numbers_end(bad: float) -> None:
 @pytest.mark.parametrize("tier", TIERS[:5])
 def test_no_cut_changes_a_choice(tier: str, dtype: torch.dtype) -> None:
     case = IndexCase(SHAPE, [(0, 50)], dtype)
-    index = ops(tier).token_index(SHAPE, case.weights)
+    index = ops(tier).bound(SHAPE, case.weights)
     whole, whole_cache = case.run(index)
     cache = torch.full_like(whole_cache, float("nan"))
     cuts = [0, 1, 8, 9, 10, 26, 42, 43, 50]
@@ -115,7 +116,7 @@ def test_attention_over_a_choice_agrees_with_float64(tier: str, dtype: torch.dty
     """With sequences that see all of their tokens, some of them, and both."""
     case = IndexCase(SHAPE, SPANS, dtype)
     ours, batch = ops(tier), case.batch(SPANS)
-    chosen, _ = case.run(ours.token_index(SHAPE, case.weights))
+    chosen, _ = case.run(ours.bound(SHAPE, case.weights))
     q, pages = (
         torch.randn(len(batch.positions), 18, 44).to(dtype),
         torch.randn(case.pages, PAGE, 1, 44).to(dtype),
@@ -139,9 +140,9 @@ def _attended(q: Tensor, pages: Tensor, chosen: Chosen) -> Tensor:
 def test_a_row_that_sees_all_has_the_bits_of_dense_attention() -> None:
     shape = replace(SHAPE, budget=600)
     case, ours = IndexCase(shape, [(550, 600), (0, 30)]), ops(_core.supported_tiers()[-1])
-    chosen, _ = case.run(ours.token_index(shape, case.weights))
+    chosen, _ = case.run(ours.bound(shape, case.weights))
     longer = replace(shape, budget=599)  # the last row of the first sequence chooses
-    few, _ = case.run(ours.token_index(longer, case.weights))
+    few, _ = case.run(ours.bound(longer, case.weights))
     q, pages, batch = torch.randn(80, 4, 44), torch.randn(case.pages, PAGE, 1, 44), case.batch(case.spans)
     attend, dense = CpuChosenAttention(ours), ours.attention(q, pages, pages, batch, 0.2)
     assert torch.equal(attend(q, pages, batch, 0.2, chosen), dense)
@@ -154,4 +155,4 @@ def test_a_position_beyond_the_tables_is_refused() -> None:
     case = IndexCase(SHAPE, [(0, 20)])
     short = case.weights._replace(cos=case.weights.cos[:19], sin=case.weights.sin[:19])
     with pytest.raises(KernelError, match="beyond the rotary tables"):
-        case.run(ops("scalar").token_index(SHAPE, short))
+        case.run(ops("scalar").bound(SHAPE, short))

@@ -21,7 +21,7 @@ class NotedLeader:
     def __init__(self) -> None:
         self.steps: list[tuple[int, bool, int | None]] = []
 
-    def step(self, chunks: Any, warms: bool = False, settled: int | None = None) -> None:
+    def step(self, chunks: Any, warms: bool = False, streams: bool = False, settled: int | None = None) -> None:
         self.steps.append((sum(chunk.length for chunk in chunks), warms, settled))
 
     def close(self) -> None: ...

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.recurrent.folds import Folds, TorchFolds
+from tandem.kernels.reference import TorchOps
 from tandem.models import ForwardBatch
 from tandem.models.passing import Pass
 
 TIERS = ("torch", *_core.supported_tiers())
 
 
-def folds_of(tier: str) -> Folds:
-    return TorchFolds() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier).folds
+def folds_of(tier: str, shape: object) -> Any:
+    """What computes a recurrence of this shape."""
+    return (TorchOps() if tier == "torch" else CpuOps(_core.WorkerPool([-1, -1]), tier)).bound(shape)
 
 
 def step_of(pieces: list[tuple[int, int, int]]) -> Pass:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from tandem.config.mechanisms.latent import Index
-from tandem.kernels.token_index import Chosen, IndexWeights, TorchTokenIndex
+from tandem.kernels.chosen import Chosen
+from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights, TorchTokenIndex
 
 PAGE = 16
 
@@ -24,6 +25,7 @@ class Batch:
     single_rows: int = 0
     folded: Tensor | None = None
     sure: Tensor | None = None
+    turns: Tensor | None = None
 
     def there(self, device: torch.device) -> Batch:
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if torch.is_tensor(getattr(self, f.name))}

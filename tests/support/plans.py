@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.config import (
-    Dense,
-    EngineConfig,
-    Experts,
-    Gqa,
-    Machine,
-    ModelConfig,
-    Moe,
-    Norm,
-    Plan,
-    Router,
-    StoredFormat,
-    resolve,
-)
+from tandem.config import EngineConfig, Machine, ModelConfig, Norm, Plan, StoredFormat, resolve
 from tandem.config.gpus import Gpu
 from tandem.config.layers import pre_norm
 from tandem.config.machine import TIERS, Core
 from tandem.config.rope import Rope
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Experts, Moe
+from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.mechanisms.router.shape import Router
 
 GIB = 1 << 30
 NORM = Norm(1e-5)

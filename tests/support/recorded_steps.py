@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.config import EngineConfig, Router
+from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts
@@ -16,6 +16,7 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
 from tandem.experts.usage.usage_file import UsageRecord, read_usage
 from tandem.kernels.reference import TorchOps
+from tandem.mechanisms.router.shape import Router
 
 LAYERS, EXPERTS, TOP_K, MOST_ROWS = 3, 7, 2, 8
 
@@ -38,7 +39,7 @@ class Steps:
         ids = []
         for layer in range(LAYERS):
             logits = torch.randn(count, EXPERTS, generator=self._generator)
-            routing = TorchOps().route(logits, Router(EXPERTS, TOP_K), None, 1, self.usage.tally(layer))
+            routing = TorchOps().bound(Router(EXPERTS, TOP_K))(logits, None, 1, self.usage.tally(layer))
             ids.append(routing.ids[:, :TOP_K])
         if fail:
             self.recorder.after_failure()

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     Glm5NextTextConfig,
     Mistral4Config,
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 from glm5_text import Glm5NextTextLM
+from reference_config import reference_config
 
 BOS, EOS = 256, 257
 VOCAB = 263  # 256 bytes, <bos>, <eos>, and five that no text has
@@ -523,7 +523,7 @@ def save_tiny(variant: str, path: Path, **more: object) -> None:
     """more: keys of config.json that differ from the variant's."""
     model_type, changes = VARIANTS[variant]
     torch.manual_seed(sum(map(ord, variant)))
-    config = AutoConfig.for_model(model_type, **(COMMON | changes | more))
+    config = reference_config(model_type, **(COMMON | changes | more))
     # Transformers 5.17 does not look at what was registered above
     model = Mistral4ForCausalLM(config) if model_type == "mistral4" else AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

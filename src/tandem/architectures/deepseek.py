@@ -10,11 +10,11 @@ from tandem.architectures.glm4_moe import STEMS
 from tandem.architectures.names import Names
 from tandem.architectures.shared import layer_count, model, moe, sigmoid_router, text_part, with_drafts
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Router
-from tandem.config.mechanisms.latent import Latent
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import read_rope, rope_keys, softmax_factor
 from tandem.errors import ConfigError
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.router.shape import Router
 
 NAMES = Names(shared="mlp.shared_experts")
 

@@ -22,9 +22,10 @@ from tandem.architectures.shared import (
     with_drafts,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.mechanisms.latent import Index, Latent
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.token_index.shape import Index
 
 Pairs = Literal["halves", "neighbours"]
 KINDS = "indexed_attention", "deepseek_sparse_attention"

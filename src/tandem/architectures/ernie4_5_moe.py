@@ -9,9 +9,9 @@ from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layer_count, model, moe
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Router
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.router.shape import Router
 
 NAMES = Names(router_bias="mlp.moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
 IN_MEMORY = replace(NAMES, router_bias="mlp.gate.moe_statics.e_score_correction_bias")

@@ -22,10 +22,13 @@ from tandem.architectures.shared import (
     text_part,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Beside, Block, Dense, Gqa, Layer, Moe, Values
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.layers import Block, Layer
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Beside, Moe
+from tandem.mechanisms.grouped_query.shape import Gqa, Values
 
 NAMES = Names(
     norms=("input_layernorm", "pre_feedforward_layernorm"), router="router.proj",

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.architectures.shared import layer_count
+from tandem.config.activation import Activation
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Activation, Moe
 from tandem.errors import ConfigError
+from tandem.mechanisms.experts.shape import Moe
 
 
 def of_layers(keys: JsonKeys, key: str, default: Any) -> list[Any]:

@@ -10,10 +10,10 @@ from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router, text_part
 from tandem.config.json_keys import JsonKeys
-from tandem.config.mechanisms.latent import Latent, QueryScale
 from tandem.config.model_config import ModelConfig
 from tandem.config.rope import rope_keys
 from tandem.errors import ConfigError
+from tandem.mechanisms.latent.shape import Latent, QueryScale
 
 BETA = 0.1  # of what queries grow with
 ROPE = {

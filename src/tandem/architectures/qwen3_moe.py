@@ -8,6 +8,7 @@ from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER
 from tandem.architectures.qwen2_moe import gguf_experts
 from tandem.architectures.shared import gqa, model, moe, softmax_router, sparse_step_layers, text_part
+from tandem.architectures.vision import with_tower
 from tandem.config.json_keys import JsonKeys
 from tandem.config.model_config import ModelConfig
 
@@ -25,7 +26,8 @@ def vision(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """A token of text has one position in all three directions, so it turns as in Qwen3. Scores are normalised."""
     text = text_part(keys)
     text.only("norm_topk_prob", True, "scores are normalised")
-    return config(text.overlaid({"norm_topk_prob": True}), generation)
+    made = config(text.overlaid({"norm_topk_prob": True}), generation)
+    return with_tower(keys, text, made, (24, 20, 20), deep=(8, 16, 24))
 
 
 def omni(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

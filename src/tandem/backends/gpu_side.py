@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.backends.host import Host
 from tandem.config import EngineConfig, ModelConfig
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.experts import ExpertStore
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes

@@ -23,8 +23,6 @@ from tandem.checkpoint import Checkpoint, load_model_config, open_checkpoint, wi
 from tandem.config import EngineConfig, ModelConfig
 from tandem.config.choices.left_to_ram import asked_experts
 from tandem.config.in_place import stored_in
-from tandem.config.layers import Moe
-from tandem.config.ranks.cut import cut_experts
 from tandem.config.ranks.ranked import expert_unit
 from tandem.engine.start.loader import for_loading, model_directory
 from tandem.engine.start.packed_start import packed_cache
@@ -35,9 +33,11 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
+from tandem.mechanisms.experts.block import routed_experts
+from tandem.mechanisms.experts.cost import cut_experts
+from tandem.mechanisms.experts.shape import Moe
 from tandem.models.builder import Builder
 from tandem.models.model import names_of
-from tandem.models.moe import routed_experts
 
 
 class ModelExperts:

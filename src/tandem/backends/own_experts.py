@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.experts import CpuExperts, LayerFeed
 from tandem.experts.cpu_experts import Ticket
 from tandem.kernels.cpu import PackedExperts

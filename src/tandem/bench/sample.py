@@ -29,8 +29,7 @@ from tandem.config.forecast.advice import Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
 from tandem.config.forecast.prediction import Prediction
 from tandem.config.forecast.report import Asked
-from tandem.config.layers import Layer, Moe
-from tandem.config.mechanisms.latent import Latent
+from tandem.config.layers import Layer
 from tandem.config.model_config import STORED
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import expert_usage
@@ -39,6 +38,7 @@ from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.start.parts import EngineParts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
+from tandem.mechanisms.cost import cost_of
 
 VOCAB = 4096  # a small head, which is counted apart
 LEAST_DEPTH = 3  # periods of layers of the deeper sample, where the model has as many
@@ -300,11 +300,11 @@ def _cut(layers: Sequence[Layer], depth: int) -> Iterator[Layer]:
     """The last ones. The first that would take another's choice of tokens makes its own, which others then take."""
     first, chooser = len(layers) - depth, None
     for number, layer in enumerate(layers[first:]):
-        found = next((block.body for block in layer.blocks if isinstance(block.body, Latent)), None)
-        index = None if found is None else found.index
-        if found is not None and index is not None:
-            chooser = number if index.reuse is None or chooser is None else chooser
-            own = dataclasses.replace(found, index=dataclasses.replace(index, reuse=_unless(chooser, number)))
+        found = next((block.body for block in layer.blocks if cost_of(block.body).reads_choice), None)
+        if found is not None:
+            cost = cost_of(found)
+            chooser = number if cost.chosen_by is None or chooser is None else chooser
+            own = cost.choosing_as(_unless(chooser, number))
             layer = Layer(tuple(
                 dataclasses.replace(block, body=own) if block.body is found else block for block in layer.blocks
             ))  # fmt: skip
@@ -334,12 +334,9 @@ def with_experts(model: ModelConfig, count: int) -> ModelConfig:
 
 
 def _smaller(layer: Layer, count: int) -> Layer:
-    def smaller(moe: Moe) -> Moe:
-        router = dataclasses.replace(moe.router, num_experts=count, num_groups=1, top_groups=1)
-        return dataclasses.replace(moe, router=router, experts=dataclasses.replace(moe.experts, count=count))
-
+    moe = layer.moe
     blocks = (
-        dataclasses.replace(block, body=smaller(block.body)) if isinstance(block.body, Moe) else block
+        block if moe is None or block.body is not moe else dataclasses.replace(block, body=moe.with_experts(count))
         for block in layer.blocks
     )
     return Layer(tuple(blocks))

@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem.bench.formats import as_stored
 from tandem.bench.stored import FORMATS
 from tandem.checkpoint.parts import is_expert
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.config.ranks.shard import ALL
 from tandem.experts import ExpertMatrices, Experts
 from tandem.experts.feed import LayerFeed

@@ -2,29 +2,22 @@
 
 from tandem.config.choices.decision import Decision
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Dense, Experts, Gqa, Layer, Moe, Router
+from tandem.config.layers import Layer
 from tandem.config.machine import Machine
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.config.plan import Plan
 from tandem.config.planner.resolve import resolve
 from tandem.config.stored import StoredFormat, StoredFormats
 
 __all__ = [
     "Decision",
-    "Dense",
     "EngineConfig",
-    "Experts",
-    "Gqa",
-    "Latent",
     "Layer",
     "Machine",
     "ModelConfig",
-    "Moe",
     "Norm",
     "Plan",
-    "Router",
     "StoredFormat",
     "StoredFormats",
     "resolve",

@@ -6,13 +6,12 @@ import re
 from collections.abc import Sequence
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Attention, Gqa
+from tandem.config.layers import Attention
 from tandem.config.machine import Machine
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.state import Pages
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import Keys, cost_of
 
 FLAG = "--attention-backend"
 FIELDS = ("attention_backend",)
@@ -32,11 +31,9 @@ def attention_backend(
         return "triton", f"Transformers' modules ask for windows of their own; {FLAG} changes nothing"
     if asked != "auto" and (why := own_kernels(mixers)):
         return "triton", f"{why}; {FLAG} changes nothing"
-    if asked in ("torch", "flashinfer") and any(isinstance(mixer, Gqa) and mixer.sinks for mixer in mixers):
+    if asked in ("torch", "flashinfer") and any(each.sinks for each in keys_of(mixers)):
         raise ConfigError(f"{FLAG} {asked} has no sinks, which this model's softmax counts; take {FLAG} triton")
-    if asked in ("torch", "flashinfer") and any(
-        isinstance(mixer, Gqa) and mixer.value_dim != mixer.head_dim for mixer in mixers
-    ):
+    if asked in ("torch", "flashinfer") and any(each.value_dim != each.dim for each in keys_of(mixers)):
         raise ConfigError(f"{FLAG} {asked} needs values as wide as keys; this model's are narrower; take {FLAG} triton")
     if asked == "torch":
         _check_torch(config, mixers, machine.torch)
@@ -50,11 +47,12 @@ def attention_backend(
 def own_kernels(mixers: Sequence[object]) -> str:
     """Why this attention runs in Tandem's kernels whatever is asked for; "" where there is a choice. No error: the
     tutorials of DeepSeek-V3 and V4 ask for flashinfer."""
-    if mixers and all(isinstance(mixer, SharedKv) for mixer in mixers):
-        return "keys that are values, too, have kernels of their own"
-    if any(isinstance(mixer, Latent) for mixer in mixers):
-        return "latents have kernels of their own, with cuDNN's for prompts"
-    return ""
+    return next(filter(None, (cost_of(mixer).own_kernels for mixer in mixers)), "")
+
+
+def keys_of(mixers: Sequence[object]) -> list[Keys]:
+    """What each of them looks at."""
+    return [keys for mixer in mixers if (keys := cost_of(mixer).keys) is not None]
 
 
 def _check_torch(config: EngineConfig, mixers: tuple[Attention, ...], version: str) -> None:
@@ -90,9 +88,9 @@ def _check_flashinfer(mixers: tuple[Attention, ...], version: str) -> None:
             f"or take {FLAG} triton",
             fields=FIELDS,
         )
-    windows = sorted({mixer.window for mixer in mixers if isinstance(mixer, Gqa)})
+    windows = sorted({each.window for each in keys_of(mixers)})
     dims = _head_dims(mixers)
-    counts = sorted({(mixer.heads, mixer.kv_heads) for mixer in mixers if isinstance(mixer, Gqa)})
+    counts = sorted({(each.heads, each.kv_heads) for each in keys_of(mixers)})
     if len(counts) > 1:
         raise ConfigError(
             f"{FLAG} flashinfer needs as many heads in every layer; this model has (heads, kv heads) "
@@ -108,7 +106,7 @@ def _check_flashinfer(mixers: tuple[Attention, ...], version: str) -> None:
 
 
 def _head_dims(mixers: tuple[Attention, ...]) -> list[int]:
-    return sorted({mixer.head_dim for mixer in mixers if isinstance(mixer, Gqa)})
+    return sorted({each.dim for each in keys_of(mixers)})
 
 
 def _listed(numbers: Sequence[object]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_scratch import MLP_BYTES, MOST_ROW_BYTES, pair_bytes
-from tandem.config.layers import DeltaRule, Dense, Gqa, Moe
 from tandem.config.model_config import ModelConfig
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS
+from tandem.mechanisms.cost import cost_of
 
 GRAPH_FLAGS = ("disable_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
 SMALL_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -50,8 +48,8 @@ def settled_sizes(
 ) -> tuple[int, ...]:
     """Of `captured_sizes`, those that are captured a second time where steps may guess: for steps that have no guesses
     and follow none. Only what folds tokens into a memory has faster kernels then. Their last bits are others."""
-    folds = any(isinstance(mixer, DeltaRule) for mixer in model.mixers)
-    if not guesses or not folds or config.enable_deterministic_inference:
+    settles = any(cost_of(mixer).settles for mixer in model.mixers)
+    if not guesses or not settles or config.enable_deterministic_inference:
         return ()
     return captured_sizes(config, model, running)
 
@@ -86,7 +84,7 @@ def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
 def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) -> tuple[int, ...]:
     """Rows of prompts' chunks that are captured where the GPU computes them alone. streamed: of a step in which experts
     travel. Only where lengths of sequences do not decide which kernels run."""
-    plain = all(isinstance(mixer, Gqa) and not mixer.window for mixer in model.mixers)
+    plain = all(cost_of(mixer).prompt_graphs for mixer in model.mixers)
     drafts = config.speculative_algorithm in DRAFT_ALGORITHMS
     attention = config.attention_backend in ("auto", "triton")
     if config.enable_deterministic_inference:  # every row is a sequence of its own
@@ -132,24 +130,12 @@ def prompt_graph_bytes(
 
 def _chunk_bytes(model: ModelConfig, rows: int, row_bytes: int) -> int:
     """Of rows between kernels. All sizes share them, and so do layers: experts and dense feed-forwards take turns."""
-    hidden, mixers = model.hidden, [mixer for mixer in model.mixers if isinstance(mixer, Gqa)]
+    hidden = model.hidden
     experts = 0
     if model.moe_layers:
         top_k = model.moe.router.top_k + model.moe.fusible_shared
         experts = top_k * pair_bytes(model.expert_channels, model.moe.experts.width)
-    heads = max((m.head_dim * (2 * m.heads + 2 * m.kv_heads) + m.value_dim * m.heads for m in mixers), default=0)
-    between = max(map(_between_bytes, _dense_parts(model)), default=0)
+    heads = max((cost_of(mixer).row_bytes for mixer in model.mixers), default=0)
+    between = max((cost_of(body).between_bytes for body in model.bodies), default=0)
     fed = max(min(rows * experts, row_bytes), min(rows * between, MLP_BYTES))
-    return fed + rows * (16 * hidden + 2 * heads)
-
-
-def _dense_parts(model: ModelConfig) -> Iterator[Dense]:
-    for body in (block.body for layer in model.layers for block in layer.blocks):
-        part = body.shared if isinstance(body, Moe) else body
-        if isinstance(part, Dense):
-            yield part
-
-
-def _between_bytes(part: Dense) -> int:
-    """Of a row: products in float32, and what the activation makes of them."""
-    return (4 * (part.activation.matrices - 1) + 2) * part.width
+    return fed + rows * (16 * hidden + heads)

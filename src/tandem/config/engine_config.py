@@ -56,6 +56,7 @@ class EngineConfig:
     context_length: int | None = flag(
         None, "Longest prompt + answer, tokens; default: the model's.", group=MODEL, minimum=1, essential=True
     )
+    disable_vision: bool = flag(False, "Load nothing that reads images: text alone is served.", group=MODEL)
     packed_cache: str | None = flag(
         None, "Directory that keeps packed weights for the next start.", group=MODEL, essential=True
     )

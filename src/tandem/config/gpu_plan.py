@@ -17,16 +17,12 @@ from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
     LEAST_ROW_BYTES,
     StepSize,
-    decode_sums_bytes,
     expert_row_bytes,
     expert_scratch_bytes,
-    mixer_scratch_bytes,
     pair_bytes,
 )
 from tandem.config.gpus import Gpu, is_new_enough, too_old
-from tandem.config.layers import DeltaRule, Gqa, Mixer
 from tandem.config.machine import Machine
-from tandem.config.mechanisms.latent import Latent
 from tandem.config.memory import (
     GPU_PREFILL_TOKENS,
     ROPE_WORDS,
@@ -39,9 +35,9 @@ from tandem.config.memory import (
 from tandem.config.model_config import ModelConfig, draft_experts, embedding_bytes, rope_bytes
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import cost_of
 
-MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
-MAX_DELTA_HEAD = 1 << 15  # elements of a delta net's head that a program holds, padded to powers of two
+MAX_HEAD = 256  # channels of a key
 GPU_FRACTION = 0.9  # of free GPU memory
 GPU_WORKSPACE_BYTES = 2 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
 EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
@@ -111,20 +107,8 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
 
 def without_kernels(model: ModelConfig) -> str:
     """Why there are no GPU kernels for it, whatever the machine; "": there are."""
-    return next(filter(None, map(_without_kernels, model.mixers)), "") or why_unread(model, MAX_HEAD)
-
-
-def _without_kernels(mixer: Mixer) -> str:
-    """Why there are no kernels for it: a head's memory fits in no registers, or its keys in no shared memory."""
-    if isinstance(mixer, Latent) and not mixer.rope_dim:
-        return "the GPU kernels of latent attention need channels that turn"
-    if isinstance(mixer, Latent) and mixer.index is not None and mixer.index.pool > 1:
-        return "there are no GPU kernels for indexers whose keys stand for several tokens"
-    if isinstance(mixer, Gqa) and mixer.head_dim > MAX_HEAD:
-        return f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {mixer.head_dim}"
-    if not isinstance(mixer, DeltaRule) or mixer.padded_head <= MAX_DELTA_HEAD:
-        return ""
-    return f"heads of gated delta nets may have 128 x 256 channels on a GPU, not {mixer.k_dim} x {mixer.v_dim}"
+    whys = (cost_of(mixer).why_no_gpu() for mixer in model.mixers)
+    return next(filter(None, whys), "") or why_unread(model, MAX_HEAD)
 
 
 def needs_gpu(config: EngineConfig) -> str:
@@ -141,11 +125,13 @@ def needs_gpu(config: EngineConfig) -> str:
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
     experts, each, scratch = plan.experts, expert_bytes(request), scratch_bytes(request, plan.step_tokens)
+    images = request.image_entries(on_gpu=True)
     fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + scratch_bytes(request)
+    fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
     prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
-    sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model.mixers, max(plan.graph_sizes, default=1)))
+    sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, request.config.chunked_prefill_size)
     others = GPU_WORKSPACE_BYTES - sums + unpacking
     entries = [
@@ -155,6 +141,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
         Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
+        *images,
         Entry("prompt scratch", scratch, "that layers share"),
         Entry("graph logits", logits, "float32, of every CUDA graph"),
         Entry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
@@ -181,6 +168,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
         rows += 2 * max(sizes, default=1)
     shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)
+    shared += sum(entry.nbytes for entry in request.image_entries(on_gpu=True))
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 
 
@@ -198,5 +186,11 @@ def scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> i
     context, chunk = wanted_context(request)[0], request.config.chunked_prefill_size
     rows = tokens if chunk is None else chunk if chunk > 0 else context
     hyper, hidden, kinds = request.model.layers[0].hyper, request.model.hidden, set(request.model.mixers)
+    streams = 0 if hyper is None else hyper.streams
     size = StepSize(rows, context, request.max_running_requests)
-    return max((mixer_scratch_bytes(each, hyper, hidden, size) for each in kinds), default=0)
+    return max((cost_of(each).scratch_bytes(size, hidden, streams) for each in kinds), default=0)
+
+
+def decode_sums_bytes(model: ModelConfig, rows: int) -> int:
+    """Of so many rows that decode, which layers share."""
+    return max((cost_of(mixer).decode_sums_bytes(rows) for mixer in model.mixers), default=0)

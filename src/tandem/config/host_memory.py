@@ -77,7 +77,8 @@ class HostMemory:
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     there = model.routed_experts - share.on_gpu + share.drafts
     inputs = sum(
-        pinned_bytes(graph_input_bytes(size, share.pages, share.tables)) + pinned_bytes(graph_mask_bytes(size))
+        pinned_bytes(graph_input_bytes(size, share.pages, share.tables, model.vision is not None))
+        + pinned_bytes(graph_mask_bytes(size))
         for size in share.graph_sizes
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
@@ -101,10 +102,11 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
     return outside + (pinned_bytes(inside) if share.graph_tokens else 0)
 
 
-def graph_input_bytes(size: int, pages: int, tables: int = 1) -> int:
+def graph_input_bytes(size: int, pages: int, tables: int = 1, turning: bool = False) -> int:
     """Of a graph's batch. Each row has a token, a position and a place in each table of pages, of 64 bits; then its
-    length, its slot, what is folded and its pages, of 32. One number of 32 is for all."""
-    return graph_wide_bytes(size, tables) + 4 * (size * (3 + tables * pages) + 1)
+    length, its slot, what is folded and its pages, of 32. One number of 32 is for all. turning: rows may turn by others
+    than their positions, which are one more of 64."""
+    return graph_wide_bytes(size, tables + turning) + 4 * (size * (3 + tables * pages) + 1)
 
 
 def graph_mask_bytes(size: int) -> int:

@@ -30,7 +30,8 @@ HARMLESS = frozenset((
 DRAFT_LAYERS = ("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers")
 """How many layers a checkpoint has for speculative decoding."""
 
-TOWERS = ("vision_config", "audio_config")
+VISION = "vision_config"
+TOWERS = (VISION, "audio_config")
 """Of multimodal models: parts that text does not pass through."""
 
 

@@ -19,6 +19,7 @@ from tandem.config.model_config import STORED, ModelConfig, rope_bytes, why_alon
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS, most_guesses
 from tandem.config.state import page_tokens
 from tandem.config.stored import UNQUANTISED, StoredFormats
+from tandem.config.vision_costs import image_entries
 from tandem.errors import ConfigError, DoesNotFit
 
 GIB = 1 << 30
@@ -172,7 +173,12 @@ class MemoryRequest:
         chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
         results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.expert_channels)
-        return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results + self.rope_bytes
+        images = sum(entry.nbytes for entry in self.image_entries(on_gpu=False))
+        return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results + self.rope_bytes + images
+
+    def image_entries(self, on_gpu: bool) -> list[Entry]:
+        """What images take where steps are computed."""
+        return image_entries(self.config, self.model, self.dtype, self.step_tokens, on_gpu)
 
     @property
     def kv_room_bytes(self) -> int:
@@ -229,6 +235,8 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
         if request.experts_are_there
         else f"{request.experts_text}, packed"
     )
+    images = request.image_entries(on_gpu=False)
+    others = request.slot_bytes + GRAMMAR_BYTES + request.rope_bytes + sum(entry.nbytes for entry in images)
     entries = [
         Entry("dense weights", dense, "attention, shared and dense layers, head"),
         Entry("experts", memory.weight_bytes - dense, experts),
@@ -236,11 +244,8 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
         Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS),
-        Entry(
-            "workspace",
-            request.workspace_bytes - request.slot_bytes - GRAMMAR_BYTES - request.rope_bytes,
-            "of one step, Python, the tokenizer",
-        ),
+        *images,
+        Entry("workspace", request.workspace_bytes - others, "of one step, Python, the tokenizer"),
     ]
     return ledger(RAM, entries, memory.budget_bytes, request.machine.available_memory)
 

@@ -10,19 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tandem.config.activation import SILU
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import NO_EXPERTS, SILU, Attention, Body, Layer, Mixer, Moe
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.layers import Attention, Body, Layer, Mixer, Streams
+from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
-from tandem.config.rope import Rope
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
 from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
-from tandem.config.vision import Tower
+from tandem.config.vision import Tower, with_processor
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import cost_of
+from tandem.mechanisms.experts.shape import NO_EXPERTS, Moe
 
 FORMAT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0625, "int4": 0.5625}
 """Bytes per weight as packed; int8 and int4 carry one bf16 scale per group of 32 weights."""
@@ -55,7 +54,8 @@ class ModelConfig:
     draft: str = ""  # what of the checkpoint would guess tokens, and is not run
     drafts: Drafts | None = None  # what guesses tokens, if the checkpoint has it ...
     drafter: Drafts | None = None  # ... and the same, if it is loaded
-    vision: Tower | None = None  # what reads images, if they are served
+    tower: Tower | None = None  # what reads images, if the checkpoint has it ...
+    vision: Tower | None = None  # ... and the same, if it is loaded
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
     embedding_scale_rounded: bool = False  # it is of the activations' type
@@ -77,9 +77,10 @@ class ModelConfig:
         """
         directory = Path(path)
         generation = directory / "generation_config.json"
-        return cls.from_dict(
+        made = cls.from_dict(
             read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
         )
+        return made if made.tower is None else replace(made, tower=with_processor(made.tower, directory))
 
     @classmethod
     def from_dict(cls, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
@@ -220,7 +221,7 @@ def head_rows(model: ModelConfig) -> Share:
 def number_params(model: ModelConfig) -> int:
     """Dense weights that are numbers however a checkpoint stores them: of heads' matrices, and what connects blocks."""
     mixers = (*model.mixers, *(layer.mixer for layer in _draft_layers(model)))
-    heads = sum(mixer.head_params for mixer in mixers if isinstance(mixer, Latent | SharedKv))
+    heads = sum(cost_of(mixer).number_params for mixer in mixers if mixer is not None)
     pairs = 0 if model.drafter is None else model.drafter.pair_params(model.vocab)
     return heads + pairs + _hyper_params(model)
 
@@ -258,10 +259,8 @@ def _loaded_moe_layers(model: ModelConfig) -> int:
 
 def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
     """What a token reads of the pages of a context of so many."""
-    latents = (mixer for mixer in model.mixers if isinstance(mixer, Latent))
-    spared = sum((context - mixer.seen(context)) * mixer.cached_dim for mixer in latents)
-    spared += sum(mixer.unseen(context) * mixer.dim for mixer in model.mixers if isinstance(mixer, SharedKv))
-    return context * model.state_layout(dtype).token_bytes - spared * DTYPE_BYTES[dtype]
+    unread = sum(cost_of(mixer).unread(context) for mixer in model.mixers)
+    return context * model.state_layout(dtype).token_bytes - unread * DTYPE_BYTES[dtype]
 
 
 def _hyper_params(model: ModelConfig) -> int:
@@ -273,20 +272,15 @@ def _hyper_bytes(model: ModelConfig) -> int:
     return sum(hyper.matrix_bytes(model.hidden) for hyper in _hypers(model))
 
 
-def _hypers(model: ModelConfig) -> list[Hyper]:
+def _hypers(model: ModelConfig) -> list[Streams]:
     layers = (*model.layers, *_draft_layers(model))
     return [block.hyper for layer in layers for block in layer.blocks if block.hyper is not None]
 
 
 def rope_bytes(model: ModelConfig, context: int) -> int:
     """Of the rotary tables for so many positions: float32 cosines and sines. Layers that turn alike share them."""
-    ropes = {replace(rope, pairs="halves") for each in set(model.attentions) for rope in _ropes_of(each)}
+    ropes = {replace(rope, pairs="halves") for each in set(model.attentions) for rope in cost_of(each).ropes}
     return sum(2 * DTYPE_BYTES["float32"] * rope.dims // 2 for rope in ropes) * context
-
-
-def _ropes_of(mixer: Attention) -> list[Rope]:
-    index = mixer.index if isinstance(mixer, Latent) else None
-    return [mixer.rope] if index is None else [mixer.rope, index.rope]
 
 
 def _experts_of(moe: Moe | None) -> Moe | None:

@@ -9,7 +9,7 @@ from tandem.config.cuda_graphs import GRAPH_FLAGS
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpu_plan import SHARE_FIELDS
 from tandem.config.gpus import Gpu, equals
-from tandem.config.json_keys import DRAFT_LAYERS, TOWERS
+from tandem.config.json_keys import DRAFT_LAYERS, TOWERS, VISION
 from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.speculation.choice import speculation_notices, why_one_token
@@ -39,6 +39,8 @@ def _unread(model: ModelConfig) -> Iterator[str]:
     for key in model.unread_keys:
         if key in DRAFT_LAYERS:
             yield f"config.json: {key}: the model's draft layers (MTP) are not loaded; each step decodes one token"
+        elif key == VISION and model.tower is not None:
+            continue  # the plan's line on images says what becomes of it
         elif key in TOWERS:
             yield f"config.json: {key}: the part that reads images or sound is not loaded; text alone is served"
         else:

@@ -41,6 +41,9 @@ class Plan:
     ranks: int = 1  # that share the model; everything here is of each
     idle: str = ""  # of a machine with GPUs that are not used: which, and why; "": one is used, or there is none
 
+    image_tokens: int = 0  # of an image, at most; 0: none is read
+    blind: str = ""  # why no image is read; "": they are
+
     @property
     def guesses(self) -> int:
         """Of a sequence in a step, at most."""

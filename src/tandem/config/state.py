@@ -70,6 +70,7 @@ class Ring:
 
 
 State = Pages | Fold | Ring
+LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
 SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 KEY_BLOCK = 64  # tokens: kernels read keys from a multiple of it on, and mask those before a window
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
+
+from tandem.config.json_keys import JsonKeys, read_json
+from tandem.errors import ConfigError
 
 ResizeRule = Literal["qwen"]
 """qwen: both sides become multiples of `Processor.side`, near the same ratio, within the limits of pixels."""
 
 Grid = tuple[int, int, int]
 """Patches of an image: in time, downwards, across."""
+
+
+MOST_PIXELS = 1 << 26  # that an image may be resized to
+REGIONS = 2
+"""Of rotary tables for rows of images: a step's, and those of a chunk that is computed between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +64,67 @@ class Tower:
     placeholder: int
     start: int
     end: int
+    axes: tuple[int, ...] = ()  # of a head's pairs: whether time (0), height or width turns it
     deep: tuple[int, ...] = ()
     processor: Processor = Processor()
     eps: float = 1e-6
+
+    def capped(self, tokens: int) -> Tower:
+        """The same, of whose images none has more tokens."""
+        most = min(self.processor.max_pixels, tokens * self.processor.side**2)
+        least = min(self.processor.min_pixels, most)
+        return replace(self, processor=replace(self.processor, min_pixels=least, max_pixels=most))
 
     @property
     def levels(self) -> int:
         """Rows of `out` numbers that a token's feature has."""
         return 1 + len(self.deep)
+
+
+def image_turns(tower: Tower | None, step_tokens: int) -> int:
+    """Rows that rotary tables have behind those of the context, for images of steps of at most so many rows."""
+    return 0 if tower is None else REGIONS * step_tokens
+
+
+FILES = "preprocessor_config.json", "processor_config.json"
+"""Where a checkpoint says how pixels are made: the first that is there. The second has it in an object of its own."""
+BICUBIC = 3  # of Pillow's filters
+
+
+def with_processor(tower: Tower, directory: Path) -> Tower:
+    """The tower, with what the checkpoint says of pixels. Raises ConfigError for what is not computed, CheckpointError
+    for a broken file."""
+    file = next((file for name in FILES if (file := directory / name).exists()), None)
+    if file is None:
+        return tower
+    said = read_json(file)
+    return replace(tower, processor=read_processor(JsonKeys(said.get("image_processor") or said, file.name), tower))
+
+
+def read_processor(keys: JsonKeys, tower: Tower) -> Processor:
+    """keys: of the file."""
+    own = tower.processor
+    for key, value in (("patch_size", own.patch), ("merge_size", own.merge), ("temporal_patch_size", own.temporal)):
+        keys.only(key, value, "config.json's vision_config says otherwise")
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        keys.only(key, True, "pixels would be others than the tower was trained with")
+    keys.only("resample", BICUBIC, "images are resized bicubically")
+    if not math.isclose(keys.optional("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6):
+        raise ConfigError(f"{keys.where}: rescale_factor must be 1/255")
+    size = keys.mapping("size")
+    least = size.get("shortest_edge") or keys.get("min_pixels") or own.min_pixels
+    most = size.get("longest_edge") or keys.get("max_pixels") or own.max_pixels
+    if not (type(least) is int and type(most) is int and 0 < least <= most <= MOST_PIXELS):
+        raise ConfigError(f"{keys.where}: images of {least} to {most} pixels; try {own.min_pixels} to {own.max_pixels}")
+    mean, std = _three(keys, "image_mean", own.mean), _three(keys, "image_std", own.std)
+    return replace(own, min_pixels=least, max_pixels=most, mean=mean, std=std)
+
+
+def _three(keys: JsonKeys, key: str, usual: tuple[float, float, float]) -> tuple[float, float, float]:
+    """A number of each channel; of image_std, none is 0."""
+    found = keys.get(key) or usual
+    if not isinstance(found, list | tuple) or len(found) != 3 or not all(isinstance(x, int | float) for x in found):
+        raise ConfigError(f"{keys.where}: {key} is {found!r}; try {list(usual)}")
+    if key == "image_std" and not all(x > 0 for x in found):
+        raise ConfigError(f"{keys.where}: {key} must be above 0; try {list(usual)}")
+    return float(found[0]), float(found[1]), float(found[2])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.experts.cpu_experts import Experts
 from tandem.experts.feed import LayerFeed
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
-from tandem.engine.step.batch import BatchArrays
+from tandem.engine.step.batch import BatchArrays, regions
 from tandem.engine.step.prefill import PausingModel, PrefillTask, host_task
 from tandem.engine.step.step import Step, StepOutput
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -40,11 +41,14 @@ class CpuRunner:
         usage: ExpertUsage | None = None,
         guessing: bool = False,
         windowed: bool = False,
+        images_from: int = 0,
     ) -> None:
-        """guessing: steps may have rows of guesses. windowed: layers that see a window have pages of their own."""
+        """guessing: steps may have rows of guesses. windowed: layers that see a window have pages of their own.
+        images_from: as of `BatchArrays`; those of a chunk between steps lie behind a step's."""
         self._model, self._states, self._usage = model, states, usage
         made = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
-        self._arrays, self._paused = made(), made()
+        own, paused = regions(images_from, max_step_tokens)
+        self._arrays, self._paused = made(images_from=own), made(images_from=paused)
 
     def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         """Logits rows of all chunks, in order. meanwhile: of no use here: no device computes while the host does
@@ -71,6 +75,9 @@ class CpuRunner:
 
     def step_ended(self) -> bool:
         return True
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def after_failure(self) -> None:
         """Nothing that a step leaves behind keeps the next one from working."""

@@ -26,7 +26,7 @@ from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Chunk, Sequence, masks_of
+from tandem.engine.sequence import Chunk, Sequence, masks_of, show
 from tandem.engine.speculation.made import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
@@ -38,6 +38,7 @@ from tandem.engine.step.executor import Executor
 from tandem.engine.step.overlap import PrefillOverlap, StepOverlap
 from tandem.engine.step.prefill import PausingModel
 from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
+from tandem.engine.vision.encoder import Encoder, encoder_of
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
@@ -121,6 +122,7 @@ class Engine:
         # GPU changes a sequence's slot for graphs and a pass at once.
         self._may_pause = not plan.drafts and (together or plan.gpu is None)
         self._overlap = PrefillOverlap(self._scheduler, self._runner, together)
+        self._encoder = encoder_of(parts, self._runner.aside)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
@@ -138,10 +140,11 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is in use", "id")
         validate(request.sampling, self.model_config.vocab)
         check_prompt_ids(request.prompt_ids, self.model_config.vocab)
-        check_images(request.images, request.prompt_ids, self.model_config.vision)
+        check_images(request.images, request.prompt_ids, self.model_config.vision, self.plan.blind)
         max_len = answer_limit(request, self.plan.context_length, self._kv.num_pages * self._kv.page_size)
         self._arrivals += 1
         sequences = _sequences(request, max_len, self._arrivals, self._kv.page_size)
+        show(sequences, request.images, self.model_config.vision)
         if request.sampling.grammar is None:
             self._scheduler.add(sequences)
         else:
@@ -175,6 +178,8 @@ class Engine:
         outputs += self._take_grammars()
         started = perf_counter()
         pauses = self._may_pause and not (self._recorder is not None and self._recorder.recording)
+        if self._encoder is not None:
+            self._encoder.hand_out(self._scheduler.running)
         chunks = self._scheduler.next(pauses)
         drawing = perf_counter() - started  # guesses
         if pauses:
@@ -185,9 +190,24 @@ class Engine:
         step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
         ran = self._run(step, beside, drawing) if chunks else []
         outputs += [*beside.outputs, *ran]
-        if self.grammars and not (chunks or outputs or beside.under_way):
+        if self._encoder is not None:
+            outputs += self._encoded(self._encoder, idle=not chunks and not beside.under_way)
+        if self.grammars and not (chunks or outputs or beside.under_way or self._encodes):
             self.grammars.wait()
         return outputs
+
+    @property
+    def _encodes(self) -> bool:
+        return self._encoder is not None and self._encoder.under_way
+
+    def _encoded(self, encoder: Encoder, idle: bool) -> list[TokenOutput]:
+        """A slice of an image; outputs of those whose image cannot be read."""
+        seconds = self._scheduler.pace.slice_seconds()
+        failed = encoder.go_on(self._scheduler.running, seconds, idle)
+        if failed:
+            _log.error("an image of %d answers was not read: %s", len(failed), failed[0][1])
+            self._runner.after_failure()
+        return [self._answers.fail(sequence, error) for sequence, error in failed]
 
     def _shared_tokens(self, chunks: Rows[Chunk]) -> int:
         """Rows that a step of one chunk may shrink to. 0: layers keep of a sequence what cannot be computed again, or
@@ -258,6 +278,8 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=c.steps,
             step_seconds=c.step_seconds,
+            images=0 if self._encoder is None else self._encoder.images,
+            image_seconds=0.0 if self._encoder is None else self._encoder.seconds,
             late_kernels=kernel_loads.late,
             experts=None if self._meter is None else self._meter.stats(idle=not self.has_work()),
             speculation=None if self._speculation is None else self._speculation.stats(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.engine.sampling.logits import BestRows, DeviceLogits, HostRows, StepEnd
 from tandem.engine.sampling.masks import RowMasks, TokenMask
 from tandem.engine.sequence import Chunk, make_masks, places_of
-from tandem.engine.step.batch import BatchArrays, StepShape, moved
+from tandem.engine.step.batch import BatchArrays, StepShape, moved, regions
 from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, background_with_cpu, path_of
 from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
@@ -105,7 +105,9 @@ class GpuRunner:
             each_row=graphs.each_row,
         )  # fmt: skip
         self._device = handoff.device
-        self._arrays, self._paused = made(apart=True), made(pinned=self._device.type == "cuda")
+        own, paused = regions(graphs.images_from, shape.max_tokens)
+        self._arrays = made(apart=True, images_from=own)
+        self._paused = made(pinned=self._device.type == "cuda", images_from=paused)
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
@@ -145,15 +147,15 @@ class GpuRunner:
         finally:
             self._model, self._usage, self._live = before
 
-    def run_kernels(self, chunks: Rows[Chunk]) -> DeviceLogits:
-        """As `run`, kernel by kernel, whatever graphs there are, and no experts travel."""
+    def run_kernels(self, chunks: Rows[Chunk], streamed: Rows[int] = ()) -> DeviceLogits:
+        """As `run`, kernel by kernel, whatever graphs there are. streamed: layers whose experts travel."""
         with torch.inference_mode(), self._streams.aside():
             batch = self._arrays.fill(chunks)
             there = moved(batch, self._device)
             if self._start is None:
                 self._begin_step(batch, False)
             else:
-                self._start.without_stream(batch)
+                self._start.load_kernels(batch, streamed)
             logits = self._forward(there, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
@@ -303,6 +305,10 @@ class GpuRunner:
     def step_ended(self) -> bool:
         return self._end.passed()
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Pieces of images, which no step waits for."""
+        return self._streams.aside()
+
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""
         return self._graphs.runs_beside_prefill(len(chunks)) and all(chunk.length == 1 for chunk in chunks)
@@ -350,6 +356,7 @@ class GpuRunner:
         self._graphs.capture_prefill(
             self._plan,
             PrefillCapture(
-                self._model, self._states, self._plan.pages, self._start, self._streams, self._device, self._usage
+                self._model, self._states, self._plan.pages, self._start, self._streams, self._device, self._usage,
+                self._plan.images_from > 0,
             ),
         )

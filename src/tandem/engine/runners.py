@@ -44,8 +44,14 @@ def _on_cpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> 
         usage=parts.usage,
         guessing=plan.guesses > 0,
         windowed=plan.num_window_pages > 0,
+        images_from=_images_from(parts),
     )
     return runner
+
+
+def _images_from(parts: EngineParts) -> int:
+    """Behind the positions of the context; 0 where no image is read."""
+    return 0 if parts.model_config.vision is None else parts.plan.context_length
 
 
 def _on_gpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> GpuRunner:
@@ -55,7 +61,7 @@ def _on_gpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> 
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
         windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
         splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
-        spared=plan.gpu.spared, one_stream=parts.group is not None,
+        spared=plan.gpu.spared, one_stream=parts.group is not None, images_from=_images_from(parts),
     )  # fmt: skip
     runner: GpuRunner = make(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

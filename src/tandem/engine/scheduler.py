@@ -105,7 +105,7 @@ class Scheduler:
 
     def prompts(self, decoding: int, pauses: bool = True) -> list[Chunk]:
         """Chunks of prompts beside so many rows that decode, whose step may be under way: nobody loses pages."""
-        asking = sum(sequence.pending_len > 1 for sequence in self.running) + len(self.waiting)
+        asking = sum(sequence.prefills for sequence in self.running) + len(self.waiting)
         if not asking:
             return []  # of most steps
         tokens = self.pace.step_tokens(decoding, pauses, asking < 2) - decoding
@@ -169,14 +169,14 @@ class Scheduler:
 
     def _decoding(self) -> Iterator[Sequence]:
         for sequence in list(self.running):
-            runs = sequence.status is Status.RUNNING and sequence.pending_len == 1
+            runs = sequence.status is Status.RUNNING and sequence.decodes
             if runs and self._grow(sequence):
                 yield sequence
 
     def _prefilling(self, tokens: int) -> list[Sequence]:
         """Prompts under way, then admissions: until all together take the step's tokens, and all but the longest take
         half of them. Else nobody behind a long prompt would get a share."""
-        prompts = [s for s in self.running if s.pending_len > 1]
+        prompts = [s for s in self.running if s.prefills]
         wanted = [self._left(s) for s in prompts]
         while self.waiting and len(self.running) < self._max_running and tokens > 0:
             if sum(wanted) >= tokens and sum(wanted) - max(wanted) >= _share(tokens):

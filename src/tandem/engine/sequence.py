@@ -10,10 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem.config.vision import Tower
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.sampling.masks import RowMasks
 from tandem.engine.sampling.repetitions import Repetitions
+from tandem.engine.vision.rows import ImageRows
+from tandem.engine.vision.seen import SequenceImages
+from tandem.engine.vision.spans import ImageSpan
 
 
 class Status(enum.Enum):
@@ -47,7 +51,9 @@ class Sequence:
         "cached_prompt_len",
         "computed_len",
         "folded_len",
+        "images",
         "index",
+        "keys",
         "leader",
         "matched_len",
         "matcher",
@@ -93,6 +99,8 @@ class Sequence:
         self.sampling = sampling
         self.seed = seed
         self.tokens = list(prompt_ids)
+        self.images: SequenceImages | None = None
+        self.keys = self.tokens  # of the prefix cache, one a token
         self.prompt_len = len(prompt_ids)
         self.max_len = max_len
         self.computed_len = self.folded_len = 0
@@ -127,6 +135,23 @@ class Sequence:
         return len(self.tokens) - self.computed_len
 
     @property
+    def prefills(self) -> bool:
+        """Whether more than its newest token is left, or a piece of an image: such rows are always a prompt's."""
+        pending = len(self.tokens) - self.computed_len
+        if pending != 1 or self.images is None:
+            return pending > 1
+        return self.images.rows.is_piece(self.computed_len)
+
+    @property
+    def decodes(self) -> bool:
+        return len(self.tokens) - self.computed_len == 1 and not self.prefills
+
+    @property
+    def ready_len(self) -> int:
+        """Tokens that can be computed: those before the first image whose features are missing."""
+        return len(self.tokens) if self.images is None else self.images.ready_len(self.computed_len, len(self.tokens))
+
+    @property
     def answer_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
@@ -158,6 +183,10 @@ class Sequence:
         wanted = self.sampling.prompt_logprobs is not None and self.index == 0
         return wanted and len(self.prompt_logprobs) < self.prompt_len
 
+    def see(self, images: ImageRows) -> None:
+        """The prompt has these images. Before it runs."""
+        self.images, self.keys = SequenceImages(images), images.keys(self.tokens)
+
     def become(self, status: Status) -> None:
         assert status in _NEXT_STATUS[self.status], f"{self.status} -> {status}"
         if self.status is Status.WAITING:
@@ -177,6 +206,8 @@ class Sequence:
         pages = self.pages
         self.num_pages = 0
         self.computed_len = self.folded_len = 0
+        if self.images is not None:
+            self.images.features.clear()
         return pages
 
     def advance(self, length: int) -> None:
@@ -188,6 +219,8 @@ class Sequence:
         """Raises EngineError for a token that the answer's grammar does not allow."""
         assert self.pending_len == 0 and self.total_len < self.max_len
         self.tokens.append(token_id)
+        if self.keys is not self.tokens:
+            self.keys.append(token_id)
         if self.token_counts is not None:
             self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
         if self.matcher is not None:
@@ -214,7 +247,7 @@ class Chunk(NamedTuple):
     @property
     def prefills(self) -> bool:
         """Whether it is of a prompt, not of a decoding sequence. Asked before the step."""
-        return self.sequence.pending_len > 1
+        return self.sequence.prefills
 
     @property
     def samples(self) -> bool:
@@ -246,3 +279,11 @@ def make_masks(sequences: Rows[Sequence]) -> None:
     for sequence in sequences:
         if sequence.matcher is not None:
             sequence.matcher.look_ahead()
+
+
+def show(sequences: Rows[Sequence], images: Rows[ImageSpan], tower: Tower | None) -> None:
+    """The images of a prompt to all its answers. tower: there, where there are any."""
+    if images and tower is not None:
+        rows = ImageRows(images, sequences[0].prompt_len, tower.processor.merge)
+        for sequence in sequences:
+            sequence.see(rows)

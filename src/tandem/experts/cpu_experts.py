@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.experts.feed import LayerFeed
 from tandem.kernels.ops import ExpertBiases, ExpertLayer, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.placement import ExpertPlacement

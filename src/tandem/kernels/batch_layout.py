@@ -13,6 +13,8 @@ class BatchLayout(Protocol):
     @property
     def positions(self) -> Tensor: ...  # int64 [T]
     @property
+    def turns(self) -> Tensor | None: ...  # int64 [T]: by which rows of rotary tables they turn; None: positions
+    @property
     def cache_slots(self) -> Tensor: ...  # int64 [T]
     @property
     def query_starts(self) -> Tensor: ...  # int32 [S + 1]

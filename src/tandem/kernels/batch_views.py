@@ -67,7 +67,7 @@ def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchV
     """Raises KernelError when an index points outside the cache."""
     guessed = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
     return _core.BatchView(
-        positions=batch.positions,
+        positions=batch.positions if batch.turns is None else batch.turns,  # the core only turns rows by them
         cache_slots=batch.cache_slots,
         query_starts=batch.query_starts,
         seq_lens=batch.seq_lens,

@@ -7,29 +7,23 @@ checks every array. What a step's layers share (checked indices, head counts, ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
-from tandem.kernels import gates, routing
+from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.batch_views import BatchViews
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
-from tandem.kernels.cpu_chosen import CpuChosenAttention, CpuPooledIndex, CpuTokenIndex
-from tandem.kernels.cpu_streams import CpuStreams
-from tandem.kernels.delta import Delta, DeltaState, DeltaWeights, Gates, columns_of, made
+from tandem.kernels.cpu_images import ByCore
 from tandem.kernels.gates import without_gates
-from tandem.kernels.hyper import HyperStreams, HyperWeights
 from tandem.kernels.in_memory import InMemory
-from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
@@ -37,21 +31,13 @@ from tandem.kernels.ops import (
     ColumnRun,
     Columns,
     HeadNorms,
-    LatentSizes,
-    LatentWeights,
     Recorded,
     Rope,
-    Routing,
     Step,
     SureRead,
-    Tally,
 )
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
-from tandem.kernels.recurrent.cpu_folds import CpuFolds
-from tandem.kernels.shared_kv.heads import SharedKvHeads
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import IndexWeights, TokenIndex
+from tandem.mechanisms.slices import bound_by
 
 
 def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
@@ -85,10 +71,10 @@ class CpuOps(InMemory):
             raise KernelError(f"this CPU cannot run tier {tier!r}; it can run {', '.join(supported)}")
         self.pool, self.tier = pool, tier
         self.int8_activations, self.experts_in_place = int8_activations, experts_in_place
-        self._dense = _core.DenseOps(pool, tier)
+        self.dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier, one_way=deterministic and tier in TILED)
-        self._rules: dict[tuple[int, int], tuple[Router, _core.Route]] = {}
         self._views = BatchViews()
+        self.image_attention = partial(ByCore, self.dense)
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):
@@ -100,9 +86,6 @@ class CpuOps(InMemory):
 
     def columns(self, runs: Sequence[ColumnRun]) -> Columns:
         return _core.Columns(self.pool, [(r.source, r.step, r.target, r.width) for r in runs]).copy
-
-    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
-        return AbsorbedHeads(self, CpuChosenAttention(self), sizes, weights, fmt)
 
     def experts(
         self,
@@ -142,7 +125,7 @@ class CpuOps(InMemory):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
-        self._dense.rms_norm(x, None, _beside(x, weight), out, eps)
+        self.dense.rms_norm(x, None, _beside(x, weight), out, eps)
         return out
 
     def add_rms_norm(
@@ -150,7 +133,7 @@ class CpuOps(InMemory):
     ) -> Tensor:
         x = x if beside is None else self.gated(*beside, x)
         out = torch.empty_like(x)
-        self._dense.rms_norm(x, residual, _beside(x, weight), out, eps)
+        self.dense.rms_norm(x, residual, _beside(x, weight), out, eps)
         return out
 
     def rope_store(
@@ -168,12 +151,12 @@ class CpuOps(InMemory):
         q_norm, k_norm = _beside(qkv, norms.q), _beside(qkv, norms.k)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
         shape, view = (
-            _heads(heads, kv_heads, head_dim, *sizes, v_pages.shape[3]),
+            heads_of(heads, kv_heads, head_dim, *sizes, v_pages.shape[3]),
             self.view_of(batch, k_pages),
         )
         q = qkv.new_empty((qkv.shape[0], heads, head_dim))
         values = None if v_pages is k_pages else v_pages
-        self._dense.rope_store(
+        self.dense.rope_store(
             view, shape, qkv, rope.cos, rope.sin, q_norm, k_norm, k_pages, values, q, norms.eps
         )
         return q
@@ -190,102 +173,24 @@ class CpuOps(InMemory):
     ) -> Tensor:
         rows, heads, head_dim = q.shape
         width = v_pages.shape[3]  # of a head's values
-        shape, view = _heads(heads, k_pages.shape[2], head_dim, 0, 0, width), self.view_of(batch, k_pages)
+        shape, view = heads_of(heads, k_pages.shape[2], head_dim, 0, 0, width), self.view_of(batch, k_pages)
         out = q.new_empty((rows, heads * width))
         values = None if v_pages is k_pages else v_pages
-        self._dense.attention(view, shape, q, k_pages, values, out, scale, window, sinks)
+        self.dense.attention(view, shape, q, k_pages, values, out, scale, window, sinks)
         return out
 
     gated = staticmethod(gates.gated)
 
-    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-        return SharedKvHeads(shape, weights, OwnKeys(self._dense), self.per_head(weights.groups, fmt))
-
-    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        return _CpuDelta(self, shape, weights)
-
-    @property
-    def folds(self) -> CpuFolds:
-        return CpuFolds(_core.RecurrentOps(self.pool, self.tier), self.view_of)
-
-    def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
-        return CpuStreams(self.pool, self.tier, shape, weights, hidden)
-
-    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        return CpuTokenIndex(self, shape, weights)
-
-    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
-        return CpuPooledIndex(self, shape, weights)
-
-    def route(
-        self,
-        logits: Tensor,
-        router: Router,
-        bias: Tensor | None = None,
-        shared: int = 0,
-        tally: Tally | None = None,
-        places: Tensor | None = None,
-        chosen: Tensor | None = None,
-    ) -> Routing:
-        if routing.in_torch(router, "cpu"):
-            return routing.route(logits, router, bias, shared, tally, places, chosen)
-        logits = logits.float().contiguous()
-        key = (id(router), shared)
-        if key not in self._rules:
-            self._rules[key] = (router, _rule(router, shared))  # holds the router: its id stays its own
-        shape = (logits.shape[0], router.top_k + shared)
-        ids, weights = logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
-        counted = () if tally is None else (tally.tokens, tally.seen, tally.chosen)
-        self._dense.route(self._rules[key][1], logits, bias, ids, weights, *counted)
-        return Routing(ids, weights, None if places is None else places[ids])
+    def bound(self, shape: object, *weights: object) -> Any:
+        return bound_by(("cpu", "torch"), self, shape, weights)
 
     def view_of(self, batch: BatchLayout, pages: Tensor | None = None) -> _core.BatchView:
         """The step's checked indices: its layers ask for the same few. pages: None where none are read."""
         return self._views.of(batch, pages)
 
 
-class _CpuDelta:
-    """`Delta` on the C++ core, token by token: 2 % of a Qwen3-Next's work, for results that no cut changes."""
-
-    def __init__(self, ops: CpuOps, shape: DeltaRule, weights: DeltaWeights) -> None:
-        self._ops, self._eps = ops, shape.norm.eps
-        self._weights = weights._replace(conv=weights.conv.contiguous())
-        gates = 2 * shape.v_heads
-        self._shape = _core.DeltaShape(
-            shape.k_heads, shape.v_heads, shape.k_dim, shape.v_dim, shape.conv, columns_of(shape),
-            shape.channels + shape.values, gates,
-        )  # fmt: skip
-
-    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
-        gates = made(gates)
-        out = projected.new_empty((len(projected), state.memory.shape[1] * state.memory.shape[3]))
-        self._ops._dense.delta_rule(
-            self._ops.view_of(batch), self._shape, projected, gates, *self._weights, *state, out, self._eps
-        )
-        return out
-
-
-class OwnKeys:
-    """`shared_kv.heads.Attend` on the C++ core: every row is a sequence of its own, whose one page is its keys."""
-
-    def __init__(self, dense: _core.DenseOps) -> None:
-        self._dense = dense
-
-    def __call__(self, q: Tensor, keys: Tensor, counts: Tensor, scale: float, sinks: Tensor) -> Tensor:
-        rows, width, head_dim = keys.shape
-        each = torch.arange(rows + 1, dtype=torch.int32)
-        view = _core.BatchView(
-            positions=counts - 1, cache_slots=each[:rows].long() * width, query_starts=each, seq_lens=counts.int(),
-            block_tables=each[:rows, None], page_size=width, num_pages=rows, slots=torch.zeros(rows, dtype=torch.int32),
-        )  # fmt: skip
-        out = torch.empty_like(q)
-        shape, pages = _heads(q.shape[1], 1, head_dim, 0, 0), keys.view(rows, width, 1, head_dim)
-        self._dense.attention(view, shape, q, pages, None, out.view(rows, -1), scale, 0, sinks)
-        return out
-
-
 @cache
-def _heads(*sizes: int) -> _core.Heads:
+def heads_of(*sizes: int) -> _core.Heads:
     return _core.Heads(*sizes)
 
 
@@ -307,21 +212,3 @@ def _ahead(following: Sequence[_core.ByteRange], limit: int) -> list[_core.ByteR
             ahead.append(sure)
             total += sure.bytes
     return ahead
-
-
-def _rule(router: Router, shared: int) -> _core.Route:
-    rule = _core.Route(
-        experts=router.num_experts,
-        top_k=router.top_k,
-        groups=router.num_groups,
-        top_groups=router.top_groups,
-        shared=shared,
-        sigmoid=router.score == "sigmoid",
-        normalize=router.normalize,
-        group_by_top2=router.group_score == "top2",
-        scale=router.scale,
-        epsilon=router.epsilon,
-    )
-    if router.least_sum:
-        rule.least_sum = router.least_sum
-    return rule

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.mechanisms.hyper import LANES
+from tandem.config.state import LANES
 
 
 def gated(x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -16,20 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.delta import Delta, DeltaWeights
-from tandem.kernels.hyper import HyperStreams, HyperWeights
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights
+from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ranks.group import Group
-from tandem.kernels.recurrent.folds import Folds
-from tandem.kernels.shared_kv.heads import SharedKvHeads
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import Chosen, IndexWeights, TokenIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,48 +101,6 @@ class Columns(Protocol):
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """x [T, N], out [T, M], both contiguous and of one dtype."""
-        ...
-
-
-class LatentSizes(NamedTuple):
-    """Latent attention: H heads; a head's channels that are not turned and that are; a latent's and a value's."""
-
-    heads: int
-    nope: int
-    rope: int
-    rank: int
-    value: int
-
-    @property
-    def width(self) -> int:
-        """Numbers that are cached of a token: the rotary key, then the latent."""
-        return self.rope + self.rank
-
-
-class LatentWeights(NamedTuple):
-    """What lies between the matrices of latent attention. norm [rank]: of the latent, with `eps`; rope turns pairs of
-    neighbours (0, 1), (2, 3) … , or halves; `scale` multiplies scores."""
-
-    keys: Tensor  # W_K' of each head, [H, rank, nope]
-    values: Tensor  # W_V of each head, [H, value, rank]
-    norm: Tensor
-    eps: float
-    rope: Rope
-    scale: float
-    neighbours: bool = True
-
-
-class LatentHeads(Protocol):
-    """Latent attention between its matrices."""
-
-    def __call__(
-        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
-    ) -> Tensor:
-        """q [T, H * (nope + rope)] and kv [T, rank + rope], before norm and rotation -> values [T, H * value].
-
-        Keys of row t, [rotary | latent], go to row batch.cache_slots[t] of pages [num_pages, page_size, 1, width].
-        chosen: what rows attend to; None: all tokens up to themselves.
-        """
         ...
 
 
@@ -270,10 +219,6 @@ class Ops(Protocol):
         """Packs weight [N, K] once: numbers as "bf16" | "f32" | "int8" | "int4", codes as they are. It is not kept."""
         ...
 
-    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> LatentHeads:
-        """Packs `weights.keys` and `weights.values` once. They are not kept."""
-        ...
-
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
     ) -> ExpertLayer:
@@ -352,46 +297,11 @@ class Ops(Protocol):
         sigmoid and the product are rounded. None: x as it is. Added to `out` [T, n] if given, and returned."""
         ...
 
-    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        """A gated delta net of this shape, bound to its small weights (`kernels/delta.py`)."""
+    def bound(self, shape: object, *weights: object) -> Any:
+        """What computes this mechanism here, bound to its weights: of the files `torch`, `cpu` and `gpu` in the
+        folder of its shape. Raises KernelError by name where it has none for this machine."""
         ...
 
-    @property
-    def folds(self) -> Folds:
-        """What state spaces and the like compute between their projections (`kernels/recurrent/folds.py`)."""
-        ...
-
-    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-        """Shared keys of this shape, bound to their small weights; packs `weights.groups` once."""
-        ...
-
-    def streams(self, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:
-        """Hyper-connections of this shape, of streams of so many channels, bound to their weights."""
-        ...
-
-    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        """An indexer of this shape, bound to its small weights (`kernels/token_index.py`)."""
-        ...
-
-    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
-        """One whose keys stand for several tokens each (`kernels/pooled_index.py`)."""
-        ...
-
-    def route(
-        self,
-        logits: Tensor,
-        router: Router,
-        bias: Tensor | None = None,
-        shared: int = 0,
-        tally: Tally | None = None,
-        places: Tensor | None = None,
-        chosen: Tensor | None = None,
-    ) -> Routing:
-        """Logits [T, E], float32 or bfloat16, of which rows may lie apart (and score bias [E]) -> the top-k experts
-        and their weights in float32.
-
-        `shared` experts, ids E … E + shared - 1, are appended to every row's choice with weight 1; `tally` does not
-        count them. places int32 [E + shared]: something about every expert that is looked up for the chosen ones.
-        chosen [T, k]: of a router with a table: who that names; only weights are computed.
-        """
+    def image_attention(self, shape: ImageShape, dtype: torch.dtype) -> ImageAttention:
+        """Of an image of this shape, with memory of its own."""
         ...

@@ -7,26 +7,23 @@ of that format must compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
 from tandem.formats.reference import decoded
-from tandem.kernels import gates, routing
+from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
-from tandem.kernels.delta import Delta, DeltaWeights, TorchDelta
 from tandem.kernels.fit import as_packed
 from tandem.kernels.gates import without_gates
-from tandem.kernels.hyper import plain_streams
+from tandem.kernels.images import ByTorch
 from tandem.kernels.in_memory import InMemory
-from tandem.kernels.latent import AbsorbedHeads
 from tandem.kernels.one_expert import OneExpert
 from tandem.kernels.ops import (
     NO_NORMS,
@@ -35,20 +32,12 @@ from tandem.kernels.ops import (
     Columns,
     ExpertBiases,
     HeadNorms,
-    LatentSizes,
-    LatentWeights,
     Recorded,
     Rope,
-    Routing,
     Step,
     SureRead,
-    Tally,
 )
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights, TorchPooledIndex
-from tandem.kernels.recurrent.folds import TorchFolds
-from tandem.kernels.shared_kv.heads import SharedKvHeads, plain_attend
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import IndexWeights, TokenIndex, TorchTokenIndex, attend_chosen
+from tandem.mechanisms.slices import bound_by
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:
@@ -183,9 +172,6 @@ class TorchOps(InMemory):
 
         return copy
 
-    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> AbsorbedHeads:
-        return AbsorbedHeads(self, attend_chosen, sizes, weights, fmt)
-
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
     ) -> TorchExperts:
@@ -229,11 +215,11 @@ class TorchOps(InMemory):
         q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, values], dim=-1)
         q = self._head_norm(q, norms.q, head_dim, norms.eps)
         k = self._head_norm(k, norms.k, head_dim, norms.eps)
-        rows = batch.cache_slots
-        k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, batch.positions)
+        rows, turns = batch.cache_slots, batch.positions if batch.turns is None else batch.turns
+        k_pages.view(-1, kv_heads, head_dim)[rows] = _rotate(k, rope, turns)
         if values:
             v_pages.view(-1, *v_pages.shape[2:])[rows] = v.unflatten(1, (kv_heads, -1))
-        return _rotate(q, rope, batch.positions)
+        return _rotate(q, rope, turns)
 
     def _head_norm(self, x: Tensor, weight: Tensor | None, head_dim: int, eps: float) -> Tensor:
         """[T, n * D] -> [T, n, D], normalised over D or over n * D by the weight's length."""
@@ -266,32 +252,10 @@ class TorchOps(InMemory):
 
     gated = staticmethod(gates.gated)
 
-    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        return TorchDelta(shape, weights)
+    def bound(self, shape: object, *weights: object) -> Any:
+        return bound_by(("torch",), self, shape, weights)
 
-    folds = TorchFolds()
-    streams = staticmethod(plain_streams)
-
-    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        return TorchTokenIndex(shape, weights)
-
-    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
-        return TorchPooledIndex(shape, weights)
-
-    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-        return SharedKvHeads(shape, weights, plain_attend, self.per_head(weights.groups, fmt))
-
-    def route(
-        self,
-        logits: Tensor,
-        router: Router,
-        bias: Tensor | None = None,
-        shared: int = 0,
-        tally: Tally | None = None,
-        places: Tensor | None = None,
-        chosen: Tensor | None = None,
-    ) -> Routing:
-        return routing.route(logits, router, bias, shared, tally, places, chosen)
+    image_attention = ByTorch
 
 
 def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from tandem.models.draft_layer import with_stored_drafts
 from tandem.models.model import Model
 from tandem.models.passing import States
 from tandem.models.trial import check_headers
+from tandem.models.vision.tower import with_stored_tower
 
 
 class AnyModel(Protocol):
@@ -52,4 +53,7 @@ def build(
     return foreign_model(b)
 
 
-__all__ = ["AnyModel", "ForwardBatch", "Model", "Progress", "build", "check_headers", "with_stored_drafts"]
+__all__ = [
+    "AnyModel", "ForwardBatch", "Model", "Progress", "build", "check_headers", "with_stored_drafts",
+    "with_stored_tower",
+]  # fmt: skip

@@ -8,6 +8,20 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
+class Seen:
+    """Rows of a batch that stand for pieces of images. Their embedding is given, and they turn by three positions.
+
+    Row i of them turns by row `first` + i of the rotary tables, which is made when a pass begins. What follows the
+    first of a feature's levels is added behind the first layers, a level each.
+    """
+
+    rows: Tensor  # int64 [n]: of the batch
+    features: Tensor  # [n, levels, hidden]
+    places: Tensor  # int64 [n, 3]: in time, downwards, across
+    first: int
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T new tokens of S sequences, packed one after the other; prefill chunks and decode tokens alike.
 
@@ -32,9 +46,16 @@ class ForwardBatch:
     sure: Tensor | None = (
         None  # int32 [S]: rows that are tokens for certain; None: all, or the first of a slot's where rows are apart
     )
+    turns: Tensor | None = None  # int64 [T]: rows of the rotary tables; None: they are the positions
+    seen: Seen | None = None  # None: all rows are tokens
     windows: ForwardBatch | None = (
         None  # the same rows, in the pages of layers that see a window; None: in those of all layers
     )
+
+    @property
+    def turning(self) -> Tensor:
+        """int64 [T]: by which rows of the rotary tables they turn."""
+        return self.positions if self.turns is None else self.turns
 
     @property
     def windowed(self) -> ForwardBatch:

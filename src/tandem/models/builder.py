@@ -13,12 +13,11 @@ from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
 from tandem.config import ModelConfig, Plan
-from tandem.config import layers as config_layers
 from tandem.config import rope as config_rope
-from tandem.config.layers import Dense
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import STORED, drafts, moe_index
+from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALL, Share, Size, cuts_of, whole_of
+from tandem.config.vision import image_turns
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, ExpertStore
 from tandem.experts.feed import LayerMatrices, packable
@@ -27,6 +26,8 @@ from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import arranged, form_of, numbers, stacked, together, weight_bytes
 from tandem.kernels.ops import MLP, ExpertBiases, Linear, Ops, Rope, Tally
 from tandem.kernels.packed.cache import PackedCache
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts import shape as shapes
 from tandem.models.linear import SideBySide
 from tandem.models.names import check_groups
 
@@ -75,9 +76,17 @@ class Builder:
         """Its tables for every position of the plan's context; layers that turn alike share them."""
         alike = replace(shape, pairs="halves")
         if alike not in self._ropes:
-            table = rope_table(shape, self.plan.context_length)
+            behind = image_turns(self.config.vision, self.plan.max_step_tokens)
+            table = rope_table(shape, self.plan.context_length + behind)
             self._ropes[alike] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
         return self._ropes[alike]
+
+    @property
+    def turning(self) -> list[tuple[Rope, Tensor]]:
+        """Rotary tables by which rows of images turn, and which of three positions turns each pair, int64 [pairs]."""
+        vision = self.config.vision
+        axes = None if vision is None else torch.tensor(vision.axes)
+        return [] if axes is None else [(rope, self.ops.resident(axes)) for rope in self._ropes.values()]
 
     def tensor(self, name: str, size: Size, *others: int) -> Tensor:
         """A small tensor (norm weight, bias), copied in the activations' dtype."""
@@ -130,6 +139,14 @@ class Builder:
         joined = [_joined(list(run), names, weights, biases) for _, run in runs]
         return [self._pack(name, weight, own, self.dense_format) for name, weight, own in joined]
 
+    def convolution(self, name: str, rows: int, *kernel: int) -> Linear:
+        """One whose kernels lie side by side, as the matrix of flattened patches that it is, with its bias."""
+        packed = self._packed(name)
+        if packed is not None:
+            return packed
+        weight = self._get(f"{name}.weight", rows, *kernel).flatten(1).to(self.dtype)
+        return self._pack(name, weight, self.tensor(f"{name}.bias", rows), self.dense_format)
+
     def float_linear(self, name: str, rows: int, columns: int) -> Linear:
         """A matrix that is multiplied in float32 whatever the activations' dtype is (router gates)."""
         packed = self._packed(name)
@@ -154,7 +171,7 @@ class Builder:
     def experts(
         self,
         layer: int,
-        shape: config_layers.Experts,
+        shape: shapes.Experts,
         matrices_of: LayerMatrices,
         biases: ExpertBiases | None = None,
     ) -> Experts:

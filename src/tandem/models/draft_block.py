@@ -10,14 +10,13 @@ from torch import Tensor
 
 from tandem.architectures.names import BLOCK_NAMES, BlockNames, Names
 from tandem.kernels.ops import Linear
-from tandem.kernels.shared_kv.heads import BlockRows
-from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.step_rows import BlockRows, step_rows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
+from tandem.models.operator import SeesBlocks
 from tandem.models.passing import Pass, States
-from tandem.models.residual import MixedStreams, settle, summed_up, widened
-from tandem.models.shared_kv import SharedKvAttention
+from tandem.models.residual import settle, summed_up, widened
 
 Embedding = Callable[[Tensor], Tensor]
 
@@ -39,9 +38,7 @@ class DraftBlock:
             decoder_layer(b, len(config.layers) + stage, replace(names, layer=at.at(stage)))
             for stage in range(self.block.layers)
         ]
-        ending = summed_up(b, self._hyper, at.streams)
-        assert isinstance(ending, MixedStreams)
-        self._streams = ending.streams
+        self._streams = summed_up(b, self._hyper, at.streams)
         self._pairs = _Pairs(b, at, self.block.rank)
 
     def __call__(
@@ -92,9 +89,9 @@ class DraftBlock:
             p.pending = block.leave(block.operator(block.enter(p), p, ()))
 
 
-def _attention(layer: DecoderLayer) -> SharedKvAttention:
+def _attention(layer: DecoderLayer) -> SeesBlocks:
     found = layer.blocks[0].operator
-    assert isinstance(found, SharedKvAttention)
+    assert isinstance(found, SeesBlocks)
     return found
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from tandem.architectures import family_of
 from tandem.architectures.names import BLOCK_NAMES, DraftNames, Names
 from tandem.config import ModelConfig
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS, why_one_token
 from tandem.config.speculation.drafts import window_of
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.ops import Linear
-from tandem.kernels.shared_kv.rows import step_rows
+from tandem.kernels.step_rows import step_rows
 from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.kernels.ops import SureRead
-from tandem.models.layers import BuiltBlock, DecoderLayer, Operator
-from tandem.models.moe import MoEBlock
+from tandem.models.layers import BuiltBlock, DecoderLayer
+from tandem.models.operator import Operator, Routed
 from tandem.models.passing import Pass, States
 
 
@@ -22,9 +22,9 @@ from tandem.models.passing import Pass, States
 class Foreseeing:
     """A layer's experts, which ask the next layer's router while others compute."""
 
-    block: MoEBlock
+    block: Routed
     later: BuiltBlock  # its operator routes
-    router: MoEBlock
+    router: Routed
 
     def reads(self) -> list[SureRead]:
         return self.block.reads()
@@ -47,9 +47,9 @@ def operators(layers: Sequence[DecoderLayer]) -> list[Operator]:
 
 
 def _operator(operator: Operator, following: DecoderLayer | None) -> Operator:
-    if following is None or not isinstance(operator, MoEBlock):
+    if following is None or not isinstance(operator, Routed):
         return operator
     for block in following.blocks:
-        if isinstance(block.operator, MoEBlock):
+        if isinstance(block.operator, Routed):
             return Foreseeing(operator, block, block.operator)
     return operator

@@ -13,16 +13,17 @@ from tandem.config import ModelConfig
 from tandem.config.model_config import head_rows
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, Ops, Recorded
-from tandem.models.batch import ForwardBatch
+from tandem.models.batch import ForwardBatch, Seen
 from tandem.models.builder import Builder
 from tandem.models.draft_block import DraftBlock
 from tandem.models.draft_layer import DraftLayer, head_name, hidden_rows
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.linear import Gathered, sure_reads
-from tandem.models.moe import MoEBlock
+from tandem.models.operator import Routed
 from tandem.models.passing import Pass, States
-from tandem.models.residual import OneStream, Residual, end_of, widened
+from tandem.models.residual import OneStream, Residual, end_of, settle, widened
+from tandem.models.vision.tower import tower_of
 
 # Steps of few rows are recorded: in those, Python's part of the time is worth the memory of all their intermediate
 # results (some twenty arrays of rows * hidden a layer).
@@ -54,19 +55,22 @@ class Model:
         reads = [read for layer in self.layers for read in layer.reads()]
         self.ops.read_in_order([*reads, *sure_reads(self.head)])
         self.drafter = drafter_of(b, names)
+        self.tower = tower_of(b)
         self._read = self.drafter if isinstance(self.drafter, DraftBlock) else None
         self._recorded: dict[int, Recorded | None] = {}  # by rows; for one KV cache
         self._recorded_cache: Tensor | None = None
         b.all_done()
+        self._turning, self._streams = b.turning, b.config.layers[0].hyper
         # Stays in the mapped file, as it is stored: a step reads a few rows of it.
         self.embedding = embedding_of(b)
 
     def forward(self, batch: ForwardBatch, states: States) -> Tensor:
         """Runs T new tokens and keeps of them what `states` are for. Returns logits of batch.logits_rows, f32
         [R, vocab]."""
-        embedded = self.embedding(batch.input_ids).to(self.dtype)
+        embedded = self._embedded(batch)
         rows = len(embedded)
-        all_wanted = rows == len(batch.logits_rows)  # as in decode steps, with guesses or without
+        # As in decode steps, with guesses or without.
+        all_wanted = rows == len(batch.logits_rows) and batch.seen is None
         if all_wanted and self._worth_recording(rows):
             x = self._recorded_layers(embedded, batch, states)
             return self._logits(x, Pass(batch, x), states)
@@ -101,9 +105,22 @@ class Model:
 
     def begin(self, batch: ForwardBatch) -> Pass:
         """A pass over T new tokens, before the first layer."""
-        return Pass(
-            batch, widened(self.embedding(batch.input_ids).to(self.dtype), self.config.layers[0].hyper)
-        )
+        return Pass(batch, widened(self._embedded(batch), self._streams))
+
+    def _embedded(self, batch: ForwardBatch) -> Tensor:
+        """[T, hidden] before the first layer; rows of images have what was seen there."""
+        embedded = self.embedding(batch.input_ids).to(self.dtype)
+        if batch.seen is not None:
+            self._turned(batch.seen)
+            embedded[batch.seen.rows] = batch.seen.features[:, 0].to(self.dtype)
+        return embedded
+
+    def _turned(self, seen: Seen) -> None:
+        """Makes the rows of the rotary tables that image rows turn by: each pair has that of one of three positions."""
+        for rope, axes in self._turning:
+            places, made = seen.places[:, axes], slice(seen.first, seen.first + len(seen.rows))
+            for table in (rope.cos, rope.sin):
+                table[made] = table.gather(0, places)
 
     def layer(self, p: Pass, index: int, states: States) -> None:
         """Takes a pass through layer `index`; the caller has taken it through all before."""
@@ -115,6 +132,10 @@ class Model:
                 self._read.keep(index - 1, p, states[-1][0])
             p.pending = block.leave(self._operators[i](x, p, own))
             first_state = last_state
+        if p.batch.seen is not None and index + 1 < p.batch.seen.features.shape[1]:
+            settle(p)
+            assert p.beside is None, "a layer whose result is not whole yet"
+            p.residual.index_add_(0, p.batch.seen.rows, p.batch.seen.features[:, index + 1].to(self.dtype))
 
     def end(self, p: Pass) -> Tensor:
         """The normed rows whose logits are wanted, [R, hidden]; all where a draft layer wants them."""
@@ -141,13 +162,13 @@ class Model:
         return self.end(self._through(embedded, batch, states))
 
     def _through(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Pass:
-        p = Pass(batch, widened(embedded, self.config.layers[0].hyper))
+        p = Pass(batch, widened(embedded, self._streams))
         for index in range(len(self.layers)):
             self.layer(p, index, states)
         return p
 
     def _worth_recording(self, rows: int) -> bool:
-        if self.config.layers[0].hyper is not None:  # torch mixes streams, which a recording cannot repeat
+        if self._streams is not None:  # torch mixes streams, which a recording cannot repeat
             return False
         elements = rows * len(self.layers) * self.config.hidden
         return rows <= RECORDED_ROWS and elements <= RECORDED_ELEMENTS
@@ -180,7 +201,7 @@ def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:
     blocks = [block for layer in layers for block in layer.blocks]
     following = [*(block.residual for block in blocks[1:]), ending]
     for block, after in zip(blocks, following, strict=True):
-        if isinstance(block.operator, MoEBlock) and block.post is None and isinstance(after, OneStream):
+        if isinstance(block.operator, Routed) and block.post is None and isinstance(after, OneStream):
             block.operator.joins_late = ops.joins_late and after.scale is None
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.hyper import Mix
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.ops import Addend, Linear, Tally
-from tandem.kernels.shared_kv.rows import StepRows, step_rows
-from tandem.kernels.token_index import Chosen
+from tandem.kernels.step_rows import StepRows, step_rows
 from tandem.models.batch import ForwardBatch
 
 Arrays = tuple[Tensor, ...]
@@ -19,6 +19,18 @@ Arrays = tuple[Tensor, ...]
 
 States = Sequence[Arrays]
 """Of a model: one for each state of its `StateLayout`. Of a block: those that its body declared."""
+
+
+class Mix(Protocol):
+    """How a block's result returns to several streams."""
+
+    def of(self, rows: Tensor) -> Mix:
+        """The same of some rows."""
+        ...
+
+    def left(self, streams: Tensor, y: Tensor) -> Tensor:
+        """Streams [T, n, hidden] mixed, and the result y [T, hidden] shared out to them."""
+        ...
 
 
 @dataclass(slots=True)

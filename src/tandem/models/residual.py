@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.mechanisms.hyper import LANES, Hyper
+from tandem.config.layers import Streams
 from tandem.config.model_config import layer_of
-from tandem.kernels.hyper import HyperStreams, HyperWeights, Leaving, RowNorm, left
 from tandem.kernels.joined import AfterNorm, Sum
 from tandem.kernels.ops import Ops
+from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass
 
@@ -29,6 +27,14 @@ class Residual(Protocol):
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """What `enter` gives where nothing is pending; nothing changes."""
+        ...
+
+
+class Summing(Residual, Protocol):
+    """Behind the last of several streams' blocks."""
+
+    def summed(self, residual: Tensor) -> Tensor:
+        """[T, hidden], before any norm, of streams [T, n, hidden]."""
         ...
 
 
@@ -57,51 +63,15 @@ class OneStream:
         return self.ops.rms_norm(residual if self.scale is None else residual * self.scale, norm, eps)
 
 
-@dataclass(frozen=True, slots=True)
-class MixedStreams:
-    """Hyper-connections. last: no block follows, the streams only end."""
-
-    ops: Ops
-    streams: HyperStreams
-    last: bool = False
-
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
-        leaving = None if p.pending is None or p.mix is None else Leaving(p.pending, p.mix)
-        rows = RowNorm(norm, eps, self.ops.rms_norm)
-        p.residual, x, p.mix = self.streams.advanced(p.residual, leaving, rows, self.last)
-        p.pending = None
-        return x
-
-    def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self.streams.advanced(residual, None, RowNorm(norm, eps, self.ops.rms_norm), self.last)[1]
-
-
-@dataclass(frozen=True, slots=True)
-class MeanOfStreams:
-    """Behind the last block of several streams: their mean, without weights."""
-
-    ops: Ops
-
-    def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
-        settle(p)
-        return self.peek(p.residual, norm, eps)
-
-    def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        total = residual[:, 0].float()
-        for j in range(1, residual.shape[1]):  # bits must not depend on the number of rows
-            total = total + residual[:, j].float()
-        return self.ops.rms_norm((total / residual.shape[1]).to(residual.dtype), norm, eps)
-
-
 def settle(p: Pass) -> None:
     """What is pending becomes part of the stream."""
     if p.pending is None:
         return
-    p.residual = p.residual.add_(p.pending) if p.mix is None else left(p.residual, p.pending, p.mix)
+    p.residual = p.residual.add_(p.pending) if p.mix is None else p.mix.left(p.residual, p.pending)
     p.pending = p.mix = None
 
 
-def widened(embedded: Tensor, hyper: Hyper | None) -> Tensor:
+def widened(embedded: Tensor, hyper: Streams | None) -> Tensor:
     """Embedded tokens [T, hidden] as the first block takes them up."""
     if hyper is None:
         return embedded
@@ -115,16 +85,12 @@ def scale_of(b: Builder, layer: int | None, names: Names) -> Tensor | None:
     return b.tensor(f"model.layers.{layer}.{names.scale}", 1)
 
 
-def residual_of(b: Builder, hyper: Hyper | None, name: str, scale: Tensor | None = None) -> Residual:
+def residual_of(b: Builder, hyper: Streams | None, name: str, scale: Tensor | None = None) -> Residual:
     """Of a block whose streams' weights are called `name`.fn, .scale and .base. scale: of one residual."""
     if hyper is None:
         return OneStream(b.ops, scale)
-    n = hyper.streams
-    scale = b.float_tensor(f"{name}.scale", 3)
-    each = torch.tensor([n, n, n * n], device=scale.device)
-    return MixedStreams(
-        b.ops, _streams(b, hyper, (f"{name}.fn", f"{name}.base"), scale.repeat_interleave(each))
-    )
+    residual: Residual = part_of(hyper, "block").residual(b, hyper, name)
+    return residual
 
 
 def end_of(b: Builder, names: Names) -> Residual:
@@ -132,20 +98,11 @@ def end_of(b: Builder, names: Names) -> Residual:
     hyper = b.config.layers[0].hyper
     if hyper is None:
         return OneStream(b.ops, scale_of(b, len(b.config.layers) - 1, names))
-    return MeanOfStreams(b.ops) if hyper.mean else summed_up(b, hyper, "model.hc_head.hc_")
+    ending: Residual = part_of(hyper, "block").ending(b, hyper)
+    return ending
 
 
-def summed_up(b: Builder, hyper: Hyper, name: str) -> Residual:
+def summed_up(b: Builder, hyper: Streams, name: str) -> Summing:
     """What follows the last of several streams' blocks. name: in front of its weights."""
-    scale = b.float_tensor(f"{name}scale", 1).repeat(hyper.streams)
-    return MixedStreams(b.ops, _streams(b, hyper, (f"{name}fn", f"{name}base"), scale), last=True)
-
-
-def _streams(b: Builder, hyper: Hyper, names: tuple[str, str], scale: Tensor) -> HyperStreams:
-    """names: of the matrix and of what is added to its products."""
-    rows, missing = len(scale), -len(scale) % LANES
-    matrix = b.checkpoint.get(names[0], (rows, hyper.streams * b.config.hidden)).float()
-    project = b.ops.linear(F.pad(matrix, (0, 0, 0, missing)), fmt="f32")
-    base = F.pad(b.float_tensor(names[1], rows), (0, missing))
-    weights = HyperWeights(project, F.pad(scale, (0, missing)), base)
-    return b.ops.streams(hyper, weights, b.config.hidden)
+    summing: Summing = part_of(hyper, "block").summed_up(b, hyper, name)
+    return summing

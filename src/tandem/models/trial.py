@@ -63,5 +63,4 @@ class _NoOps:
 
     joins_late = False
     group = None
-    folds = None
-    latent = experts = mlp = delta_rule = shared_kv = streams = token_index = pooled_index = linear
+    bound = experts = mlp = linear

@@ -14,10 +14,10 @@ from torch import Tensor
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
+from tandem.config.activation import SILU, Activation
 from tandem.config.choices.cached import cached_as
 from tandem.config.choices.deferral import NEVER_LATE
 from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
-from tandem.config.layers import SILU, Activation
 from tandem.config.memory import gib
 from tandem.config.state import DTYPE_BYTES, State, state_layout
 from tandem.engine.state.arrays import allocate
@@ -25,10 +25,10 @@ from tandem.engine.step.batch import SequenceRows, host_batch, moved
 from tandem.errors import ConfigError
 from tandem.experts import Experts
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
 from tandem.kernels.this_machine import this_machine
-from tandem.kernels.token_index import Chosen
 from tandem.kernels.workers import planned_pool
 from tandem.models import ForwardBatch
 from tandem.models.builder import Builder

@@ -26,9 +26,9 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.memory import gib
 from tandem.config.plan import Plan
 from tandem.config.vision import Tower
+from tandem.config.vision_costs import image_tokens
 from tandem.engine.children import signal_at_end_of
 from tandem.engine.garbage import loaded_is_kept
-from tandem.engine.images.limits import most_tokens
 from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
@@ -122,7 +122,7 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
     kernel_loads.ready()
     model = engine.model_config
     defaults = sampling_defaults(config, path)
-    tokens = most_tokens(config.image_max_tokens, on_gpu=engine.plan.gpu is not None)
+    tokens = image_tokens(config, model.vision, engine.plan.gpu is not None) if model.vision else 0
     facts = (str(path), model.model_type, model.vocab, defaults, model.vision, tokens)
     return LoadedEngine(engine, engine.plan, *facts)
 
@@ -174,12 +174,14 @@ def warm_up(engine: SteppedEngine, vocab_size: int) -> None:
 
 
 def warm_gpu(engine: Engine, parts: EngineParts) -> None:
-    """Loads kernels of prompts, batches and sampling before somebody waits for them. Only where every layer
-    keeps nothing but keys and values: nobody has tried steps of no sequence with other mechanisms."""
-    from tandem.config.layers import Gqa
+    """Loads kernels of prompts, batches and sampling before somebody waits for them. Not for modules of Transformers
+    that keep more than keys and values: they may look at sequences, and these steps have none."""
+    from tandem.engine.step.prefill import PausingModel
+    from tandem.mechanisms.cost import cost_of
 
-    plain = all(isinstance(mixer, Gqa) for mixer in parts.model_config.mixers)
-    if plain and parts.handoff is not None and parts.handoff.device.type == "cuda":
+    mixers = parts.model_config.mixers
+    ours = isinstance(parts.model, PausingModel) or all(cost_of(mixer).warms_up for mixer in mixers)
+    if ours and parts.handoff is not None and parts.handoff.device.type == "cuda":
         from tandem.engine.start.warm_kernels import warm_kernels
 
         warm_kernels(engine.gpu_runner, parts)

@@ -74,7 +74,7 @@ def test_a_share_that_does_not_fit_hides_no_other(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_does_not_change() -> None:
-    chunk = Chunk(cast(Any, SimpleNamespace(pending_len=64)), 64, 1)
+    chunk = Chunk(cast(Any, SimpleNamespace(pending_len=64, prefills=True)), 64, 1)
     step = Step((chunk,), shared_tokens=8)
     with pytest.raises(FrozenInstanceError):
         step.chunks = ()  # type: ignore[misc]

@@ -15,7 +15,7 @@ from tandem.kernels.ops import Addend
 
 if AVAILABLE:
     from tandem.kernels.gpu.linear import GpuLinear
-    from tandem.kernels.gpu.residual.norm import rms_norm
+    from tandem.kernels.gpu.norm import rms_norm
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import TorchFolds
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelFolds
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if AVAILABLE:
-    from tandem.kernels.gpu.recurrent.folds import GpuFolds
+    from tandem.mechanisms.channel_delta.gpu import GpuChannelFolds
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS, LENGTH = 4, 75
@@ -61,7 +60,7 @@ class Case:
         beta = torch.cat([rows(self.beta)] * 2, 1)[:, len(self.weights.decay) :]  # as a split of another array
         gates = ChannelGates(rows(self.forget), beta, rows(self.behind))
         weights = ChannelWeights(*(each.to(DEVICE) for each in self.weights[:3]), *self.weights[3:])
-        found = GpuFolds().corrected(rows(self.mixed), gates, step_of(parts, single), self.memory, weights)
+        found = GpuChannelFolds().corrected(rows(self.mixed), gates, step_of(parts, single), self.memory, weights)
         return list(found.cpu().split([count for _, _, count in parts]))
 
     def check(self, slot: int, found: Tensor) -> None:
@@ -69,7 +68,7 @@ class Case:
         weights = ChannelWeights(*(each.double() for each in self.weights[:3]), *self.weights[3:])
         gates = ChannelGates(*(each[slot, :length].double() for each in (self.forget, self.beta, self.behind)))
         step, memory = step_of([(1, 0, length)], device=torch.device("cpu")), torch.zeros(2, heads, dim, dim).double()
-        wanted = TorchFolds().corrected(self.mixed[slot, :length].double(), gates, step, memory, weights)
+        wanted = TorchChannelFolds().corrected(self.mixed[slot, :length].double(), gates, step, memory, weights)
         error = float((found.double() - wanted).norm() / wanted.norm())
         assert error <= self.tolerance, f"{error:.2e} of {self.tolerance:.2e}"
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.folds import Taps, TorchFolds, taps_of
+from tandem.mechanisms.recurrence.torch import Taps, TorchFolds, taps_of
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if AVAILABLE:
-    from tandem.kernels.gpu.recurrent.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16

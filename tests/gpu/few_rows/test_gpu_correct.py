@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import Tokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if AVAILABLE:
-    from tandem.kernels.gpu.recurrent import folds as gpu_folds
-    from tandem.kernels.gpu.recurrent.correct import CHUNK
-    from tandem.kernels.gpu.recurrent.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu import folds as gpu_folds
+    from tandem.mechanisms.recurrence.gpu.correct import CHUNK
+    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS = 5

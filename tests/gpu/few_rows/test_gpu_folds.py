@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpu import DEVICE, needs_triton
-from tandem.kernels.gpu.recurrent.folds import GpuFolds
-from tandem.kernels.recurrent.tokens import Tokens
+from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+from tandem.mechanisms.recurrence.tokens import Tokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.tokens import Tokens
+from tandem.mechanisms.recurrence.tokens import Tokens
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if AVAILABLE:
-    from tandem.kernels.gpu.recurrent import folds as gpu_folds
-    from tandem.kernels.gpu.recurrent.folds import GpuFolds
-    from tandem.kernels.gpu.recurrent.scan import CHUNK
+    from tandem.mechanisms.recurrence.gpu import folds as gpu_folds
+    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+    from tandem.mechanisms.recurrence.gpu.scan import CHUNK
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS = 5

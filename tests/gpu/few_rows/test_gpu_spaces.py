@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.kernels.recurrent.folds import TorchFolds
-from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, TorchSpaceFolds
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
 if AVAILABLE:
-    from tandem.kernels.gpu.recurrent.folds import GpuFolds
+    from tandem.mechanisms.state_space.gpu import GpuSpaceFolds
 
 pytestmark = [pytest.mark.gpu, needs_triton]
 SLOTS, LENGTH = 4, 75
@@ -65,14 +64,14 @@ class Case:
             )
         )
         weights = SpaceWeights(*(each.to(DEVICE) for each in self.weights[:4]), *self.weights[4:])
-        found = GpuFolds().spaced(given, step_of(parts, single), self.memory, weights)
+        found = GpuSpaceFolds().spaced(given, step_of(parts, single), self.memory, weights)
         return list(found.cpu().split([count for _, _, count in parts]))
 
     def check(self, slot: int, found: Tensor) -> None:
         length, memory = len(found), torch.zeros(2, *self.memory.shape[1:], dtype=torch.float64)
         weights = SpaceWeights(*(each.double() for each in self.weights[:4]), *self.weights[4:])
         given = self.given(*(x[slot, :length].double() for x in (self.mixed, self.made)))
-        wanted = TorchFolds().spaced(given, step_of([(1, 0, length)], device=torch.device("cpu")), memory, weights)
+        wanted = TorchSpaceFolds().spaced(given, step_of([(1, 0, length)], device=torch.device("cpu")), memory, weights)
         error = float((found.double() - wanted).norm() / wanted.norm())
         assert error <= self.tolerance, f"{error:.2e} of {self.tolerance:.2e}"
 

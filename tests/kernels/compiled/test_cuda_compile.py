@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from tandem.config.layers import SILU, Activation, DeltaRule
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.activation import SILU, Activation
+from tandem.config.norm import Norm
 from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
-from tandem.kernels.gpu.delta import rows
 from tandem.kernels.gpu.mma import code_mma, expert_mma
 from tandem.kernels.gpu.mma.mma_source import Kind
 from tandem.kernels.gpu.nvrtc import COMMON
 from tandem.kernels.gpu.prompts import code_product
 from tandem.kernels.gpu.ranks import lane
+from tandem.mechanisms.delta_net.gpu import rows
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 GPUS = (80, 86, 89, 90, 100, 120)
 KINDS = [Kind(*each) for each in product(MMA_CODES, MMA_SCALES, (False, True))]

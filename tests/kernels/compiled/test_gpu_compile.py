@@ -21,36 +21,30 @@ from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
 from scheduling import runs_full
 from tandem import _core
-from tandem.config.layers import Activation, ActivationKind, DeltaRule, Router
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.shared_kv import EntryIndex, Pool, SharedKv
+from tandem.config.activation import Activation, ActivationKind
+from tandem.config.norm import Norm
 from tandem.config.rope import Rope as RopeShape
 from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.delta import DeltaState, DeltaWeights, Product
-from tandem.kernels.hyper import HyperWeights, Leaving, Mix, RowNorm
 from tandem.kernels.joined import Sum
-from tandem.kernels.ops import (
-    Addend,
-    ExpertBiases,
-    HeadNorms,
-    LatentSizes,
-    LatentWeights,
-    Rope,
-    Routing,
-    Tally,
-)
-from tandem.kernels.recurrent.channels import ChannelGates, ChannelWeights
-from tandem.kernels.recurrent.folds import Taps
-from tandem.kernels.recurrent.spaces import SpaceInputs, SpaceWeights
-from tandem.kernels.recurrent.tokens import Tokens
-from tandem.kernels.shared_kv.heads import Projected
-from tandem.kernels.shared_kv.rows import step_rows
-from tandem.kernels.shared_kv.weights import PoolWeights, SharedKvWeights
-from tandem.kernels.token_index import IndexWeights
+from tandem.kernels.ops import Addend, ExpertBiases, HeadNorms, Rope, Routing, Tally
+from tandem.kernels.step_rows import step_rows
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
+from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Taps
+from tandem.mechanisms.router.shape import Router
+from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
+from tandem.mechanisms.shared_kv.torch import Projected
+from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
+from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.streams.torch import HyperWeights, Leaving, Mix, RowNorm
+from tandem.mechanisms.token_index.shape import Index
+from tandem.mechanisms.token_index.torch import IndexWeights
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
 
@@ -65,15 +59,18 @@ if HAS_TRITON and not INTERPRETED:
 
     from tandem.kernels import which
     from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
-    from tandem.kernels.gpu.delta import prompt
-    from tandem.kernels.gpu.latent import decode, prompt_kernels
     from tandem.kernels.gpu.linear import GpuLinear
     from tandem.kernels.gpu.memory.pinned import read_rows
     from tandem.kernels.gpu.ops import GpuOps
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
-    from tandem.kernels.gpu.shared_kv import attend as shared_attend
-    from tandem.kernels.gpu.shared_kv import prompt as shared_prompt
+    from tandem.mechanisms.channel_delta.gpu import GpuChannelFolds
+    from tandem.mechanisms.delta_net.gpu import prompt
+    from tandem.mechanisms.latent.gpu import decode, prompt_kernels
+    from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
+    from tandem.mechanisms.shared_kv.gpu import attend as shared_attend
+    from tandem.mechanisms.shared_kv.gpu import prompt as shared_prompt
+    from tandem.mechanisms.state_space.gpu import GpuSpaceFolds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -231,7 +228,7 @@ def test_streams_that_mix(compiler: Compiler, ops: GpuOps) -> None:
         leaving = Leaving(torch.zeros(rows, hidden).bfloat16(), Mix(torch.zeros(rows, 4), torch.zeros(rows, 4, 4)))
         norm = RowNorm(torch.zeros(hidden).bfloat16(), 1e-6, ops.rms_norm)
         streams = torch.zeros(rows, 4, hidden).bfloat16()
-        ops.streams(shape, weights, hidden).advanced(streams, leaving, norm)
+        ops.bound(shape, weights, hidden).advanced(streams, leaving, norm)
     assert set(compiler.variants) == {"_join", "_weigh"}
 
 
@@ -347,7 +344,7 @@ def test_the_small_kernels(compiler: Compiler, ops: GpuOps) -> None:
         ops.add_rms_norm(x, x.clone(), torch.ones(256).bfloat16(), 1e-6)
         mlp(x)
         tally = Tally(*torch.zeros(2, 64, dtype=torch.int32), rows=torch.ones(1, dtype=torch.int32))
-        ops.route(torch.zeros(rows, 64), router, None, 1, tally)
+        ops.bound(router)(torch.zeros(rows, 64), None, 1, tally)
         ops.rope_store(
             torch.zeros(rows, 40 * 128).bfloat16(), Rope(angles.cos(), angles.sin()), make_batch([(0, rows)], tables),
             *pools, 32, HeadNorms(norm, norm),
@@ -382,7 +379,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
     monkeypatch.setattr(overlap, "can_overlap", lambda _: request.param >= 90)
     monkeypatch.setattr(decode, "has_tensor_memory", lambda device: request.param == 100)
     if request.param == 90:
-        from tandem.kernels.gpu.latent.decode_hopper import decode_hopper
+        from tandem.mechanisms.latent.gpu.decode_hopper import decode_hopper
 
         monkeypatch.setattr(decode, "_hopper_kernel", lambda device: decode_hopper)
     for module in (decode, prompt_kernels, prompt, shared_attend, shared_prompt):
@@ -425,7 +422,7 @@ def test_latent_attention(card: Compiler, ops: GpuOps, heads: int) -> None:
     weights = LatentWeights(
         up.transpose(1, 2), up, torch.ones(512).bfloat16(), 1e-6, Rope(angles, angles), 0.1
     )
-    layer = ops.latent(sizes, weights)
+    layer = ops.bound(sizes, weights)
     for spans, single in [
         ([(99, 100)], 0), ([(40, 41)] * 3, 3), ([(9, 10)] * 17 + [(0, 30)], 17), ([(20, 21), (600, 671)], 1),
         ([(0, 65)], 0), ([(1024, 1240)], 0),
@@ -454,9 +451,9 @@ def test_latent_attention_over_chosen_tokens(
     sizes, angles = LatentSizes(heads, nope, 64, 512, value), torch.rand(40001, 32)
     keys, values = torch.zeros(heads, 512, nope).bfloat16(), torch.zeros(heads, value, 512).bfloat16()
     norm, rope = torch.ones(512).bfloat16(), Rope(angles, angles)
-    layer = ops.latent(sizes, LatentWeights(keys, values, norm, 1e-6, rope, 0.1))
+    layer = ops.bound(sizes, LatentWeights(keys, values, norm, 1e-6, rope, 0.1))
     shape = Index(heads // 2, 128, 2048, RopeShape(1e4, 64, pairs="halves"))
-    index = ops.token_index(shape, IndexWeights(torch.ones(128), torch.ones(128), angles, angles))
+    index = ops.bound(shape, IndexWeights(torch.ones(128), torch.ones(128), angles, angles))
     for spans, single in [
         ([(99, 100)], 0), ([(9000, 9001)] * 3, 3), ([(40000, 40001)], 0), ([(2040, 2041), (2000, 2130)], 1),
         ([(2990, 3010), (0, 5)], 0), ([(40000, 40003)], 0), ([(2999, 3000)], 0),
@@ -491,7 +488,7 @@ def test_shared_keys(card: Compiler, ops: GpuOps, pooled: str) -> None:
     widths = () if pool is None else pool.widths(512)
     pools = tuple(PoolWeights(torch.zeros(pool.rows if pool else 0, w), torch.ones(w)) for w in widths)
     angles = torch.rand(9000, 32)
-    heads = ops.shared_kv(shape, SharedKvWeights(angles, angles, torch.zeros(64), torch.zeros(8, 32, 4096), pools))
+    heads = ops.bound(shape, SharedKvWeights(angles, angles, torch.zeros(64), torch.zeros(8, 32, 4096), pools))
     inputs, stride = (1, 1) if pool is None else (pool.inputs(512), pool.stride)
     for spans in ([(0, 33), (7, 50)], [(8000, 8003)], [(99, 100), (8999, 9000)], [(40, 300)]):
         tables, pages = random_tables(len(spans), max(end for _, end in spans))
@@ -526,9 +523,9 @@ def test_state_spaces(card: Compiler, ops: GpuOps, model: str) -> None:
         rows, shared = len(batch.positions), torch.zeros(len(batch.positions), groups, keys)
         tokens = Tokens(shared, shared, torch.zeros(rows, heads, width), torch.zeros(rows, heads, 1))
         step, wide = Pass(batch, torch.empty(0)), torch.zeros(rows, 3 * channels + 8).bfloat16()
-        ops.folds.folded(tokens, step, memory)
-        ops.folds.convolved(wide[:, 8:][:, :channels], step, ring, Taps(taps, biased=True))
-        ops.folds.gated(wide[:, 8:], step, ring, Taps(taps[1:]))
+        GpuFolds().folded(tokens, step, memory)
+        GpuFolds().convolved(wide[:, 8:][:, :channels], step, ring, Taps(taps, biased=True))
+        GpuFolds().gated(wide[:, 8:], step, ring, Taps(taps[1:]))
     counts = {name: len(variants) for name, variants in card.variants.items()}
     convolutions = dict.fromkeys(("_decode_convolved", "_prompt_convolved", "_prompt_kept"), 2)
     assert counts == {"_fold": 1, "_pairs": 1, "_scan": 1, **convolutions}
@@ -548,7 +545,7 @@ def test_delta_nets_whose_channels_decay_apart(card: Compiler, ops: GpuOps, mode
         rows = len(batch.positions)
         gates, beta = torch.zeros(rows, inner).bfloat16(), torch.zeros(rows, 8 + heads).bfloat16()[:, 8:]
         mixed, step = torch.zeros(rows, 3 * inner), Pass(batch, torch.empty(0))
-        ops.folds.corrected(mixed, ChannelGates(gates, beta, gates), step, memory, weights)
+        GpuChannelFolds().corrected(mixed, ChannelGates(gates, beta, gates), step, memory, weights)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     in_chunks = dict.fromkeys(("within_blocks", "across_blocks", "_solve", "_carry", "_read"), 1)
     assert counts == {"_keyed": 1, "_fold": 1, "_normed": 2, **in_chunks}
@@ -564,7 +561,7 @@ def test_what_stands_around_state_spaces(card: Compiler, ops: GpuOps, model: str
         rows = len(batch.positions)
         made = torch.zeros(rows, inner + 8 + heads).bfloat16()
         given = SpaceInputs(torch.zeros(rows, inner + 2 * groups * keys), made[:, :inner], made[:, inner + 8 :])
-        ops.folds.spaced(given, Pass(batch, torch.empty(0)), memory, weights)
+        GpuSpaceFolds().spaced(given, Pass(batch, torch.empty(0)), memory, weights)
     counts = {name: len(variants) for name, variants in card.variants.items()}
     assert counts == {"_stepped": 1, "_fold": 1, "_pairs": 1, "_scan": 1, "_left": 2}
 
@@ -588,7 +585,7 @@ def test_gated_delta_nets(card: Compiler, ops: GpuOps, model: str) -> None:
     prompt.options.cache_clear()  # chosen by the card's shared memory
     shape = DeltaRule(*DELTAS[model], Norm(1e-6), "heads")
     gates, norm = torch.zeros(shape.v_heads), torch.zeros(shape.v_dim).bfloat16()
-    delta = ops.delta_rule(shape, DeltaWeights(torch.zeros(shape.conv, shape.channels), gates, gates, norm))
+    delta = ops.bound(shape, DeltaWeights(torch.zeros(shape.conv, shape.channels), gates, gates, norm))
     matrix = ops.linear(torch.zeros(2 * shape.v_heads, 2048))
     inputs = torch.zeros(9, shape.conv + 6, shape.channels, dtype=torch.bfloat16)
     memory = torch.zeros(9, shape.v_heads, shape.k_dim, shape.v_dim)

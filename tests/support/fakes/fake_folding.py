@@ -10,7 +10,7 @@ import torch
 from fake_model import FakeModel, FakeTokenizer, fake_config, fake_plan
 from tandem.config import ModelConfig
 from tandem.config.layers import Block, Layer
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.config.state import Array, Fold, Pages
 from tandem.engine.engine import Engine
 from tandem.engine.start.parts import EngineParts

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tandem.config import Dense, Gqa, ModelConfig, Norm, Plan
+from tandem.config import ModelConfig, Norm, Plan
 from tandem.config.layers import pre_norm
 from tandem.config.rope import Rope
 from tandem.config.speculation.choice import SpeculationPlan
@@ -22,6 +22,8 @@ from tandem.engine.sequence import Status
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.parts import EngineParts
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 VOCAB = 64
 EOS = 1

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fake_model import FakeModel, FakeTokenizer, fake_config, fake_plan
-from tandem.config import Dense, Gqa, ModelConfig, Norm
+from tandem.config import ModelConfig, Norm
 from tandem.config.layers import pre_norm
 from tandem.config.rope import Rope
 from tandem.config.speculation.choice import SpeculationPlan
@@ -21,6 +21,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.windows import WindowPages
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 WINDOW = 10
 

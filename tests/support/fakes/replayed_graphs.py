@@ -51,8 +51,8 @@ class NotedStart:
     def __call__(self, batch: Any, captured: bool) -> None:
         self.calls.append(f"begin {'graph' if captured else 'kernels'} of {len(batch.input_ids)}")
 
-    def without_stream(self, batch: Any) -> None:
-        self.calls.append(f"without stream {len(batch.input_ids)}")
+    def load_kernels(self, batch: Any, streamed: Any) -> None:
+        self.calls.append(f"load kernels {len(batch.input_ids)}")
 
     def pausable(self) -> bool:
         return True

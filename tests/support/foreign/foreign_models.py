@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from reference_config import reference_config
 from tiny import BOS, EOS, VOCAB, save_tokenizer, settings
 
 COMMON = settings(
@@ -58,7 +59,7 @@ class ForeignModels:
 
 def save_foreign(model_type: str, path: Path) -> None:
     torch.manual_seed(sum(map(ord, model_type)))
-    config = AutoConfig.for_model(model_type, **(COMMON | FOREIGN[model_type]))
+    config = reference_config(model_type, **(COMMON | FOREIGN[model_type]))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.state_dict().items()]:

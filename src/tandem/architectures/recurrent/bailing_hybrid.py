@@ -30,11 +30,12 @@ from tandem.architectures.shared import (
     sigmoid_router,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Layer, Mixer, Moe
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.layers import Block, Layer, Mixer
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.experts.shape import Moe
 
 LIMITS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 SAME = {

@@ -31,15 +31,19 @@ from tandem.architectures.shared import (
     sigmoid_router,
     text_part,
 )
+from tandem.config.activation import Activation
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Activation, Dense, Mixer, Moe, pre_norm
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.hyper import Hyper
-from tandem.config.mechanisms.latent import Index, Latent
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.layers import Mixer, pre_norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.config.rope import still
 from tandem.errors import ConfigError
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.streams.shape import Hyper
+from tandem.mechanisms.token_index.shape import Index
 
 SPARSE = "deepseek_sparse_attention", "indexed_attention", FULL
 """Of the hub, of Transformers, and of older files: all mean the same."""

@@ -27,12 +27,15 @@ from tandem.architectures.shared import (
     softmax_router,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Dense, Gqa, Mixer, Moe, pre_norm
-from tandem.config.mechanisms.norm import Norm
-from tandem.config.mechanisms.state_space import StateSpace
+from tandem.config.layers import Mixer, pre_norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.config.rope import still
 from tandem.errors import ConfigError
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.mechanisms.state_space.shape import StateSpace
 
 ATTENTION, RECURRENT = ("attention", FULL), ("mamba", "linear_attention")
 """The hub's word and Transformers'."""

@@ -22,11 +22,11 @@ from tandem.architectures.shared import (
 )
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Mixer
-from tandem.config.mechanisms.channel_delta import ChannelDelta
-from tandem.config.mechanisms.norm import Norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.config.rope import still
 from tandem.errors import ConfigError
+from tandem.mechanisms.channel_delta.shape import ChannelDelta
 
 RECURRENT = "linear_attention"
 NAMES = replace(

@@ -10,9 +10,9 @@ from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names, Renames
 from tandem.architectures.shared import FULL, gqa, layer_count, layer_kinds, model, moe, sigmoid_router
 from tandem.config.json_keys import JsonKeys
 from tandem.config.layers import Mixer
-from tandem.config.mechanisms.short_conv import ShortConv
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.short_conv.shape import ShortConv
 
 CONV = "conv"
 NAMES = Names(

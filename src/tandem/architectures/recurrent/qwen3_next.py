@@ -21,11 +21,13 @@ from tandem.architectures.shared import (
     text_part,
     with_drafts,
 )
+from tandem.architectures.vision import with_tower
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import DeltaRule, Mixer
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.layers import Mixer
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
+from tandem.mechanisms.delta_net.shape import DeltaRule
 
 NAMES = Names(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 DRAFTS = DraftNames("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
@@ -48,7 +50,8 @@ def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     text.only("mlp_only_layers", [], "every layer has experts")
     text.get("mamba_ssm_dtype")  # states are float32 here
     made = _model(text, generation, "kinds", True, range(layer_count(text)))
-    return with_drafts(text, made, count=text.count("mtp_num_hidden_layers", 0))
+    made = with_drafts(text, made, count=text.count("mtp_num_hidden_layers", 0))
+    return with_tower(keys, text, made, (11, 11, 10))
 
 
 def _model(

@@ -21,10 +21,13 @@ from tandem.architectures.shared import (
     turning_in_windows,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Dense, Gqa, Layer, Moe
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.layers import Block, Layer
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 EVERY = 4  # layers: the last of them sees all
 NAMES = Names(

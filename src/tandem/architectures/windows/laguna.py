@@ -20,9 +20,9 @@ from tandem.architectures.shared import (
     softmax_router,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Gqa
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 NAMES = Names(router_bias="mlp.experts.e_score_correction_bias", shared="mlp.shared_expert")
 IN_MEMORY = Names(shared="mlp.shared_experts")

@@ -20,9 +20,9 @@ from tandem.architectures.shared import (
     sigmoid_router,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Gqa, Values
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.grouped_query.shape import Gqa, Values
 
 SHARE = 0.334  # of a head's channels turn
 THETAS = {FULL: 5_000_000.0, WINDOW: 10_000.0}

@@ -23,10 +23,13 @@ from tandem.architectures.shared import (
     text_part,
 )
 from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Dense, Gqa, Moe, pre_norm
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.layers import pre_norm
 from tandem.config.model_config import ModelConfig
+from tandem.config.norm import Norm
 from tandem.errors import ConfigError
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Moe
+from tandem.mechanisms.grouped_query.shape import Gqa
 
 NAMES = Names(shared="mlp.shared_experts")
 

@@ -20,9 +20,8 @@ from tandem.bench.stored import experts_of, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.checkpoint import load_model_config
 from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.choices.cached import cached_as
-from tandem.config.layers import SILU, Activation
-from tandem.config.speculation.choice import drafting
+from tandem.config.activation import SILU, Activation
+from tandem.config.choices.asked import as_asked
 from tandem.engine.engine import Engine
 from tandem.engine.start.loader import Start, for_loading, use_one_torch_thread
 from tandem.engine.start.packed_start import PackedStart
@@ -122,7 +121,7 @@ def made_up_parts(
 ) -> EngineParts:
     """Of the folder `config.model`. planned: called before anything is made. dense: what projections are stored as.
     embedded: as `SyntheticCheckpoint`; FAR: a prompt's tokens choose among all experts."""
-    model = cached_as(config, drafting(config, load_model_config(Path(config.model))))
+    model = as_asked(config, load_model_config(Path(config.model)))
     stored = dense, experts_of(config.kt_method or "BF16")
     checkpoint = SyntheticCheckpoint(*stored, embedded)
     plan = resolve(config, model, this_machine(), stored_as(model, *stored))

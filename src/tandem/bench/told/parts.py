@@ -15,7 +15,7 @@ from tandem.bench.gaps.made_up import CopiedExperts, MadeUpStart, made_up_parts
 from tandem.bench.synthetic import SyntheticStore
 from tandem.bench.told.routing import ToldRouting
 from tandem.config import EngineConfig, Plan
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.chains import DraftingModel
 from tandem.engine.start.parts import EngineParts

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.gpus import Gpu
-from tandem.config.layers import Gqa, Layer
+from tandem.config.layers import Layer
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import cost_of
 
 FLAG, FIELDS = "--kv-cache-dtype", ("kv_cache_dtype",)
 FP8 = "fp8_e4m3"
@@ -25,10 +26,8 @@ def cached_as(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _layer(layer: Layer) -> Layer:
-    blocks = (
-        replace(block, body=replace(block.body, cached=STORED_AS)) if isinstance(block.body, Gqa) else block
-        for block in layer.blocks
-    )
+    bodies = (cost_of(block.body).with_cache(STORED_AS) or block.body for block in layer.blocks)
+    blocks = (replace(block, body=body) for block, body in zip(layer.blocks, bodies, strict=True))
     return replace(layer, blocks=tuple(blocks))
 
 
@@ -48,7 +47,8 @@ def cached_text(
         raise _refused(f"{gpu.name} has compute capability {has}, and 8.9 or newer converts it; leave it out")
     if config.attention_backend not in ("auto", "triton"):
         raise _refused(f"{config.attention_backend} does not read it; take --attention-backend triton")
-    if model.foreign is not None or not model.mixers or not all(isinstance(mixer, Gqa) for mixer in model.mixers):
+    keeps = [cost_of(mixer).with_cache(STORED_AS) for mixer in model.mixers]
+    if model.foreign is not None or not keeps or None in keeps:
         raise _refused("it is for keys and values of grouped-query attention, and this model keeps other states")
     return [(FP8, f"{FLAG}, lossy; kt quality measures it")]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tandem.config.engine_config import EngineConfig
-from tandem.config.layers import Gqa
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.mechanisms.cost import cost_of
 
 FLAG = "--enable-deterministic-inference"
 
@@ -43,7 +42,7 @@ def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> list[t
 def depends_on_others(config: EngineConfig, model: ModelConfig) -> str:
     """Why a row's last bits on a GPU depend on what else is in its step; "": they do not. Each row is computed as if it
     decoded, in tiles of one shape."""
-    if not model.mixers or not all(isinstance(mixer, Gqa) for mixer in model.mixers):
+    if not model.mixers or not all(cost_of(mixer).each_row for mixer in model.mixers):
         return "on a GPU prompts have kernels of their own for this model's attention"
     if config.attention_backend not in ("auto", "triton"):
         return f"--attention-backend {config.attention_backend} computes a row as its neighbours ask for"
@@ -60,6 +59,4 @@ def _refused(why: str, field: str) -> ConfigError:
 def _why_not(model: ModelConfig) -> str:
     if model.foreign is not None:
         return "Transformers' modules are PyTorch's products, whose sums depend on the rows beside them"
-    if any(isinstance(mixer, SharedKv) for mixer in model.mixers):
-        return "DeepSeek-V4's attention is PyTorch's products, whose sums depend on how many keys lie beside a row's"
-    return ""
+    return next(filter(None, (cost_of(mixer).depends_on_others for mixer in model.mixers)), "")

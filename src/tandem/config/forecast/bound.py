@@ -5,7 +5,6 @@ Experts on both sides are read at the same time, each as fast as its memory.
 
 from __future__ import annotations
 
-from tandem.config.layers import Router
 from tandem.config.model_config import ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
 
@@ -16,9 +15,10 @@ def experts_seconds(on_cpu: float, on_gpu: float, nbytes: int, dram_gbps: float,
     return max(on_cpu * nbytes / dram_gbps, on_gpu_seconds) / 1e9
 
 
-def distinct_experts(router: Router, tokens: int) -> float:
+def distinct_experts(model: ModelConfig, tokens: int) -> float:
     """How many of a layer's experts `tokens` tokens are expected to choose between them, if routing is uniform:
     E (1 - (1 - k/E)^tokens)."""
+    router = model.moe.router
     if not router.num_experts:
         return 0.0
     return router.num_experts * float(1 - (1 - router.top_k / router.num_experts) ** tokens)
@@ -28,5 +28,5 @@ def bytes_per_step(
     model: ModelConfig, dtype: str, expert_format: str, batch: int, stored: StoredFormats = UNQUANTISED
 ) -> float:
     """Weight bytes that a step of `batch` sequences must read: the dense ones, and the experts they choose."""
-    chosen = distinct_experts(model.moe.router, batch) * len(model.moe_layers)
+    chosen = distinct_experts(model, batch) * len(model.moe_layers)
     return model.dense_bytes(dtype, stored) + chosen * model.expert_bytes(expert_format, stored.experts)

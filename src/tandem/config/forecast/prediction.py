@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from tandem.config.cuda_graphs import prompt_graph_rows, split_sizes
 from tandem.config.forecast.attention import attention_flops
 from tandem.config.forecast.bound import distinct_experts, experts_seconds
-from tandem.config.forecast.memories import prompt_seconds, small
 from tandem.config.forecast.speeds import Speeds
 from tandem.config.forecast.stream_rates import GRAPH_BASE, StreamRates
 from tandem.config.forecast.sums import lane_of, step_sums
 from tandem.config.gpu_scratch import CODES_PAIRS
-from tandem.config.layers import DeltaRule, Layer
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
+from tandem.config.layers import Layer
 from tandem.config.model_config import STORED, ModelConfig, past_bytes
 from tandem.config.plan import Plan
 from tandem.config.ranks.cut import cut
 from tandem.config.ranks.shard import Shard
 from tandem.config.stored import StoredFormats
+from tandem.mechanisms.cost import cost_of
 
 WIDTH = 1.4  # of a range: high ÷ low
 WORTH = 1.15  # times as fast: for less nothing is advised or given up
@@ -42,13 +40,9 @@ CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small part
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
 STREAM_KERNELS = 2  # where streams mix, of a block; half as many again guess the next layer's
-SHARED_KEY_KERNELS, EAGER_SHARED_KEYS = 30, 165  # of attention over shared keys, in graphs and by PyTorch's operations
-DELTA_KERNELS = 18  # of a delta net beyond attention's
-LATENT_KERNELS = 3  # of latent attention: five and two products, where others have four and one
-INDEX_KERNELS = 60  # of an indexer that chooses tokens
 # Of a layer outside of graphs, in launches' time. It has 12 kernels of Triton's, each of which takes the host about as
-# long as eight of PyTorch's, and some 20 of PyTorch's and cuBLAS's. Latent attention has two thirds as many more.
-EAGER_KERNELS, EAGER_LATENT = 150, 110
+# long as eight of PyTorch's, and some 20 of PyTorch's and cuBLAS's.
+EAGER_KERNELS = 150
 GPU_CHUNK_SECONDS = 2e-3  # of a prompt's chunk beyond its layers: inputs, the head, the first token
 STEP_LAUNCHES = 45  # of a step beyond its kernels, in launches' time: inputs, the graph's start, tokens back, text
 GPU_ROWS_GROWTH = 0.18  # of the GPU's dense step each time the batch doubles
@@ -178,7 +172,7 @@ def _decode_bound(case: Case, batch: int, context: int) -> float:
 
 def _sides(case: Case, batch: int) -> tuple[float, float]:
     """Experts that a step uses in all layers: those in CPU memory, those on the GPU."""
-    used = distinct_experts(case.model.moe.router, batch) * len(case.model.moe_layers)
+    used = distinct_experts(case.model, batch) * len(case.model.moe_layers)
     return used * (1 - case.gpu_share), used * case.gpu_share
 
 
@@ -214,22 +208,11 @@ def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
 
 def _kernels(layer: Layer) -> int:
     """Of a decode step in a graph."""
-    return GRAPH_KERNELS + _stream_kernels(layer) + _mixer_kernels(layer.mixer)
-
-
-def _mixer_kernels(mixer: object) -> int:
-    """Beyond those of attention with keys and values."""
-    if isinstance(mixer, SharedKv):
-        return SHARED_KEY_KERNELS
-    if isinstance(mixer, Latent):
-        chooses = mixer.index is not None and mixer.index.reuse is None
-        return LATENT_KERNELS + (INDEX_KERNELS if chooses else 0)
-    return DELTA_KERNELS if isinstance(mixer, DeltaRule) else small(mixer).kernels
+    return GRAPH_KERNELS + _stream_kernels(layer) + (0 if layer.mixer is None else cost_of(layer.mixer).kernels)
 
 
 def _eager_kernels(layer: Layer) -> int:
-    more = {SharedKv: EAGER_SHARED_KEYS, Latent: EAGER_LATENT}.get(type(layer.mixer), 0)
-    return EAGER_KERNELS + _stream_kernels(layer) + more + small(layer.mixer).launches
+    return EAGER_KERNELS + _stream_kernels(layer) + (0 if layer.mixer is None else cost_of(layer.mixer).launches)
 
 
 def _stream_kernels(layer: Layer) -> int:
@@ -282,7 +265,7 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     others = {
         "dense layers": dense_flops / speeds.gpu_flops / GPU_PEAK_SHARE + len(model.layers) * passes,
         "attention": attention_flops / speeds.gpu_flops / GPU_ATTENTION_SHARE
-        + sum(prompt_seconds(mixer, rows, speeds.gpu_gbps) for mixer in model.mixers),
+        + sum(cost_of(mixer).prompt_seconds(rows, speeds.gpu_gbps) for mixer in model.mixers),
     }
     there = case.gpu_share + (1 - case.gpu_share) * travelling
     ways = [
@@ -326,7 +309,7 @@ def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
     """Codes are decoded for each tile of few rows. With more they become bfloat16 in scratch, and products read that.
     Rows are brought together before, and added after."""
     model, speeds = case.model, case.speeds
-    used = share * distinct_experts(model.moe.router, rows) * len(model.moe_layers)
+    used = share * distinct_experts(model, rows) * len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * len(model.moe_layers) * share
     there = 2.0 * model.expert_params * used
     between = rows * model.moe.router.top_k * share * len(model.moe_layers)
@@ -344,7 +327,7 @@ def _experts_on_cpu(case: Case, rows: int) -> float:
     model, speeds, share = case.model, case.speeds, 1 - case.gpu_share
     moe = len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * moe
-    nbytes = distinct_experts(model.moe.router, rows) * moe * case.expert_bytes
+    nbytes = distinct_experts(model, rows) * moe * case.expert_bytes
     reading = nbytes / speeds.dram_gbps / 1e9 / case.dram_share
     return share * max(reading, flops / speeds.cpu_flops / _cpu_share(case))
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.config.forecast.speeds import GPU_MODELS, gpu_model
-from tandem.config.layers import Layer, Moe
+from tandem.config.layers import Layer
 from tandem.config.model_config import ModelConfig
-from tandem.config.ranks.cut import divided
+from tandem.mechanisms.cost import cost_of
 
 # Bytes of a message, and seconds of its sum over two ranks.
 PEERS = (
@@ -81,9 +81,7 @@ def _between(points: tuple[tuple[int, float], ...], nbytes: float) -> float:
 
 def sums_of(layer: Layer) -> int:
     """How often ranks meet in a layer."""
-    bodies = [block.body for block in layer.blocks]
-    twice = sum(isinstance(body, Moe) and body.beside is not None for body in bodies)
-    return sum(map(divided, bodies)) + twice
+    return sum(cost_of(block.body).sums for block in layer.blocks)
 
 
 def step_sums(lane: SumLane, model: ModelConfig, rows: int, logits: int) -> float:

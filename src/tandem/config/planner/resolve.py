@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tandem.config.choices.cached import cached_as
+from tandem.config.choices.asked import as_asked
+from tandem.config.choices.images import with_images
 from tandem.config.choices.threads import plan_threads
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import expert_format_of
@@ -17,7 +18,6 @@ from tandem.config.planner.best_plan import any_plan, best_plan
 from tandem.config.planner.one_plan import Wish, kernel_tier
 from tandem.config.ranks.ranked import ranked
 from tandem.config.ranks.told import told
-from tandem.config.speculation.choice import drafting
 from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.errors import ConfigError, DoesNotFit
 
@@ -29,7 +29,7 @@ def resolve(
 
     Raises ConfigError with every reason: each names its flag, and a model that does not fit its numbers.
     """
-    refused, model = list[ConfigError](), cached_as(config, drafting(config, model))
+    refused, model = list[ConfigError](), as_asked(config, model)
     while True:
         try:
             plan = _resolve(Wish(config, model, machine, stored), best_plan)
@@ -43,7 +43,7 @@ def resolve(
     if refused:
         kind = DoesNotFit if isinstance(refused[-1], DoesNotFit) else ConfigError
         raise kind(*(reason for error in refused for reason in error.reasons))
-    return told(plan, model, machine)
+    return with_images(told(plan, model, machine), config, model)
 
 
 def fits(
@@ -51,7 +51,7 @@ def fits(
 ) -> bool:
     """Whether `resolve` makes a plan; quicker, since any will do."""
     try:
-        _resolve(Wish(config, cached_as(config, drafting(config, model)), machine, stored), any_plan)
+        _resolve(Wish(config, as_asked(config, model), machine, stored), any_plan)
     except ConfigError:
         return False
     return True

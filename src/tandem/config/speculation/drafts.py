@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.config.layers import Layer
-from tandem.config.mechanisms.norm import Norm
+from tandem.config.norm import Norm
 from tandem.config.state import Array, Pages, Ring, State
 
 

@@ -23,7 +23,8 @@ class GraphPlan:
     see a window have pages of their own; prompts: rows of chunks that are captured, too; alone: and replayed where
     nobody decodes; splits: rows of such chunks in which the CPU has a part, where that pays; each_row: every row is a
     sequence of its own, so that its bits are those of one that decodes; drafting: a draft layer runs between steps, so
-    no pass does; spared: multiprocessors that passes leave to steps; one_stream: no pass runs beside steps."""
+    no pass does; spared: multiprocessors that passes leave to steps; one_stream: no pass runs beside steps;
+    images_from: as of `BatchArrays`; 0: all rows turn by their positions."""
 
     sizes: tuple[int, ...]
     pages: int
@@ -38,6 +39,7 @@ class GraphPlan:
     drafting: bool = False
     spared: int = 0
     one_stream: bool = False
+    images_from: int = 0
 
     @property
     def tables(self) -> int:
@@ -55,7 +57,7 @@ class _Field:
         self._from = self._to = self._rest = self.image
 
     def fill(self, source: ForwardBatch, rows: int) -> None:
-        found: Tensor = getattr(source, self._name)
+        found: Tensor = source.turning if self._name == "turns" else getattr(source, self._name)
         if found is not self._held:
             self._look_at(found, rows)
         self._to[...] = self._from
@@ -86,14 +88,15 @@ class GraphInputs:
     def __init__(self, size: int, plan: GraphPlan, device: torch.device) -> None:
         self._guessing, self._size = plan.guessing, size
         sizes = BatchSizes(size, size, plan.pages, windowed=plan.windowed)
-        self._layout = BatchLayout(sizes, _IN_IMAGE, aligned=INPUT_ALIGNED_BYTES, counted=True)
+        turns = ("turns",) if plan.images_from else ()
+        self._layout = BatchLayout(sizes, (*_IN_IMAGE, *turns), aligned=INPUT_ALIGNED_BYTES, counted=True)
         self._host = torch.zeros(self._layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = self._views(self._host)
         self.image.seq_lens.fill_(1)
         self._there = self._host.to(device, copy=True)
         self.batch = self._views(self._there)
         self.counted = self._layout.counted(self._there)  # rows that are not copies
-        self._rows = _fields(self.image, *_EACH_ROW)
+        self._rows = _fields(self.image, *_EACH_ROW, *turns)
         self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *WINDOW_FIELDS)
         self._lens, folded = self.image.seq_lens.numpy(), self.image.folded
         self._folded = None if folded is None else _Field("folded", folded)

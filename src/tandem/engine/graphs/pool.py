@@ -59,6 +59,9 @@ class GraphPool:
 
     # -- `step.path.Facts` ---
 
+    def sees(self, step: ForwardBatch) -> bool:
+        return step.seen is not None
+
     def decode_graph(self, step: ForwardBatch) -> DecodeGraph | None:
         rows = step.seq_lens.shape[0]
         if step.input_ids.shape[0] != rows or step.logits_rows.shape[0] != rows:

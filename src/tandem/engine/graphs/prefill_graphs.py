@@ -40,9 +40,11 @@ class ChunkInputs:
     """A chunk's batch on the GPU and its image in pinned memory, each in one array. At first all rows are of token 0,
     at a place that no sequence has yet."""
 
-    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self._rows = rows
-        layout = BatchLayout(BatchSizes(rows, SEQUENCES, pages, logits=SEQUENCES), _IN_IMAGE)
+    def __init__(self, rows: int, pages: int, device: torch.device, turning: bool = False) -> None:
+        """turning: rows may turn by others than their positions."""
+        self._rows, turns = rows, ("turns",) if turning else ()
+        self._each = (*_ROWS, *turns)
+        layout = BatchLayout(BatchSizes(rows, SEQUENCES, pages, logits=SEQUENCES), (*_IN_IMAGE, *turns))
         self._host = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.image = layout.batch(self._host)
         self.image.query_starts[1:] = rows
@@ -56,8 +58,9 @@ class ChunkInputs:
     def fill(self, source: ForwardBatch) -> None:
         """The image, from host memory. The last sequence has the copies; those that are not there have no rows."""
         image, rows = self.image, len(source.input_ids)
-        for name in _ROWS:
-            to, values = getattr(image, name).numpy(), getattr(source, name).numpy()
+        for name in self._each:
+            found = source.turning if name == "turns" else getattr(source, name)
+            to, values = getattr(image, name).numpy(), found.numpy()
             to[:rows], to[rows:] = values, NOWHERE if name == "cache_slots" else values[-1]
         sequences, wanted = len(source.seq_lens), len(source.logits_rows)
         image.query_starts[:sequences] = source.query_starts[:-1]
@@ -176,6 +179,7 @@ class PrefillCapture:
     streams: Streams
     device: torch.device
     usage: ExpertUsage | None
+    turning: bool = False
 
     def of(self, sizes: Rows[int], beside: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
         """Of so many rows; none where that is not possible: such chunks are given kernel by kernel. beside: graphs that
@@ -204,7 +208,7 @@ class PrefillCapture:
             raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
         if not isinstance(self.model, PausingModel):
             raise NoPromptGraphs("the model cannot stop between two layers")
-        inputs = ChunkInputs(rows, self.pages, self.device)
+        inputs = ChunkInputs(rows, self.pages, self.device, self.turning)
         try:
             if not start.hold(inputs.image, split):
                 raise NoPromptGraphs("the CPU computes a part of their experts")

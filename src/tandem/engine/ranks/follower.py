@@ -34,23 +34,23 @@ class Follower:
             self._runner.settled(step.settled)
         chunks = cast(list[Chunk], self._mirror.chunks(step))  # as far as a batch asks
         if step.warms:
-            self._warm(chunks)
+            self._warm(chunks, step.streams)
         else:
             self._runner.run(Step(tuple(chunks)))  # the first rank chooses tokens
         if self._group is not None:
             self._group.check()
 
 
-def _nothing_to_warm(chunks: Rows[Chunk]) -> None: ...
+def _nothing_to_warm(chunks: Rows[Chunk], streams: bool) -> None: ...
 
 
-def _warming(runner: object, parts: EngineParts) -> Callable[[Rows[Chunk]], None]:
+def _warming(runner: object, parts: EngineParts) -> Callable[[Rows[Chunk], bool], None]:
     from tandem.engine.start.warm_kernels import warming  # Triton is there only where a GPU is
 
     assert isinstance(runner, GpuRunner)
 
-    def warm(chunks: Rows[Chunk]) -> None:
-        with warming(runner, parts):
-            runner.run_kernels(chunks)
+    def warm(chunks: Rows[Chunk], streams: bool) -> None:
+        with warming(runner, parts) as streamed:
+            runner.run_kernels(chunks, streamed if streams else ())
 
     return warm

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import zmq
@@ -46,9 +47,9 @@ class Leader:
         meanwhile is the supervisor's, which ends all."""
         self._heard(None)
 
-    def step(self, chunks: Rows[Chunk], warms: bool = False, settled: int | None = None) -> None:
-        """The others run them as well. warms, settled: as in `StepList`."""
-        self._tell(self.lists.of(chunks, warms, settled))
+    def step(self, chunks: Rows[Chunk], **more: Any) -> None:
+        """The others run them as well. more: further fields of `StepList`."""
+        self._tell(self.lists.of(chunks, **more))
 
     def close(self) -> None:
         self._socket.close()

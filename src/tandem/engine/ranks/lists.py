@@ -6,7 +6,7 @@ Both keep each sequence's tables of pages, so that a list names only what has ch
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,12 @@ class StepLists:
         """Slot `target` became what `source` is, after the last list."""
         self._copies.append((source, target))
 
-    def of(self, chunks: Several[Chunk], warms: bool = False, settled: int | None = None) -> StepList:
+    def of(self, chunks: Several[Chunk], **more: Any) -> StepList:
+        """more: further fields of `StepList`."""
         ended = [self._said.pop(s).number for s in list(self._said) if s.status is Status.FINISHED]
         self._steps += 1
         copies, self._copies = self._copies, []
-        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, warms, settled)
+        return StepList(self._steps, [self._rows(chunk) for chunk in chunks], ended, copies, **more)
 
     def _rows(self, chunk: Chunk) -> Rows:
         sequence = chunk.sequence

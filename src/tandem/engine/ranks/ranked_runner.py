@@ -68,10 +68,10 @@ class LeadingCpuRunner(Leading, CpuRunner):
 class LeadingGpuRunner(Leading, GpuRunner):
     """Where each rank has a GPU."""
 
-    def run_kernels(self, chunks: Rows[Chunk]) -> DeviceLogits:
+    def run_kernels(self, chunks: Rows[Chunk], streamed: Rows[int] = ()) -> DeviceLogits:
         self._under_way = True
-        self._leader.step(chunks, warms=True)
-        logits = super().run_kernels(chunks)
+        self._leader.step(chunks, warms=True, streams=bool(streamed))
+        logits = super().run_kernels(chunks, streamed)
         self._ended()
         return logits
 

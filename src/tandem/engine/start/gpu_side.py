@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,6 @@ import torch
 
 from tandem.config import ModelConfig, Plan
 from tandem.config.gpu_scratch import ring_of
-from tandem.config.mechanisms.latent import Latent
-from tandem.config.mechanisms.shared_kv import SharedKv
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import EngineError
@@ -35,6 +34,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
+from tandem.mechanisms.cost import cost_of
 from tandem.models import ForwardBatch, Progress
 
 _log = logging.getLogger(__name__)
@@ -93,13 +93,9 @@ def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape | None:
     if not model.attentions:
         return None
     first, pages = model.attentions[0], -(-plan.context_length // plan.page_size)
-    if isinstance(first, Latent):
-        return AttentionShape(first.heads, 1, first.cached_dim, first.scale, 0, plan.page_size, pages)
-    if isinstance(first, SharedKv):
-        return AttentionShape(first.heads, 1, first.dim, first.scale, first.window, plan.page_size, pages)
-    return AttentionShape(
-        first.heads, first.kv_heads, first.head_dim, first.scale, first.window, plan.page_size, pages
-    )
+    keys = cost_of(first).keys
+    assert keys is not None, "attention has keys"
+    return AttentionShape(keys.heads, keys.kv_heads, keys.dim, keys.scale, keys.window, plan.page_size, pages)
 
 
 def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> CudaCopies | None:
@@ -195,11 +191,11 @@ class StepStart:
         if self._stream is not None:
             self._stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
 
-    def without_stream(self, batch: ForwardBatch) -> None:
-        """As a call for a step kernel by kernel, in which no expert travels."""
+    def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
+        """As a call for a step kernel by kernel, in which the experts of these layers travel, and no others."""
         self._ops.begin_step(batch, False)
         if self._stream is not None:
-            self._stream.begin(0)
+            self._stream.begin_only(len(batch.input_ids), streamed)
 
     def pausable(self) -> bool:
         return self._ops.pausable

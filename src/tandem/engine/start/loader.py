@@ -28,12 +28,11 @@ from tandem.checkpoint import (
 )
 from tandem.checkpoint.demo import build_demo
 from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
-from tandem.config.choices.cached import cached_as
+from tandem.config.choices.asked import as_asked
 from tandem.config.choices.threads import plan_threads
 from tandem.config.in_place import stored_in
 from tandem.config.planner.resolve import machine_refusals
 from tandem.config.ranks.ranked import check_alone, own_side, ranked
-from tandem.config.speculation.choice import drafting
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.ranks.joined import cpu_group, gpu_group
 from tandem.engine.ranks.messages import StartRank
@@ -95,7 +94,8 @@ class Stored(NamedTuple):
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model)
         checkpoint = with_draft_layer(checkpoint, config)
         model = models.with_stored_drafts(model, checkpoint, config.speculative_algorithm)
-        model = cached_as(config, drafting(config, model))
+        model = models.with_stored_tower(model, checkpoint)
+        model = as_asked(config, model)
         return cls(directory, model, checkpoint, stored_in(checkpoint.formats(), *checkpoint.expert_files()))
 
     def tokenizer(self, config: EngineConfig) -> Tokenizer:
@@ -182,6 +182,8 @@ def _loaded(
     packed.open(plan, model, checkpoint, ops)
     if packed.cache is None or not packed.cache.mapped:
         models.check_headers(model, plan, checkpoint)
+    if model.vision is not None:
+        model = replace(model, vision=model.vision.capped(plan.image_tokens))
     start = Start(config, plan, model, checkpoint, stored.tokenizer(config), ops, packed, progress, meeting)
     parts = start.on_cpu() if plan.gpu is None else start.on_gpu()
     if meeting is not None:  # however long one reads: a rank that captured graphs alone would give up

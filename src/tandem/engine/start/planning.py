@@ -25,7 +25,7 @@ from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
-from tandem.models import with_stored_drafts
+from tandem.models import with_stored_drafts, with_stored_tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,13 @@ def model_as_stored(path: Path, config: EngineConfig) -> ModelConfig:
     model = with_draft_config(model_at(path), config)
     asked = config.speculative_algorithm
     if has_weights(path):
-        return with_stored_drafts(model, with_draft_layer(open_checkpoint(path), config), asked)
+        checkpoint = with_draft_layer(open_checkpoint(path), config)
+        return with_stored_tower(with_stored_drafts(model, checkpoint, asked), checkpoint)
     names = IndexNames.of(path)
-    return with_stored_drafts(model, names, asked) if names.names and draft_directory(config) is None else model
+    if not names.names:
+        return model
+    model = with_stored_tower(model, names)
+    return with_stored_drafts(model, names, asked) if draft_directory(config) is None else model
 
 
 def has_weights(path: Path) -> bool:

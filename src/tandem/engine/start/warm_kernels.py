@@ -2,7 +2,7 @@
 
 The driver loads a kernel's code at its first launch, and waits until the GPU is idle to do so. Libraries take another
 kernel for another number of rows. So steps of many sizes run once. Layers of one kind use the same kernels, so one of
-each kind is run; and the CPU computes no experts for them.
+each kind is run; and the CPU computes no experts for them. Steps whose experts travel have kernels of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from itertools import zip_longest
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from tandem.models.batch import ForwardBatch
 MOST_SECONDS = 3.0  # of a start, for kernels that a cache has
 STEP = 1.25  # between two numbers of rows
 MOST_SAMPLED = 256
+STREAMED_ROWS = 128, 1024  # each step takes as long as the bus needs for a layer, which can be half a second
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,14 @@ _SAMPLINGS = (
     SamplingParams(temperature=0.0, logprobs=3),
     SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias={1: 1.0}),
 )
+
+
+class WarmStep(NamedTuple):
+    """A step that loads kernels. streams: experts travel in it."""
+
+    rows: int
+    decodes: bool
+    streams: bool = False
 
 
 class SomeLayers:
@@ -83,40 +92,60 @@ def warm_kernels(runner: GpuRunner, parts: EngineParts, seconds: float = MOST_SE
     and counts as late."""
     plan = parts.plan
     most = min(plan.max_step_tokens, plan.context_length - 1)
-    prompts = [(rows, False) for rows in row_counts(most)]
-    batches = [(rows, True) for rows in row_counts(plan.max_running_requests)]
-    steps = [step for pair in zip_longest(prompts, batches) for step in pair if step is not None]
+    steps = warm_steps(most, plan.max_running_requests, parts.begin_step is not None)
     started, done = perf_counter() - kernel_loads.seconds, 0  # on a clock that compilers stop
-    with warming(runner, parts):
-        for rows, decodes in steps:
+    with warming(runner, parts) as streamed:
+        for step in steps:
+            if step.streams and not streamed:
+                continue
             if perf_counter() - kernel_loads.seconds - started > seconds:
                 break
             try:
-                _run(runner, parts, rows, decodes)
+                _run(runner, parts, step, streamed if step.streams else ())
             except Exception:
                 runner.after_failure()
-                _log.exception("a step of %d rows failed before the start", rows)
+                _log.exception("a step of %d rows failed before the start", step.rows)
             done += 1
     took = perf_counter() - kernel_loads.seconds - started
     _log.info("ran steps of %d of %d sizes in %.1f s, besides compiling", done, len(steps), took)
 
 
+def warm_steps(most: int, running: int, streams: bool) -> list[WarmStep]:
+    """Prompts of 1 to `most` rows, batches of 1 to `running`, and prompts whose experts travel, in turn."""
+    prompts = [WarmStep(rows, False) for rows in row_counts(most)]
+    batches = [WarmStep(rows, True) for rows in row_counts(running)]
+    longer = sorted({most, max(1, most - 1), *(min(rows, most) for rows in STREAMED_ROWS)}) if streams else []
+    travels = [WarmStep(rows, False, True) for rows in longer]
+    return [step for group in zip_longest(prompts, batches, travels) for step in group if step is not None]
+
+
 @contextmanager
-def warming(runner: GpuRunner, parts: EngineParts) -> Iterator[None]:
-    """Meanwhile its steps run through one layer of each kind, nobody counts them, and the CPU computes no experts."""
+def warming(runner: GpuRunner, parts: EngineParts) -> Iterator[list[int]]:
+    """Meanwhile its steps run through one layer of each kind, nobody counts them, and the CPU computes no experts.
+    Yields the layers, as streams count them, whose experts can travel."""
     model, cut, handoff = parts.model, parts.model, parts.handoff
     assert handoff is not None
+    streamed: list[int] = []
     if isinstance(model, PausingModel) and hasattr(model, "layers"):
-        cut = SomeLayers(model, kinds_of_layers(model, parts.model_config.layers))
+        layers: Any = model.layers
+        kinds = kinds_of_layers(model, parts.model_config.layers)
+        cut, streamed = SomeLayers(model, kinds), streamed_layers([layers[index] for index in kinds])
     with runner.unseen(cut), handoff.computing_nothing():
-        yield
+        yield streamed
 
 
-def _run(runner: GpuRunner, parts: EngineParts, rows: int, decodes: bool) -> None:
+def streamed_layers(layers: Rows[Any]) -> list[int]:
+    """Numbers among the layers with experts of those whose experts a stream can bring."""
+    experts: list[Any] = [getattr(getattr(layer, "moe", None), "experts", None) for layer in layers]
+    return [each.index for each in experts if getattr(each, "stream", None) is not None]
+
+
+def _run(runner: GpuRunner, parts: EngineParts, step: WarmStep, streamed: Rows[int]) -> None:
+    rows, decodes = step.rows, step.decodes
     lengths = [1] * rows if decodes else [rows]
     samplings = [_SAMPLINGS[i % len(_SAMPLINGS)] if decodes else _ROW for i in range(len(lengths))]
     chunks = [_chunk(parts, length, sampling) for length, sampling in zip(lengths, samplings, strict=True)]
-    logits = runner.run_kernels(chunks)
+    logits = runner.run_kernels(chunks, streamed)
     sequences = [chunk.sequence for chunk in chunks][:MOST_SAMPLED]
     some = bits_but((), parts.model_config.vocab)  # all tokens: rows of structured output have kernels of their own
     masks = [some if row % 2 else None for row in range(len(sequences))]

@@ -90,6 +90,9 @@ class StateStore:
 
     def chunk_end(self, sequence: Sequence) -> int:
         """Where a prompt's next chunk should end at the latest, in tokens of the sequence."""
+        return min(self._border(sequence), sequence.ready_len)
+
+    def _border(self, sequence: Sequence) -> int:
         if self._snapshots is None:
             return sequence.total_len
         done, last = sequence.computed_len, self._last_border(sequence)
@@ -124,7 +127,7 @@ class StateStore:
     def remember(self, sequence: Sequence) -> None:
         """Makes the sequence's full pages findable."""
         full = sequence.computed_len // self.pages.page_size
-        sequence.page_table[:full] = self.pages.remember(sequence.tokens, sequence.pages[:full])
+        sequence.page_table[:full] = self.pages.remember(sequence.keys, sequence.pages[:full])
         if self._windows is not None and self.pages.prefix_cache:
             self._windows.remember(sequence, full)
 
@@ -149,7 +152,7 @@ class StateStore:
             shared = leader.pages[: sequence.reusable_len // self.pages.page_size]
             self.pages.share(shared)
             return shared
-        pages = self.pages.match(sequence.tokens, sequence.reusable_len)
+        pages = self.pages.match(sequence.keys, sequence.reusable_len)
         sequence.matched_len = len(pages) * self.pages.page_size
         known = self._restorable(pages)
         self.pages.release_tail(pages, known)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.sequence import Chunk, Sequence
-from tandem.models.batch import ForwardBatch
+from tandem.engine.vision.seen import seen_of, turns_of
+from tandem.models.batch import ForwardBatch, Seen
 
 
 class Axis(Enum):
@@ -46,6 +47,7 @@ FIELDS = {
     "slots": Field(torch.int32, Axis.SEQUENCE),
     "folded": Field(torch.int32, Axis.SEQUENCE),
     "sure": Field(torch.int32, Axis.SEQUENCE),
+    "turns": Field(torch.int64, Axis.ROW),
 }
 WINDOW_FIELDS = "cache_slots", "block_tables"
 """Those that layers with a window have of their own."""
@@ -200,12 +202,15 @@ class BatchArrays:
         windowed: bool = False,
         each_row: bool = False,
         pinned: bool = False,
+        images_from: int = 0,
     ) -> None:
         """guessing: steps may have rows of guesses. apart: each row of such a step is a sequence of its own, as rows
         that decode are: it sees the tokens before it in the same pages. So kernels and CUDA graphs for rows that decode
         compute it, with the same bits. windowed: layers that see a window have pages of their own. each_row: so it is
         in every step, prompts included; then every step takes the road of one with guesses, too. pinned: a GPU reads
-        them where they are."""
+        them where they are. images_from: rows of rotary tables from there on are for pieces of images; 0: no sequence
+        has any."""
+        self._images_from = images_from
         self._apart, self._guessing, self._each_row = apart, guessing, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_Places(page_size, max_step_tokens, kind, pinned) for kind in kinds]
@@ -231,7 +236,7 @@ class BatchArrays:
             self._logits_rows.array[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         whole, *others = self._places
-        tensors = {
+        tensors: dict[str, Any] = {
             "input_ids": self._input_ids.first(row),
             "positions": self._positions.first(row),
             "cache_slots": whole.slots(row),
@@ -243,6 +248,8 @@ class BatchArrays:
             "folded": self._folded.first(sequences) if folds else None,
             "sure": self._sure.first(sequences) if folds and not self._apart else None,
         }
+        if self._images_from and (turns := turns_of(chunks)) is not None:
+            tensors |= {"turns": turns, "seen": seen_of(chunks, turns, self._images_from)}
         windows = {"cache_slots": others[0].slots(row), "block_tables": others[0].tables} if others else None
         single = sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
         return forward_batch(tensors, windows, single_rows=single)
@@ -268,6 +275,11 @@ class BatchArrays:
         self._positions.array[rows] = counted(first, chunk.length)
         for places in self._places:
             places.place(row, chunk.sequence, first, chunk.length)
+
+
+def regions(images_from: int, max_step_tokens: int) -> tuple[int, int]:
+    """Where rotary tables have rows for pieces of images of a step, and of a chunk between steps."""
+    return images_from, images_from + max_step_tokens if images_from else 0
 
 
 def slots_of(table: npt.NDArray[np.int32], first: int, count: int, size: int) -> npt.NDArray[np.int64] | int:
@@ -336,8 +348,15 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
 
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     copies: dict[str, Any] = {name: there(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    copies["seen"] = None if batch.seen is None else seen_on(batch.seen, device)
     copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
     return replace(batch, **copies)
+
+
+def seen_on(seen: Seen, device: torch.device) -> Seen:
+    """A copy, where it is not there yet."""
+    rows, features, places = (tensor.to(device) for tensor in (seen.rows, seen.features, seen.places))
+    return Seen(rows, features, places, seen.first)
 
 
 def to_gpu(image: Tensor, there: Tensor) -> None:

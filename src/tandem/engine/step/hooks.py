@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -64,8 +64,8 @@ class StepHooks(Protocol):
         """As `BeginStep`."""
         ...
 
-    def without_stream(self, batch: ForwardBatch) -> None:
-        """Before a step kernel by kernel, in which no expert travels."""
+    def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
+        """Before a step kernel by kernel, in which only the experts of these layers travel."""
         ...
 
     def pausable(self) -> bool:

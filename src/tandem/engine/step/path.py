@@ -16,6 +16,9 @@ G = TypeVar("G", covariant=True)  # a decode graph, or its rows
 P = TypeVar("P", covariant=True)  # a prefill graph, or its rows
 
 
+_SEES = "pieces of images: no graph has a place for what was seen in them"
+
+
 class Path(Enum):
     """How a step, or a prefill in the background of steps, is computed."""
 
@@ -31,6 +34,10 @@ class Path(Enum):
 
 class Facts(Protocol[S, G, P]):
     """What an executor has captured. A method returns None where a step fits no graph of its kind."""
+
+    def sees(self, step: S) -> bool:
+        """Whether rows of it are pieces of images."""
+        ...
 
     def decode_graph(self, step: S) -> G | None:
         """Of at least as many rows, each of which decodes."""
@@ -71,6 +78,8 @@ def path_of(step: S, facts: Facts[S, G, P] | None, *, shrinks: bool = False) -> 
     if shrinks:
         why = "one long chunk: no graph can lose rows between two layers"
         return Choice(Path.EAGER_SHRINKING, why)
+    if facts.sees(step):
+        return Choice(Path.EAGER, _SEES)
     if (decode := facts.decode_graph(step)) is not None:
         return Choice(Path.DECODE_GRAPH, "every row decodes, and a graph has as many", decode)
     if (prefill := facts.shared_graph(step)) is not None:
@@ -83,6 +92,8 @@ def path_of(step: S, facts: Facts[S, G, P] | None, *, shrinks: bool = False) -> 
 
 def background_path_of(step: S, facts: Facts[S, G, P]) -> Choice[G, P]:
     """The path of a prefill beside which decode graphs are replayed, if the GPU computes it alone."""
+    if facts.sees(step):
+        return Choice(Path.BACKGROUND, _SEES)
     if (prefill := facts.background_graph(step)) is not None:
         return Choice(Path.BACKGROUND_GRAPH, "a chunk that a graph has room for, on the GPU alone", prefill=prefill)
     return Choice(Path.BACKGROUND, "no graph fits these rows: layer by layer")

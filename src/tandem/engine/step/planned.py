@@ -26,6 +26,9 @@ class PlannedFacts:
 
     gpu: GpuPlan
 
+    def sees(self, step: StepSizes) -> bool:
+        return False
+
     def decode_graph(self, step: StepSizes) -> int | None:
         sizes = self.gpu.graph_sizes if step.decodes else ()
         return next((size for size in sizes if size >= step.tokens), None)

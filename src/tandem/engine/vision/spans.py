@@ -40,14 +40,13 @@ class ImageSpan(msgspec.Struct, frozen=True, kw_only=True):
         return self.first + self.rows
 
 
-NO_IMAGES = "this model reads text only: send no images"
-
-
-def check_images(images: tuple[ImageSpan, ...], prompt_ids: list[int], tower: Tower | None) -> None:
+def check_images(
+    images: tuple[ImageSpan, ...], prompt_ids: list[int], tower: Tower | None, blind: str = "this model reads text only"
+) -> None:
     """Raises RequestError where a tower cannot read them, or their rows are not those of their grid. A placeholder
-    of no image is a token like any other."""
+    of no image is a token like any other. blind: why there is no tower."""
     if images and tower is None:
-        raise RequestError(NO_IMAGES, "images")
+        raise RequestError(f"images are not read: {blind}", "images")
     end = 0
     for number, image in enumerate(images):
         assert tower is not None
@@ -65,6 +64,8 @@ def _wrong(image: ImageSpan, prompt_ids: list[int], tower: Tower, after: int) ->
         return f"{image.rows} rows and the grid {image.grid} are not those of its pixels"
     if pixels.inline is not None and len(pixels.inline) != pixels.nbytes:
         return f"{len(pixels.inline)} bytes are not those of {pixels.height} x {pixels.width} pixels"
+    if pixels.height * pixels.width > processor.max_pixels:
+        return f"{pixels.height} x {pixels.width} pixels are more than the {processor.max_pixels} of an image"
     if len(image.key) != KEY_BYTES:
         return f"its key must have {KEY_BYTES} bytes, not {len(image.key)}"
     ids = prompt_ids[image.first : image.end] if image.first >= after else []

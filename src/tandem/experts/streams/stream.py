@@ -195,6 +195,16 @@ class ExpertStream:
             self._tables.tell(self._layers, self.counts)
         self.deliveries.begin(self.counts, whole=layers is not Layers.GIVEN)
 
+    def begin_only(self, rows: int, layers: Iterable[int]) -> None:
+        """Before a step that loads kernels: all experts of these layers travel, of no others, and its times say
+        nothing."""
+        self.rows, self._last = rows, None
+        wanted = {index: self._layers[index] for index in layers}
+        self.counts = {index: layer.places for index, layer in wanted.items() if layer is not None}
+        if self.counts:
+            self._tables.tell(self._layers, self.counts)
+        self.deliveries.begin(self.counts, whole=False)
+
     def _reorder(self) -> None:
         """By what the step before has counted, which the GPU has told."""
         self._tables.look(self._layers, self._followed.moves())

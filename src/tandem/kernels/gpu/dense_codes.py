@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem._core import WorkerPool
-from tandem.config.layers import Activation
+from tandem.config.activation import Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.gpu_reading import refusal

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import (

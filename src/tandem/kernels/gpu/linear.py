@@ -61,3 +61,10 @@ def multiplied(
         y = torch.mm(x, weight.T, out_dtype=torch.float32)
         return (y if bias is None else y + bias).to(out_dtype)
     return F.linear(x.float(), weight.float(), bias).to(out_dtype)
+
+
+def dtype_of(fmt: str) -> torch.dtype:
+    """Of matrices of heads. Raises KernelError where there are no kernels."""
+    if fmt not in DTYPES:
+        raise KernelError(f"matrices of heads on the GPU are {' or '.join(DTYPES)}, not {fmt}")
+    return DTYPES[fmt]

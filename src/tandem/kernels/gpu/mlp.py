@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.config.activation import SILU, Activation, ActivationKind
 from tandem.config.gpu_scratch import MLP_BYTES
-from tandem.config.layers import SILU, Activation, ActivationKind
 from tandem.formats.codes import Blocks, Weight
 from tandem.formats.cut import numbers, stacked
 from tandem.kernels.gpu.overlap import begin, overlapped

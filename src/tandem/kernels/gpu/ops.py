@@ -5,58 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation, DeltaRule, Router
-from tandem.config.mechanisms.latent import Index
-from tandem.config.mechanisms.shared_kv import SharedKv
-from tandem.errors import KernelError
+from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
-from tandem.kernels import routing
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
-from tandem.kernels.delta import Delta, DeltaWeights
-from tandem.kernels.gpu import dense_codes, mlp, route
+from tandem.kernels.gpu import dense_codes, mlp, norm
 from tandem.kernels.gpu import rope as rotation
 from tandem.kernels.gpu.attention_backends import Attention, attention_of
-from tandem.kernels.gpu.chosen.index import GpuTokenIndex
-from tandem.kernels.gpu.delta.net import GpuDelta
 from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
-from tandem.kernels.gpu.latent.heads import GpuLatentHeads
-from tandem.kernels.gpu.linear import DTYPES, GpuLinear
+from tandem.kernels.gpu.linear import GpuLinear
 from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
-from tandem.kernels.gpu.recurrent.folds import GpuFolds
-from tandem.kernels.gpu.residual import norm
-from tandem.kernels.gpu.residual.hyper import gpu_streams
-from tandem.kernels.gpu.shared_kv.heads import GpuSharedKvHeads
 from tandem.kernels.gpu.uploads import uploaded
+from tandem.kernels.images import ByTorch
 from tandem.kernels.ops import (
     NO_NORMS,
     Addend,
     HeadNorms,
-    LatentSizes,
-    LatentWeights,
     Lookup,
     Recorded,
     Rope,
-    Routing,
     Step,
     SureRead,
-    Tally,
 )
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
-from tandem.kernels.pooled_index import PooledIndex, PoolWeights
 from tandem.kernels.ranks.group import Group
-from tandem.kernels.shared_kv.heads import SharedKvHeads
-from tandem.kernels.shared_kv.weights import SharedKvWeights
-from tandem.kernels.token_index import IndexWeights, TokenIndex
+from tandem.mechanisms.slices import bound_by
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 
@@ -80,8 +63,8 @@ class GpuOps:
         self.pausable = (
             self._attention.pausable
         )  # a pass may stop between two layers while graphs are replayed
-        self._warm: set[DeltaRule] = set()  # shapes whose kernels for prompts are compiled
-        self._step, self._fixed = StepKind(each_row=deterministic), deterministic
+        self.warm: set[object] = set()  # shapes whose kernels for prompts are compiled
+        self._step, self.fixed = StepKind(each_row=deterministic), deterministic
 
     def begin_step(self, batch: BatchLayout, captured: bool, beside: bool = False) -> None:
         """As `Attention.begin`. beside: graphs may run beside it."""
@@ -110,14 +93,11 @@ class GpuOps:
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
     ) -> GpuLinear | GpuCodes:
         if not isinstance(weight, WeightCodes):
-            return GpuLinear(_there(weight, self), bias, fmt, self.device, self._fixed)
+            return GpuLinear(_there(weight, self), bias, fmt, self.device, self.fixed)
         if not self.reads(weight):
-            return GpuLinear(decoded(weight), bias, fmt, self.device, self._fixed)
+            return GpuLinear(decoded(weight), bias, fmt, self.device, self.fixed)
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
-        return GpuCodes(packed, bias, self.device, self.cpu.pool, self._fixed)
-
-    def latent(self, sizes: LatentSizes, weights: LatentWeights, fmt: str = "bf16") -> GpuLatentHeads:
-        return GpuLatentHeads(sizes, weights, _dtype(fmt), self.device, self._fixed)
+        return GpuCodes(packed, bias, self.device, self.cpu.pool, self.fixed)
 
     def experts(
         self, num_experts: int, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU
@@ -185,50 +165,15 @@ class GpuOps:
     ) -> Tensor:
         return self._attention(q, k_pages, v_pages, batch, scale, window, sinks)
 
-    folds = GpuFolds()
+    def bound(self, shape: object, *weights: object) -> Any:
+        return bound_by(("gpu",), self, shape, weights)
 
-    def delta_rule(self, shape: DeltaRule, weights: DeltaWeights) -> Delta:
-        delta = GpuDelta(shape, weights)
-        if self.device.type == "cuda" and shape not in self._warm:
-            self._warm.add(shape)
-            delta.warm_up()
-        return delta
-
-    def shared_kv(self, shape: SharedKv, weights: SharedKvWeights, fmt: str = "bf16") -> SharedKvHeads:
-        return GpuSharedKvHeads(shape, weights, weights.groups.to(self.device, _dtype(fmt)).contiguous())
-
-    streams = staticmethod(gpu_streams)
-
-    def token_index(self, shape: Index, weights: IndexWeights) -> TokenIndex:
-        return GpuTokenIndex(shape, weights)
-
-    def pooled_index(self, shape: Index, weights: PoolWeights) -> PooledIndex:
-        raise KernelError("there are no GPU kernels for keys that stand for several tokens")
+    image_attention = ByTorch
 
     def gated(self, x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:
         return mlp.gated(x, gate, out)
-
-    def route(
-        self,
-        logits: Tensor,
-        router: Router,
-        bias: Tensor | None = None,
-        shared: int = 0,
-        tally: Tally | None = None,
-        places: Tensor | None = None,
-        chosen: Tensor | None = None,
-    ) -> Routing:
-        if routing.in_torch(router, "gpu"):
-            return routing.route(logits, router, bias, shared, tally, places, chosen)
-        return route.route(logits, router, bias, shared, tally, places, chosen)
 
 
 def _there(weight: Tensor | Blocks, ops: GpuOps) -> Tensor:
     """[N, K] on the device, in the type that it is stored in."""
     return uploaded((weight,) if isinstance(weight, Tensor) else weight, ops.device, ops.cpu.pool)
-
-
-def _dtype(fmt: str) -> torch.dtype:
-    if fmt not in DTYPES:
-        raise KernelError(f"matrices of heads on the GPU are {' or '.join(DTYPES)}, not {fmt}")
-    return DTYPES[fmt]

@@ -61,7 +61,7 @@ def _as_kept(x, pages):
 
 
 @triton.jit
-def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
+def _rope_store(qkv, cos, sin, turns, slots, k_pages, v_pages, q, q_norm, k_norm, eps,
                 HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr, HALF: tl.constexpr,
                 NORM: tl.constexpr, WHOLE: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
                 AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -79,7 +79,7 @@ def _rope_store(qkv, cos, sin, positions, slots, k_pages, v_pages, q, q_norm, k_
         value = tl.load(base + (HEADS + GATES + KV_HEADS) * DIM + v * VALUE + d, inside, other=0.0)
         tl.store(v_pages + (slot * KV_HEADS + v) * VALUE + d, _as_kept(value, v_pages), inside)
         return
-    angle = tl.load(positions + t) * HALF
+    angle = tl.load(turns + t) * HALF
     is_q = part < QUERIES
     h = tl.where(is_q, part, part - QUERIES) * AT_ONCE + lane
     there = h < tl.where(is_q, HEADS, KV_HEADS)
@@ -117,7 +117,7 @@ def rope_store(
     at_once = AT_ONCE if len(qkv) >= MANY_ROWS and dim <= SMALL and value <= SMALL and not whole else 1
     parts = triton.cdiv(heads, at_once) + 2 * triton.cdiv(kv_heads, at_once)
     _rope_store[(len(qkv), parts)](
-        qkv, rope.cos, rope.sin, batch.positions, batch.cache_slots, *pages, q,
+        qkv, rope.cos, rope.sin, batch.positions if batch.turns is None else batch.turns, batch.cache_slots, *pages, q,
         q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, VALUE=value, HALF=rope.rotary_dim // 2, NORM=has_norm,
         WHOLE=whole, GATES=heads if gated else 0,

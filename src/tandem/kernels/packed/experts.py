@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tandem import _core
 from tandem._core import Workspace
+from tandem.config.activation import SILU, Activation
 from tandem.config.in_place import ROW_UNIT
-from tandem.config.layers import SILU, Activation
 from tandem.errors import CheckpointError, KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.ops import ExpertBiases

@@ -13,7 +13,7 @@ from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.ops import Routing, Tally
-from tandem.kernels.routing import count_choices
+from tandem.kernels.tally import count_choices
 from tandem.models.foreign.names import Source, module_of
 from tandem.models.foreign.stored import StoredTensors
 from tandem.models.names import ungated

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tandem.architectures.foreign.observe import linears
 from tandem.architectures.foreign.skeleton import expert_modules, layer_of
-from tandem.config.layers import Moe
 from tandem.errors import CheckpointError
 from tandem.experts import ExpertMatrices
 from tandem.models.builder import Builder
@@ -116,7 +115,7 @@ class WeightLoader:
         if layer not in names:
             return
         shape = self._b.config.layers[layer].moe
-        assert isinstance(shape, Moe)
+        assert shape is not None
 
         def matrices_of(index: int) -> Callable[[int], ExpertMatrices]:
             name = names[index]

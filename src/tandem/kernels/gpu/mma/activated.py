@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.config.layers import Activation
+from tandem.config.activation import Activation
 from tandem.kernels.gpu.mlp import activation_constants
 from tandem.kernels.gpu.nvrtc import cuda_source
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Activation
+from tandem.config.activation import Activation
 from tandem.kernels.gpu.code_tiles import PANEL
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import (

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.layers import SILU, Activation
+from tandem.config.activation import SILU, Activation
 from tandem.kernels.gpu.expert_rows import Between, slots_of
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import (

@@ -20,8 +20,8 @@ from torch import Tensor
 from tandem.config.gpu_scratch import GQA_PIECE, GQA_ROUND, gqa_rows
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention import TritonAttention
-from tandem.kernels.gpu.latent.prompt_kernels import Folded, gather
 from tandem.kernels.gpu.pieces.runs import Run, runs_of
+from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, gather
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _part(batch: BatchLayout, run: Run) -> BatchLayout:
     starts = batch.query_starts[first : last + 1]
     layout: Any = batch
     return cast(BatchLayout, replace(
-        layout, positions=batch.positions[run.rows], cache_slots=batch.cache_slots[run.rows],
+        layout, positions=batch.positions[run.rows], cache_slots=batch.cache_slots[run.rows], turns=None,
         query_starts=starts - run.rows.start, seq_lens=batch.seq_lens[run.sequences],
         block_tables=batch.block_tables[run.sequences], slots=batch.slots[run.sequences],
         single_rows=max(0, min(batch.single_rows, last) - first),

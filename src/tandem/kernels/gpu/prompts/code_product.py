@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.layers import Activation
+from tandem.config.activation import Activation
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import STEP, Kind, code_steps, group_shift, has_steps, kind_of

@@ -1,0 +1,86 @@
+"""Towers of Qwen3-VL and Qwen3.5: what of `config.json` says how images are read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from tandem.config.json_keys import JsonKeys
+from tandem.config.model_config import ModelConfig
+from tandem.config.rope import rope_keys
+from tandem.config.vision import Processor, Tower
+from tandem.errors import ConfigError
+
+Numbers = tuple[int, ...]
+SIDES = 3  # parts of a position: in time, downwards, across
+
+
+def with_tower(
+    keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers, deep: Numbers = ()
+) -> ModelConfig:
+    """The model, with the tower of `vision_config` where there is one. keys: of the whole file; text: of its text.
+    Where the file does not say, sections: pairs of a head that each part of a position turns; deep: as of `Tower`."""
+    nested = keys.mapping("vision_config")
+    if not nested:
+        return made
+    inner = JsonKeys(nested, f"{keys.where}: vision_config")
+    inner.only("hidden_act", "gelu_pytorch_tanh", "no other activation is computed in a tower")
+    inner.only("in_channels", 3, "pixels are red, green and blue")
+    heads, hidden = inner.size("num_heads", 16), inner.size("hidden_size", 1152)
+    if hidden % heads or hidden // heads % 4:
+        raise ConfigError(f"{inner.where}: {hidden} channels are not {heads} heads that turn in two directions")
+    tower = Tower(
+        depth=inner.size("depth", 27, most=10_000),
+        hidden=hidden,
+        heads=heads,
+        width=inner.size("intermediate_size", 4304),
+        side=_side(inner),
+        out=made.hidden,
+        placeholder=keys.need("image_token_id", 151655),
+        start=keys.need("vision_start_token_id", 151652),
+        end=keys.need("vision_end_token_id", 151653),
+        axes=_axes(text, made, sections),
+        deep=inner.integers("deepstack_visual_indexes") or deep,
+        processor=_processor(inner),
+    )
+    return replace(made, tower=_checked(inner, tower))
+
+
+def _side(keys: JsonKeys) -> int:
+    count = keys.size("num_position_embeddings", 2304, most=1 << 20)
+    side = math.isqrt(count)
+    if side**2 != count:
+        raise ConfigError(f"{keys.where}: num_position_embeddings is {count}, and must be a square; try 2304")
+    return side
+
+
+def _processor(keys: JsonKeys) -> Processor:
+    """Sizes of patches; the rest is in preprocessor_config.json."""
+    return Processor(
+        patch=keys.size("patch_size", 16, most=256),
+        merge=keys.size("spatial_merge_size", 2, most=16),
+        temporal=keys.size("temporal_patch_size", 2, most=16),
+    )
+
+
+def _checked(keys: JsonKeys, tower: Tower) -> Tower:
+    if (out := keys.optional("out_hidden_size", tower.out)) != tower.out:
+        raise ConfigError(f"{keys.where}: out_hidden_size is {out}, but the text has {tower.out} channels")
+    if any(not 0 <= block < tower.depth for block in tower.deep) or list(tower.deep) != sorted(set(tower.deep)):
+        raise ConfigError(
+            f"{keys.where}: deepstack_visual_indexes must be rising numbers of its {tower.depth} blocks; remove it"
+        )
+    return tower
+
+
+def _axes(text: JsonKeys, made: ModelConfig, sections: Numbers) -> Numbers:
+    """Which part of a position turns each pair: they alternate, as long as a section has pairs left; time has the
+    rest."""
+    turning = rope_keys(text)
+    turning.only("mrope_interleaved", True, "parts of a position alternate")
+    own = turning.integers("mrope_section") or sections
+    if len(own) != SIDES or min(own) < 0:
+        raise ConfigError(f"{text.where}: mrope_section is {list(own)}; try {list(sections)}")
+    (pairs,) = {each.rope.dims // 2 for each in made.attentions}
+    turns = {i: axis for axis in (1, 2) for i in range(axis, own[axis] * SIDES, SIDES)}
+    return tuple(turns.get(pair, 0) for pair in range(pairs))

@@ -1,0 +1,87 @@
+"""What images take: bytes of the tower and of what it computes, tokens of an image, operations."""
+
+from __future__ import annotations
+
+from tandem.config.engine_config import EngineConfig
+from tandem.config.forecast.ledger import Entry
+from tandem.config.forecast.speeds import CORE_FLOPS, GPU_FLOPS, gpu_model
+from tandem.config.model_config import ModelConfig
+from tandem.config.state import DTYPE_BYTES
+from tandem.config.vision import Tower, image_turns
+
+FEATURE_BYTES = 256 << 20  # of images that were seen, for whoever sends them again
+GPU_IMAGE_TOKENS, CPU_IMAGE_TOKENS = 4096, 1024  # of an image, where nothing was asked
+MEGAPIXEL = 1 << 20
+GPU_SHARE = 0.5  # of what the maker says, that a tower gets
+CORE_ATTENTION = {"scalar": 1e9, "avx2": 2e10}  # operations per second of a core; 2 Zen 5 cores have 8.2e10
+LATER_ATTENTION = 4e10  # of later tiers: none has tiles for it
+
+
+def image_tokens(config: EngineConfig, tower: Tower, on_gpu: bool) -> int:
+    """Of an image, at most."""
+    usual = GPU_IMAGE_TOKENS if on_gpu else CPU_IMAGE_TOKENS
+    return min(config.image_max_tokens or usual, tower.processor.max_pixels // tower.processor.side**2)
+
+
+def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, on_gpu: bool) -> list[Entry]:
+    """Of a ledger: all of it lies where steps are computed; nothing where no image is read."""
+    tower = model.vision
+    if tower is None:
+        return []
+    tokens, each = image_tokens(config, tower, on_gpu), DTYPE_BYTES[dtype]
+    features = max(FEATURE_BYTES, tokens * feature_bytes(tower, dtype))
+    scratch = scratch_bytes(tower, tokens, dtype) + turn_bytes(tower, step_tokens)
+    return [
+        Entry("vision tower", tower_params(tower) * each + tower.side**2 * tower.hidden * 4, "reads images"),
+        Entry("image features", features, "of images that were seen, at most"),
+        Entry("image scratch", scratch, f"of an image of {tokens} tokens"),
+    ]
+
+
+def tower_params(tower: Tower) -> int:
+    """Weights, without learned positions, which stay float32."""
+    p, hidden, width = tower.processor, tower.hidden, tower.width
+    patch = hidden * (3 * p.temporal * p.patch**2 + 1)
+    block = 4 * hidden * (hidden + 1) + 2 * hidden * width + width + hidden + 4 * hidden
+    wide = hidden * p.merge**2
+    merger = wide * (wide + 1) + tower.out * (wide + 1)
+    norms = 2 * hidden + 2 * wide * len(tower.deep)
+    return patch + tower.depth * block + tower.levels * merger + norms
+
+
+def feature_bytes(tower: Tower, dtype: str) -> int:
+    """Of a token."""
+    return tower.out * tower.levels * DTYPE_BYTES[dtype]
+
+
+def scratch_bytes(tower: Tower, tokens: int, dtype: str) -> int:
+    """Of an image's pass: pixels in float32 and as patches, rows of a block, queries, keys and values as they come and
+    turned, a feed-forward's rows twice."""
+    p, each = tower.processor, DTYPE_BYTES[dtype]
+    pixels = 3 * p.temporal * p.patch**2 * (4 + 4 + each)
+    return tokens * p.merge**2 * (pixels + tower.hidden * (8 * each + 12) + 2 * tower.width * each)
+
+
+def turn_bytes(tower: Tower, step_tokens: int) -> int:
+    """Of rows of rotary tables behind the context's."""
+    return image_turns(tower, step_tokens) * len(tower.axes) * 2 * DTYPE_BYTES["float32"]
+
+
+def image_flops(tower: Tower, pixels: int = MEGAPIXEL) -> tuple[float, float]:
+    """Of products with weights, and of attention."""
+    patches = pixels / tower.processor.patch**2
+    together = tower.processor.merge**2
+    wide = tower.hidden * together
+    merging = tower.levels * wide * (wide + tower.out)
+    linear = 2 * patches * (tower_params(tower) - merging + merging / together)
+    return linear, 4 * patches**2 * tower.hidden * tower.depth
+
+
+def image_seconds(tower: Tower, tier: str, threads: int, gpu: str) -> float:
+    """Of an image of a megapixel, about. gpu: its name; "": the CPU computes."""
+    linear, attention = image_flops(tower)
+    if gpu:
+        known = gpu_model(gpu)
+        return (linear + attention) / GPU_SHARE / (GPU_FLOPS if known is None else known.flops)
+    seeing = CORE_ATTENTION.get(tier, LATER_ATTENTION)
+    return (linear / CORE_FLOPS[tier] + attention / seeing) / max(1, threads)

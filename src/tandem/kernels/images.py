@@ -1,0 +1,43 @@
+"""Attention of all patches of an image to all."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ImageShape(NamedTuple):
+    """channels: of a head. tile: rows that ask at once, at most."""
+
+    patches: int
+    heads: int
+    channels: int
+    tile: int
+
+
+class ImageAttention(Protocol):
+    """Of an image, one block after the other."""
+
+    def show(self, k: Tensor, v: Tensor) -> None:
+        """A block's keys and values, [patches, heads, channels]."""
+        ...
+
+    def seen(self, q: Tensor) -> Tensor:
+        """What some patches see, q [n, heads, channels] → [n, heads * channels]."""
+        ...
+
+
+class ByTorch:
+    """Where torch computes."""
+
+    def __init__(self, shape: ImageShape, dtype: torch.dtype) -> None:
+        self._kv = torch.empty(0), torch.empty(0)
+
+    def show(self, k: Tensor, v: Tensor) -> None:
+        self._kv = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+    def seen(self, q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *self._kv)[0].transpose(0, 1).flatten(1)

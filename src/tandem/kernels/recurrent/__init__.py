@@ -1,1 +1,0 @@
-"""What layers compute whose memory of a sequence has a constant size, on every machine."""

@@ -1,1 +1,0 @@
-"""Attention over keys that are values, too, and over entries that stand for many: what lies between its matrices."""

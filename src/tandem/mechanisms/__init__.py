@@ -1,0 +1,6 @@
+"""Mechanisms, a folder each: what it is (`shape`), what it takes (`cost`), its kernels, how a model has it (`block`).
+
+`shape` and `cost` import no kernel, so that planner and configurations may ask them.
+"""
+
+import tandem.config  # noqa: F401  # first: it imports the shapes, and they import its parts

@@ -1,0 +1,1 @@
+"""Delta nets each of whose channels decays by itself (Kimi delta attention)."""

@@ -1,0 +1,45 @@
+"""What a delta net takes whose channels decay apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tandem.config.gpu_scratch import StepSize
+from tandem.config.stored import StoredFormats
+from tandem.mechanisms import cost
+from tandem.mechanisms.channel_delta.shape import CORRECT_CHUNK, ChannelDelta
+from tandem.mechanisms.cost import Limit, Output
+
+CORRECT_SECONDS = 2.1e-5
+"""Of a prompt's chunk that waits for the one before, on an H100: Kimi-Linear's, beside what passes between kernels."""
+
+
+class Cost(cost.Cost[ChannelDelta]):
+    """Of a memory of constant size, and of a convolution before it."""
+
+    kernels, launches = 10, 13
+
+    def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
+        return step.rows * self.shape.chunk_row_bytes
+
+    def flops(self, rows: int, before: int, per_head: bool) -> float:
+        """What is corrected, taken in and asked; rows of a GPU's chunk see each other in products."""
+        s = self.shape
+        beside = min(rows, CORRECT_CHUNK) * 4 * s.inner if per_head else 0
+        return 2.0 * rows * (3 * s.inner * (s.dim + s.taps) + beside)
+
+    def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
+        """What kernels leave each other is written and read, and the memory goes from chunk to chunk."""
+        between = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
+        return between + -(-rows // CORRECT_CHUNK) * CORRECT_SECONDS
+
+    def cut(self, ranks: int) -> ChannelDelta:
+        return replace(self.shape, heads=self.shape.heads // ranks)
+
+    def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
+        yield Limit(f"{self.shape.heads} heads", self.shape.heads)
+
+    @property
+    def output(self) -> Output:
+        return Output("o_proj", self.shape.inner)

@@ -1,0 +1,29 @@
+"""Delta nets whose channels decay apart, on the C++ core."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.step_rows import Step
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.recurrence.cpu import CpuFolds
+
+
+class CpuChannelFolds(CpuFolds):
+    """`ChannelFolds`."""
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        out, (forget, beta, behind) = torch.empty_like(gates.behind), gates
+        decay, bias, norm, eps, floor = weights
+        self._ops.channel_delta(
+            self._view_of(step.batch), mixed, forget, beta, behind, decay, bias, norm, memory, out, eps, floor
+        )
+        return out
+
+
+def bound(ops: CpuOps, shape: object) -> CpuChannelFolds:
+    return CpuChannelFolds(ops)

@@ -1,0 +1,24 @@
+"""Delta nets whose channels decay apart, on a GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem.kernels.step_rows import Step
+from tandem.mechanisms.channel_delta.gpu.channels import keyed, normed
+from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights
+from tandem.mechanisms.recurrence.gpu.folds import GpuFolds, answered, is_alone
+
+
+class GpuChannelFolds(GpuFolds):
+    """`ChannelFolds`."""
+
+    def corrected(
+        self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
+    ) -> Tensor:
+        seen = answered(keyed(mixed, gates, weights), step.batch, memory)
+        return normed(seen, gates.behind, step.rows.copied if is_alone(step.batch, seen) else None, weights)
+
+
+def bound(ops: object, shape: object) -> GpuChannelFolds:
+    return GpuChannelFolds()

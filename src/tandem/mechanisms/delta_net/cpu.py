@@ -1,0 +1,36 @@
+"""Gated delta nets on the C++ core."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem import _core
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, Gates, columns_of, made
+
+
+class CpuDelta:
+    """`Delta` on the C++ core, token by token: 2 % of a Qwen3-Next's work, for results that no cut changes."""
+
+    def __init__(self, ops: CpuOps, shape: DeltaRule, weights: DeltaWeights) -> None:
+        self._ops, self._eps = ops, shape.norm.eps
+        self._weights = weights._replace(conv=weights.conv.contiguous())
+        gates = 2 * shape.v_heads
+        self._shape = _core.DeltaShape(
+            shape.k_heads, shape.v_heads, shape.k_dim, shape.v_dim, shape.conv, columns_of(shape),
+            shape.channels + shape.values, gates,
+        )  # fmt: skip
+
+    def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
+        gates = made(gates)
+        out = projected.new_empty((len(projected), state.memory.shape[1] * state.memory.shape[3]))
+        self._ops.dense.delta_rule(
+            self._ops.view_of(batch), self._shape, projected, gates, *self._weights, *state, out, self._eps
+        )
+        return out
+
+
+def bound(ops: CpuOps, shape: DeltaRule, weights: DeltaWeights) -> Delta:
+    return CpuDelta(ops, shape, weights)

@@ -1,0 +1,1 @@
+"""Feed-forwards that every token uses."""

@@ -1,0 +1,1 @@
+"""Routed experts, and what stands beside them."""

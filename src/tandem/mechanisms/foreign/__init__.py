@@ -1,0 +1,1 @@
+"""Layers whose mixing is done by modules that are not ours."""

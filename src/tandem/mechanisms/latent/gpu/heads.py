@@ -1,0 +1,153 @@
+"""`GpuLatentHeads`: latent attention between its matrices on a GPU.
+
+Rows that decode, and chunks of few rows, ask the latents themselves (`decode.py`): five kernels a layer, inside CUDA
+graphs too. For chunks of many rows keys and values of each head are made anew (`prompt.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.batch_layout import BatchLayout
+from tandem.kernels.chosen import Chosen
+from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
+from tandem.mechanisms.latent.gpu.decode import Pages, decode, hopper_kernel, parts_of, tile_of
+from tandem.mechanisms.latent.gpu.per_head import per_head
+from tandem.mechanisms.latent.gpu.prompt import Chunk, Prompts
+from tandem.mechanisms.latent.gpu.turn import NewKeys, turn
+
+FEW_ROWS = 64  # of a chunk: making its keys and values anew would take longer
+MANY_ROWS = 256  # of a chunk that choose their tokens, at a time; nothing of a row is divided then
+
+
+class GpuLatentHeads:
+    """`LatentHeads` in bfloat16 or float32."""
+
+    def __init__(
+        self,
+        sizes: LatentSizes,
+        weights: LatentWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: bool = False,
+    ) -> None:
+        """fixed: a row has the same bits beside any others."""
+        both = torch.cat((weights.keys.transpose(1, 2), weights.values), 1)
+        self._up = both.to(device, dtype).contiguous()  # [H, nope + value, rank], as checkpoints have it
+        self._sizes = sizes
+        self._weights = weights._replace(keys=self._up[:, : sizes.nope], values=self._up[:, sizes.nope :])
+        self._prompts = Prompts(sizes, self._weights, self._up)
+        self._parts = parts_of(sizes, tile_of(device, sizes)) if fixed else 0
+        hopper_kernel(device, sizes)  # tried before a graph is captured
+
+    def __call__(
+        self, q: Tensor, kv: Tensor, batch: BatchLayout, pages: Tensor, chosen: Chosen | None = None
+    ) -> Tensor:
+        s, rows, sequences = self._sizes, len(q), len(batch.seq_lens)
+        q, kv = q.view(rows, s.heads, s.nope + s.rope), kv.contiguous()
+        out = q.new_empty((rows, s.heads * s.value))
+        single = sequences if rows == sequences else batch.single_rows
+        new = NewKeys(kv, pages, batch.cache_slots)
+        x = turn(q[:single], batch.positions, s, self._weights, new)
+        seen = Pages(pages, batch.block_tables, batch.seq_lens)
+        if chosen is not None:
+            seen = _chosen_pages(pages, chosen, slice(0, single))
+        self._ask(q[:single], x, seen, out[:single])
+        for few, chunks in _by_length(chunks_of(batch, single) if single < sequences else []):
+            if few:
+                self._few_rows(q, batch, pages, chunks, out, chosen)
+                continue
+            for chunk in chunks:
+                self._many_rows(q, batch, pages, chunk, out, chosen)
+        return out
+
+    def _ask(self, q: Tensor, x: Tensor, pages: Pages, out: Tensor, parts: int = 0) -> None:
+        """In absorbed form: q [t, H, nope + rope], x as `turn` makes it, to out [t, H * value]; parts: of `decode`."""
+        s, w = self._sizes, self._weights
+        if len(q):
+            per_head(q[..., : s.nope], w.keys, x[..., s.rope :], flipped=True)
+            per_head(
+                decode(x, pages, s, w.scale, parts or self._parts),
+                w.values,
+                out.view(len(q), s.heads, s.value),
+            )
+
+    def _few_rows(
+        self,
+        q: Tensor,
+        batch: BatchLayout,
+        pages: Tensor,
+        chunks: list[Chunk],
+        out: Tensor,
+        chosen: Chosen | None,
+    ) -> None:
+        """Chunks of neighbours: each row asks all keys up to its own, or those chosen, as if it decoded."""
+        rows = slice(chunks[0].first, chunks[-1].first + chunks[-1].rows)
+        positions = batch.positions[rows]
+        if chosen is not None:
+            seen = _chosen_pages(pages, chosen, rows)
+        else:
+            owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(
+                q.device
+            )
+            seen = Pages(pages, batch.block_tables[owners], (positions + 1).int())
+        self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), seen, out[rows])
+
+    def _many_rows(
+        self, q: Tensor, batch: BatchLayout, pages: Tensor, chunk: Chunk, out: Tensor, chosen: Chosen | None
+    ) -> None:
+        """Rows that see all tokens before them, then those that ask their chosen ones."""
+        all_seen = chunk.rows
+        if chosen is not None:
+            all_seen = min(chunk.rows, max(0, chosen.rows.shape[1] - chunk.before))
+        if all_seen:
+            first = chunk._replace(rows=all_seen)
+            self._prompts(q, batch.positions, (pages, batch.block_tables), first, out)
+        if chosen is None:
+            return
+        for start in range(chunk.first + all_seen, chunk.first + chunk.rows, MANY_ROWS):
+            rows = slice(start, min(start + MANY_ROWS, chunk.first + chunk.rows))
+            x = turn(q[rows], batch.positions[rows], self._sizes, self._weights)
+            self._ask(q[rows], x, _chosen_pages(pages, chosen, rows), out[rows], parts=1)
+
+
+def _chosen_pages(pages: Tensor, chosen: Chosen, rows: slice) -> Pages:
+    return Pages(pages.view(-1, 1, 1, pages.shape[3]), chosen.rows[rows], chosen.counts[rows])
+
+
+def _by_length(chunks: list[Chunk]) -> Iterator[tuple[bool, list[Chunk]]]:
+    """Neighbours of few rows, or of many, together."""
+    for few, some in groupby(chunks, lambda chunk: chunk.rows <= FEW_ROWS):
+        yield few, list(some)
+
+
+class Known(NamedTuple):
+    """starts: first rows; ends: lengths of sequences with them."""
+
+    lens: weakref.ref[Tensor]
+    starts: list[int]
+    ends: list[int]
+
+
+_known: Known | None = None
+
+
+def lengths_of(batch: BatchLayout) -> Known:
+    """A step's first layer waits for the GPU to say how long sequences are."""
+    global _known
+    if _known is None or _known.lens() is not batch.seq_lens:
+        _known = Known(weakref.ref(batch.seq_lens), batch.query_starts.tolist(), batch.seq_lens.tolist())
+    return _known
+
+
+def chunks_of(batch: BatchLayout, first: int) -> list[Chunk]:
+    """Sequences from `first` on."""
+    _, starts, ends = lengths_of(batch)
+    each = ((s, starts[s], starts[s + 1] - starts[s]) for s in range(first, len(ends)))
+    return [Chunk(s, row, rows, ends[s] - rows) for s, row, rows in each if rows]

@@ -1,0 +1,1 @@
+"""Routers: logits become experts and weights."""

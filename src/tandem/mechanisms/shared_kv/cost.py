@@ -1,0 +1,83 @@
+"""What attention over shared keys takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tandem.config.gpu_scratch import StepSize
+from tandem.config.rope import Rope
+from tandem.config.stored import StoredFormats
+from tandem.mechanisms import cost
+from tandem.mechanisms.cost import Keys, Limit, Output
+from tandem.mechanisms.shared_kv.shape import SharedKv
+
+SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many of an index's products
+
+
+class Cost(cost.Cost[SharedKv]):
+    """Of a window of last tokens, and of entries that stand for many."""
+
+    own_kernels = "keys that are values, too, have kernels of their own"
+    depends_on_others = (
+        "DeepSeek-V4's attention is PyTorch's products, whose sums depend on how many keys lie beside a row's"
+    )
+    kernels = 30
+    launches = 165  # by PyTorch's operations
+
+    @property
+    def keys(self) -> Keys:
+        s = self.shape
+        return Keys(s.heads, 1, s.dim, s.dim, s.scale, s.window, sinks=True)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return (self.shape.rope,)
+
+    def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
+        return shared_kv_scratch_bytes(self.shape, streams, hidden, step)
+
+    @property
+    def number_params(self) -> int:
+        return self.shape.head_params
+
+    def unread(self, context: int) -> int:
+        return self.shape.unseen(context) * self.shape.dim
+
+    def flops(self, rows: int, before: int, per_head: bool) -> float:
+        """As of the middle row."""
+        middle = before + rows // 2
+        looked = 2.0 * self.shape.keys_seen(middle) * self.shape.heads * self.shape.dim
+        return 2.0 * rows * (looked + self.shape.scored_products(middle))
+
+    def cut(self, ranks: int) -> SharedKv:
+        s = self.shape
+        return replace(s, heads=s.heads // ranks, out_groups=s.out_groups // ranks)
+
+    def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
+        yield Limit(f"{self.shape.out_groups} groups of the output", self.shape.out_groups)
+
+    @property
+    def output(self) -> Output:
+        return Output("o_b_proj", self.shape.out_groups * self.shape.out_rank)
+
+
+def shared_kv_scratch_bytes(shape: SharedKv, streams: int, hidden: int, step: StepSize) -> int:
+    """Gathered keys twice in bfloat16 and in float32, an index's products three times. Of each row: queries as
+    projected and normed, results, and what turns of them in float32; streams before and after a block, and three times
+    in float32 while they mix. What grows with the context comes beside."""
+    row = 2 * 3 * shape.heads * shape.dim + 4 * 4 * shape.heads * shape.rope.dims
+    mixed = (2 * 2 + 3 * 4) * streams * hidden
+    return 9 * SHARED_KEY_BYTES + step.rows * (row + mixed) + _entry_bytes(shape, step)
+
+
+def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
+    """Of each sequence the places of all its entries, in three arrays of int64. Of each row the order of its keys, in
+    two. One row's products with an index count three times, where they are more than what is taken at a time."""
+    if shape.pool is None:
+        return 0
+    entries, index = step.context // shape.pool.stride, shape.pool.index
+    seen = entries if index is None else min(entries, index.budget)
+    one = 0 if index is None else 4 * entries * (index.heads + index.dim)
+    order = 2 * 8 * step.rows * (shape.window + seen)
+    return 3 * 8 * step.sequences * entries + order + 3 * max(0, one - SHARED_KEY_BYTES)

@@ -1,0 +1,1 @@
+"""State spaces (Mamba 2)."""

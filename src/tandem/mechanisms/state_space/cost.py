@@ -1,0 +1,47 @@
+"""What a state space takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tandem.config.gpu_scratch import StepSize
+from tandem.config.stored import StoredFormats
+from tandem.mechanisms import cost
+from tandem.mechanisms.cost import Limit, Output
+from tandem.mechanisms.state_space.shape import SCAN_CHUNK, StateSpace
+
+SCAN_SECONDS = 2.2e-5
+"""Of a prompt's chunk that waits for the one before, on an H100: between Nemotron-3-Nano's, 17 us, and
+Granite-4.0-H-Small's, 30 us."""
+
+
+class Cost(cost.Cost[StateSpace]):
+    """Of a memory of constant size, and of a convolution before it."""
+
+    kernels, launches = 4, 16
+
+    def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
+        return step.rows * self.shape.chunk_row_bytes
+
+    def flops(self, rows: int, before: int, per_head: bool) -> float:
+        """What is taken in and asked, and the convolution; rows of a GPU's chunk see each other in products."""
+        s = self.shape
+        beside = min(rows, SCAN_CHUNK) * (s.groups * s.state + s.inner) if per_head else 0
+        return 2.0 * rows * (2 * s.inner * s.state + s.channels * s.taps + beside)
+
+    def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
+        """What kernels leave each other is written and read, and the memory goes from chunk to chunk."""
+        between = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
+        return between + -(-rows // SCAN_CHUNK) * SCAN_SECONDS
+
+    def cut(self, ranks: int) -> StateSpace:
+        s = self.shape
+        return replace(s, heads=s.heads // ranks, groups=s.groups // ranks)
+
+    def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
+        yield Limit(f"{self.shape.groups} groups of heads of state spaces", self.shape.groups)
+
+    @property
+    def output(self) -> Output:
+        return Output("out_proj", self.shape.inner)

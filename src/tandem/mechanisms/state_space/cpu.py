@@ -1,0 +1,26 @@
+"""State spaces on the C++ core."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem.kernels.cpu_ops import CpuOps
+from tandem.kernels.step_rows import Step
+from tandem.mechanisms.recurrence.cpu import CpuFolds
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
+
+
+class CpuSpaceFolds(CpuFolds):
+    """`SpaceFolds`."""
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = given, weights
+        out, between = gate.new_empty(gate.shape), mixed.new_empty(gate.shape)
+        self._ops.state_space(
+            self._view_of(step.batch), groups, mixed, gate, steps, decay, bias, through, norm, memory, between, out, eps
+        )
+        return out
+
+
+def bound(ops: CpuOps, shape: object) -> CpuSpaceFolds:
+    return CpuSpaceFolds(ops)

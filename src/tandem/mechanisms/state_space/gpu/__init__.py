@@ -1,0 +1,22 @@
+"""State spaces on a GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem.kernels.step_rows import Step
+from tandem.mechanisms.recurrence.gpu.folds import GpuFolds, answered, is_alone
+from tandem.mechanisms.state_space.gpu.spaces import left, stepped
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
+
+
+class GpuSpaceFolds(GpuFolds):
+    """`SpaceFolds`."""
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        seen = answered(stepped(given, weights), step.batch, memory)
+        return left(seen, given, step.rows.copied if is_alone(step.batch, seen) else None, weights)
+
+
+def bound(ops: object, shape: object) -> GpuSpaceFolds:
+    return GpuSpaceFolds()

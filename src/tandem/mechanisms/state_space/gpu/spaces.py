@@ -1,0 +1,81 @@
+"""What state spaces compute around their recurrence, on a GPU: a kernel before, one behind."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.kernels.gpu.overlap import begin, overlapped
+from tandem.mechanisms.delta_net.gpu.parts import silu, softplus
+from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
+
+PAIRS = 8  # of a row and a head, in a program
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _stepped(mixed, steps, decay, bias, asked, written, values, logs, pairs, steps_stride, HEADS: tl.constexpr,
+             GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+             PAIRS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """The first head of a group copies what its heads share."""
+    begin(OVERLAP)
+    n, k, v = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, KB), tl.arange(0, VB)
+    row, head, real, GROUPS = n // HEADS, n % HEADS, n < pairs, HEADS // GROUP
+    step = tl.load(steps + row * steps_stride + head, real, other=0.0).to(tl.float32)
+    long = softplus(step + tl.load(bias + head, real, other=0.0))
+    tl.store(logs + n, long * tl.load(decay + head, real, other=0.0), real)
+    there, of_row = real[:, None] & (v < VALUES)[None, :], mixed + row * (HEADS * VALUES + 2 * GROUPS * KEYS)
+    x = tl.load(of_row[:, None] + (head * VALUES)[:, None] + v[None, :], there, other=0.0)
+    tl.store(values + n[:, None] * VALUES + v[None, :], x * long[:, None], there)
+    group, there = head // GROUP, (real & (head % GROUP == 0))[:, None] & (k < KEYS)[None, :]
+    at = (of_row + HEADS * VALUES + group * KEYS)[:, None] + k[None, :]
+    to = ((row * GROUPS + group) * KEYS)[:, None] + k[None, :]
+    tl.store(written + to, tl.load(at, there, other=0.0), there)
+    tl.store(asked + to, tl.load(at + GROUPS * KEYS, there, other=0.0), there)
+
+
+@triton.jit
+def _left(seen, mixed, gate, through, norm, copied, out, gate_stride, mixed_stride, eps, INNER: tl.constexpr,
+          WIDTH: tl.constexpr, VALUES: tl.constexpr, WB: tl.constexpr, COPIES: tl.constexpr,
+          OVERLAP: tl.constexpr):  # fmt: skip
+    """WIDTH: of a group's results. COPIES: a row gives what row `copied` of it gives."""
+    begin(OVERLAP)
+    to, i = tl.program_id(0).to(tl.int64), tl.arange(0, WB)
+    c, inside = tl.program_id(1) * WIDTH + i, i < WIDTH
+    row = to
+    if COPIES:
+        row = tl.load(copied + to)
+    y = tl.load(seen + row * INNER + c, inside, other=0.0)
+    y += tl.load(mixed + row * mixed_stride + c, inside, other=0.0) * tl.load(through + c // VALUES, inside, other=0.0)
+    y *= silu(tl.load(gate + row * gate_stride + c, inside, other=0.0).to(tl.float32))
+    y *= tl.rsqrt(tl.sum(y * y) / WIDTH + eps) * tl.load(norm + c, inside, other=0.0)
+    tl.store(out + to * INNER + c, y.to(out.dtype.element_ty), inside)
+
+
+def stepped(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
+    """As `space_tokens`."""
+    mixed, (rows, channels), heads, inner = given.mixed, given.mixed.shape, len(weights.decay), len(weights.norm)
+    keys, width, pairs = (channels - inner) // 2 // weights.groups, inner // heads, rows * heads
+    made = mixed.new_empty
+    asked, written = made((2, rows, weights.groups, keys)).unbind()
+    tokens = Tokens(asked, written, made((rows, heads, width)), made((rows, heads, 1)))
+    _stepped[(triton.cdiv(pairs, PAIRS),)](
+        mixed, given.steps, weights.decay, weights.bias, *tokens[:4], pairs, given.steps.stride(0), HEADS=heads,
+        GROUP=heads // weights.groups, KEYS=keys, VALUES=width, KB=triton.next_power_of_2(keys),
+        VB=triton.next_power_of_2(width), PAIRS=PAIRS, num_warps=4, **overlapped(mixed.device),
+    )  # fmt: skip
+    return tokens
+
+
+def left(seen: Tensor, given: SpaceInputs, copied: Tensor | None, weights: SpaceWeights) -> Tensor:
+    """As `space_result`. copied: of which row each has the result, where rows may fill up a graph."""
+    rows, inner = len(seen), len(weights.norm)
+    out, width = given.gate.new_empty((rows, inner)), inner // weights.groups
+    _left[(rows, weights.groups)](
+        seen, given.mixed, given.gate, weights.through, weights.norm, seen if copied is None else copied, out,
+        given.gate.stride(0), given.mixed.stride(0), weights.eps, INNER=inner, WIDTH=width, VALUES=seen.shape[2],
+        WB=triton.next_power_of_2(width), COPIES=copied is not None, num_warps=8 if width > 2048 else 4,
+        **overlapped(seen.device),
+    )  # fmt: skip
+    return out

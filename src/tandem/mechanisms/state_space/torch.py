@@ -1,0 +1,69 @@
+"""What state spaces (Mamba 2) compute around their recurrence, in plain torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.step_rows import Step
+from tandem.mechanisms.recurrence.tokens import Tokens
+from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
+
+
+class SpaceInputs(NamedTuple):
+    """Of T rows; of gate and steps, rows may lie apart."""
+
+    mixed: Tensor  # [T, H * V + 2 * G * K]: values, written and asked, as they come from the convolution
+    gate: Tensor  # [T, H * V]: what the silu of is multiplied with the result
+    steps: Tensor  # [T, H], of the gate's type
+
+
+class SpaceWeights(NamedTuple):
+    """Of H heads in G groups, float32."""
+
+    decay: Tensor  # [H]: times a step's length the logarithm of the decay
+    bias: Tensor  # [H]: of a step's length, before softplus
+    through: Tensor  # [H]: how much of a value is added to what the memory answers
+    norm: Tensor  # [H * V]: of a group's results
+    groups: int
+    eps: float
+
+
+class SpaceFolds(Folds, Protocol):
+    """`Folds` of state spaces."""
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        """[T, H * V], of the gate's type: from the convolution's result to the last projection."""
+        ...
+
+
+class TorchSpaceFolds(TorchFolds):
+    """`SpaceFolds` in plain torch."""
+
+    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        return space_result(self.folded(space_tokens(given, weights), step, memory), given, weights)
+
+
+def space_tokens(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
+    mixed, inner = given.mixed, len(weights.norm)
+    long = F.softplus(given.steps.to(mixed.dtype) + weights.bias)
+    written, asked = mixed[:, inner:].unflatten(1, (2, weights.groups, -1)).unbind(1)
+    values = mixed[:, :inner].unflatten(1, (len(weights.decay), -1)) * long[..., None]
+    return Tokens(asked, written, values, (long * weights.decay)[..., None])
+
+
+def space_result(seen: Tensor, given: SpaceInputs, weights: SpaceWeights) -> Tensor:
+    """[T, H * V], of the gate's type, of what memories answer [T, H, V]."""
+    values = given.mixed[:, : len(weights.norm)].unflatten(1, seen.shape[1:])
+    y = (seen + values * weights.through[:, None]).flatten(1) * F.silu(given.gate.to(seen.dtype))
+    parts = y.unflatten(1, (weights.groups, -1))
+    parts = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + weights.eps)
+    result: Tensor = (parts.flatten(1) * weights.norm).to(given.gate.dtype)
+    return result
+
+
+def bound(ops: object, shape: object) -> SpaceFolds:
+    return TorchSpaceFolds()

@@ -1,0 +1,1 @@
+"""Several streams in place of one residual (hyper-connections)."""

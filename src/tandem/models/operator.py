@@ -1,0 +1,72 @@
+"""What a block runs: a mechanism bound to its shape, weights and operations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.architectures.names import Names
+from tandem.config.layers import Body
+from tandem.experts import Experts
+from tandem.kernels.joined import AfterNorm
+from tandem.kernels.ops import SureRead
+from tandem.kernels.step_rows import BlockRows, StepRows
+from tandem.mechanisms.slices import part_of
+from tandem.models.builder import Builder
+from tandem.models.passing import Pass, States
+
+
+class Operator(Protocol):
+    """A mechanism bound to its shape, weights and operations."""
+
+    def reads(self) -> list[SureRead]:
+        """Weights in the order in which a call reads them."""
+        ...
+
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        """x [T, hidden], normed -> [T, hidden], which the caller adds to the stream. Writes into `states`."""
+        ...
+
+
+class Routed(ABC):
+    """An operator whose experts a router chooses."""
+
+    first: AfterNorm | None  # what x is multiplied with first, if its norm may be a part of that
+    joins_late: bool  # whoever takes the result adds the shared expert's, which is left in the pass
+    experts: Experts
+    sums_itself = False  # results are whole where ranks share the block; else they are summands
+
+    @abstractmethod
+    def reads(self) -> list[SureRead]:
+        """As an `Operator`'s."""
+
+    @abstractmethod
+    def __call__(
+        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        """As an `Operator`'s. meanwhile: called while others compute."""
+
+    @abstractmethod
+    def foresee(self, x: Tensor, p: Pass) -> None:
+        """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
+
+
+class SeesBlocks(ABC):
+    """An operator of layers that guess blocks of tokens, which see each other."""
+
+    @abstractmethod
+    def keep(self, x: Tensor, rows: StepRows, ring: Tensor) -> None:
+        """Rows that others see later, and that ask for nothing."""
+
+    @abstractmethod
+    def block(self, x: Tensor, at: BlockRows, ring: Tensor) -> Tensor:
+        """Rows that see each other, and what was kept."""
+
+
+def operator_of(b: Builder, index: int, names: Names, body: Body) -> Operator:
+    """What layer `index` runs for `body`, from tensors that are called `names`: of the slice's `block.py`."""
+    operator: Operator = part_of(body, "block").operator(b, index, names, body)
+    return operator

@@ -1,0 +1,1 @@
+"""Towers: from pixels to features, in torch and `Ops`."""

@@ -1,0 +1,150 @@
+"""`VisionTower`: the vision transformer of Qwen3-VL and Qwen3.5, one image at a time and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.config.model_config import ModelConfig
+from tandem.config.vision import Tower
+from tandem.kernels.images import ImageAttention, ImageShape
+from tandem.kernels.ops import Linear
+from tandem.models.builder import Builder
+from tandem.models.draft_layer import TensorNames
+from tandem.models.vision.patches import Turns, normed, order_of, patches_of, positions_of, turned, turns_of
+
+PREFIX = "model.visual."
+CPU_ROWS = 256  # of a piece where this process computes: as long as a layer of a prompt's chunk
+
+Encoding = Generator[None, None, Tensor]
+"""Stops after each piece of the work; returns features [tokens, levels, out]."""
+
+
+class VisionTower:
+    """Images never share a pass, and rows are always cut alike, so an image's bits do not depend on what else runs."""
+
+    def __init__(self, b: Builder, tower: Tower) -> None:
+        self.tower, self.dtype, self._ops = tower, b.dtype, b.ops
+        p, hidden = tower.processor, tower.hidden
+        self._patch = b.convolution(f"{PREFIX}patch_embed.proj", hidden, 3, p.temporal, p.patch, p.patch)
+        self._learned = b.float_tensor(f"{PREFIX}pos_embed.weight", tower.side**2, hidden)
+        self._blocks = [_Block(b, tower, f"{PREFIX}blocks.{i}.") for i in range(tower.depth)]
+        self._merger = _Merger(b, tower, f"{PREFIX}merger.", early=True)
+        deep = range(len(tower.deep))
+        self._deep = [_Merger(b, tower, f"{PREFIX}deepstack_merger_list.{i}.", early=False) for i in deep]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._learned.device
+
+    def encode(self, pixels: Tensor) -> Encoding:
+        """pixels: uint8 [height, width, 3], resized, in host memory."""
+        p = self.tower.processor
+        patches, order = patches_of(pixels.to(self.device), p), order_of(*p.grid(*pixels.shape[:2])[1:], p.merge)
+        tiles = list(_tiles(len(patches), self._rows(len(patches))))
+        x, turns = self._places(order), turns_of(order, self.tower, self.device)
+        yield
+        for rows in tiles:
+            x[rows] += self._patch(normed(patches[rows], p).to(self.dtype))
+            yield
+        shape = ImageShape(len(patches), self.tower.heads, self.tower.hidden // self.tower.heads, tiles[0].stop)
+        attention, levels = self._ops.image_attention(shape, self.dtype), list[Tensor]()
+        for i, block in enumerate(self._blocks):
+            yield from block.run(x, turns, attention, tiles)
+            yield
+            if i in self.tower.deep:
+                levels.append((yield from self._deep[len(levels)].run(x, tiles)))
+        return torch.stack([(yield from self._merger.run(x, tiles)), *levels], 1)
+
+    def _places(self, order: Tensor) -> Tensor:
+        """Learned positions of an image's patches, [patches, hidden]."""
+        down, across = (order.max(0).values + 1).tolist()
+        learned = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
+        there = order.to(self.device)
+        return learned[there[:, 0], there[:, 1]].to(self.dtype)
+
+    def _rows(self, patches: int) -> int:
+        return patches if self.device.type == "cuda" else CPU_ROWS
+
+
+class _Norm:
+    def __init__(self, b: Builder, name: str, size: int, eps: float) -> None:
+        self._weight, self._bias = b.tensor(f"{name}.weight", size), b.tensor(f"{name}.bias", size)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+
+class _Block:
+    """Attention of all patches of an image to all, and a feed-forward."""
+
+    def __init__(self, b: Builder, tower: Tower, name: str) -> None:
+        hidden, width = tower.hidden, tower.width
+        self._heads = tower.heads
+        self._norms = [_Norm(b, f"{name}norm{i}", hidden, tower.eps) for i in (1, 2)]
+        self._qkv = b.linear([f"{name}attn.qkv"], [3 * hidden], hidden, bias=True)
+        self._out = b.linear([f"{name}attn.proj"], [hidden], hidden, bias=True)
+        self._up = b.linear([f"{name}mlp.linear_fc1"], [width], hidden, bias=True)
+        self._down = b.linear([f"{name}mlp.linear_fc2"], [hidden], width, bias=True)
+
+    def run(self, x: Tensor, turns: Turns, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
+        """Changes x [patches, hidden]; stops after each tile of rows, if there are several."""
+        cut, parts = len(tiles) > 1, list[tuple[Tensor, Tensor, Tensor]]()
+        for rows in tiles:
+            q, k, v = self._qkv(self._norms[0](x[rows])).unflatten(1, (3, self._heads, -1)).unbind(1)
+            parts.append((turned(q, turns, rows), turned(k, turns, rows), v))
+            if cut:
+                yield
+        attention.show(torch.cat([k for _, k, _ in parts]), torch.cat([v for _, _, v in parts]))
+        for rows, (q, _, _) in zip(tiles, parts, strict=True):
+            x[rows] += self._out(attention.seen(q))
+            if cut:
+                yield
+        for rows in tiles:
+            up = F.gelu(self._up(self._norms[1](x[rows])), approximate="tanh")
+            x[rows] += self._down(up)
+            if cut:
+                yield
+
+
+class _Merger:
+    """Patches of a token side by side, to the text's width."""
+
+    def __init__(self, b: Builder, tower: Tower, name: str, early: bool) -> None:
+        """early: the norm is of patches, not of what they become together."""
+        self._wide = tower.hidden * tower.processor.merge**2
+        self._early, self._norm = early, _Norm(b, f"{name}norm", tower.hidden if early else self._wide, tower.eps)
+        self._up: Linear = b.linear([f"{name}linear_fc1"], [self._wide], self._wide, bias=True)
+        self._down: Linear = b.linear([f"{name}linear_fc2"], [tower.out], self._wide, bias=True)
+
+    def run(self, x: Tensor, tiles: list[slice]) -> Encoding:
+        """x [patches, hidden] → [tokens, out]; stops after each tile of rows."""
+        parts = list[Tensor]()
+        for rows in tiles:
+            y = x[rows]
+            together = self._norm(y).view(-1, self._wide) if self._early else self._norm(y.view(-1, self._wide))
+            parts.append(self._down(F.gelu(self._up(together))))
+            yield
+        return torch.cat(parts)
+
+
+def _tiles(rows: int, most: int) -> Iterator[slice]:
+    return (slice(first, min(first + most, rows)) for first in range(0, rows, most))
+
+
+def with_stored_tower(model: ModelConfig, checkpoint: TensorNames) -> ModelConfig:
+    """The model, without a tower that its config.json has and the files do not."""
+    if model.tower is None or checkpoint.has_matrix(f"{PREFIX}blocks.0.attn.qkv"):
+        return model
+    return replace(model, tower=None)
+
+
+def tower_of(b: Builder) -> VisionTower | None:
+    """Of the model, where images are read."""
+    return None if b.config.vision is None else VisionTower(b, b.config.vision)
