@@ -28,6 +28,9 @@ from tandem.server.ollama import errors as ollama_errors
 from tandem.server.ollama import routes as ollama_routes
 from tandem.server.ollama import schema as ollama_schema
 from tandem.server.openai_schema import (
+    SEEING,
+    Architecture,
+    Capabilities,
     Completion,
     CompletionRequest,
     ModelCard,
@@ -126,7 +129,11 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
 def _card(state: ServerState) -> ModelCard:
     length = state.engine.plan.context_length
     status = ModelStatus("sleeping" if state.client.sleep.asleep else "loaded")
-    return ModelCard(state.model_name, state.started_at, length, length, root=state.config.model, status=status)
+    sees = state.chat.sees
+    return ModelCard(
+        state.model_name, state.started_at, length, length, root=state.config.model, status=status,
+        architecture=SEEING if sees else Architecture(), capabilities=Capabilities(sees),
+    )  # fmt: skip
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

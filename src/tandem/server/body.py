@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from tandem.server.guard.shape import Shape, shape_of
 from tandem.server.limits import (
     DISCARD_BYTES,
     DISCARD_SECONDS,
+    INLINE_BODY_BYTES,
     MAX_BODY_BYTES,
     MAX_JSON_VALUES,
     SMALL_BODY_BYTES,
@@ -92,6 +94,15 @@ def _too_large() -> ApiError:
 async def read_fields(request: Request) -> Fields:
     """A body's top-level fields, each still as it was sent. Raises ApiError 400, 413."""
     body = await read_body(request)
+    return await parsed(len(body), lambda: _fields_of(body))
+
+
+async def parsed(nbytes: int, work: Callable[[], D]) -> D:
+    """What `work` makes of so many bytes, on a thread where they are many."""
+    return work() if nbytes <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+
+
+def _fields_of(body: bytes) -> Fields:
     _check_values(body)
     return _decode(body, _FIELDS)
 

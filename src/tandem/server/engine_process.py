@@ -25,6 +25,8 @@ import zmq
 from tandem.config.engine_config import EngineConfig
 from tandem.config.memory import gib
 from tandem.config.plan import Plan
+from tandem.config.vision import Tower
+from tandem.config.vision_costs import image_tokens
 from tandem.engine.children import signal_at_end_of
 from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.protocol import (
@@ -90,6 +92,11 @@ class LoadedEngine:
     model_type: str
     vocab_size: int
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    vision: Tower | None = None
+    image_tokens: int = 0
+
+    def told(self) -> EngineReady:
+        return EngineReady(**{name: getattr(self, name) for name in EngineReady.__struct_fields__})
 
 
 def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
@@ -115,7 +122,9 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
     kernel_loads.ready()
     model = engine.model_config
     defaults = sampling_defaults(config, path)
-    return LoadedEngine(engine, engine.plan, str(path), model.model_type, model.vocab, defaults)
+    tokens = image_tokens(config, model.vision, engine.plan.gpu is not None) if model.vision else 0
+    facts = (str(path), model.model_type, model.vocab, defaults, model.vision, tokens)
+    return LoadedEngine(engine, engine.plan, *facts)
 
 
 def take_cpus(parts: EngineParts) -> None:
@@ -348,16 +357,9 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         failed = StartFailed(message=why_not_started(lost or error), refused=isinstance(error, ConfigError))
         socket.send(msgspec.msgpack.encode(failed))
         return 1
-    ready = EngineReady(
-        plan=loaded.plan,
-        model_path=loaded.model_path,
-        model_type=loaded.model_type,
-        vocab_size=loaded.vocab_size,
-        sampling_defaults=loaded.sampling_defaults,
-    )
     try:
         with loaded_is_kept():
-            socket.send(msgspec.msgpack.encode(ready))
+            socket.send(msgspec.msgpack.encode(loaded.told()))
             EngineLoop(loaded.engine, socket).run()
     except EngineError as error:
         if lost := lost_rank(error):

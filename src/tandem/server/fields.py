@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Response
+from fastapi import Request, Response
 
 from tandem.errors import RequestError
-from tandem.server.body import Fields, decode, decode_fields
+from tandem.server.body import Fields, decode, decode_fields, parsed, read_fields
 from tandem.server.errors import ApiError, not_available
 from tandem.server.guard.shape import says_nothing
 
@@ -77,6 +77,15 @@ _FALSE_COUNTS = {"do_sample"}
 # Of `sampling_params`: they change nothing here.
 _HARMLESS = {"spaces_between_special_tokens", "stream_interval", "custom_params"}
 _SAMPLING = re.compile(r"(sampling_params(\[\])?|options)\.")
+
+
+async def read_as(
+    http: Request, kind: type[T], inner: type[msgspec.Struct] | None = None
+) -> tuple[T, list[str]]:
+    """A request's body, as `read_fields_as` has it. Raises ApiError 400, 413."""
+    fields = await read_fields(http)
+    nbytes = sum(memoryview(raw).nbytes for raw in fields.values())
+    return await parsed(nbytes, lambda: read_fields_as(fields, kind, inner))
 
 
 def read_fields_as(

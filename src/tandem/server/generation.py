@@ -130,6 +130,7 @@ class Generation:
         """name: by which `/abort_request` stops all of them. probe: no use of the engine, only a question to it."""
         self.requests = requests
         self._client = state.client
+        self._pixels = state.pixels_of(requests)  # the engine maps them while the request runs
         self._stream = state.submit(requests, name, probe)
         self._span = state.traces.begin(http.url.path, http.headers, requests)
         self._alarm = self._set_alarm(http)
@@ -159,6 +160,7 @@ class Generation:
         if self._alarm is not None:
             self._alarm.cancel()
         self._client.release(self._stream)
+        self._pixels = []
         self._span.end()
 
     async def collect(self) -> list[list[Answer]]:

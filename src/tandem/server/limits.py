@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-MAX_BODY_BYTES = 16 << 20  # about 4 million tokens of text, or 2 million token ids
+MAX_BODY_BYTES = 64 << 20  # about 16 million tokens of text, or 30 screenshots as base64, which agents send each time
 MAX_JSON_VALUES = 3_000_000  # numbers of a list in a body; a key counts as 16, a list or object as 5
 DISCARD_BYTES = 256 << 20  # of a too large body, read and thrown away so that the client sees the answer
 DISCARD_SECONDS = 10.0
 
 BODY_SECONDS = 60.0  # for a whole body
 SMALL_BODY_BYTES = 64 << 10
+INLINE_BODY_BYTES = 1 << 20  # larger ones are parsed off the event loop: other streams go on
+MAX_TEXT_CHARS = 16 << 20  # of all messages together, without images
 MAX_HELD_BYTES = 1 << 30  # of bodies of requests in progress, waiting or not
 MAX_UNFINISHED_BYTES = 256 << 20  # of large bodies that are still arriving, over all connections
 
@@ -26,6 +28,12 @@ MAX_UNREAD_PER_ANSWER = 1_024
 MAX_PROMPTS = 512  # in one batched request
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
+MAX_IMAGES = 100
+MAX_IMAGE_PIXELS = 256_000_000  # of all images of a request, before they are resized
+MAX_WAITING_IMAGE_BYTES = 256 << 20  # of base64 that waits to be decoded; more is refused with 429
+MAX_HELD_PIXEL_BYTES = 2 << 30  # of resized images of running requests; more is refused with 429
+RECENT_PIXEL_BYTES = 256 << 20  # of resized images that are kept: agents send them again
+LOW_DETAIL_TOKENS = 256  # of an image that is to be shown small
 MAX_TOP_LOGPROBS = 20
 MAX_ID_CHARS = 128
 

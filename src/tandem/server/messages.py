@@ -6,6 +6,7 @@ import msgspec
 
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
+from tandem.config.vision import Tower
 from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
@@ -49,6 +50,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     model_type: str
     vocab_size: int
     sampling_defaults: dict[str, float] = {}
+    vision: Tower | None = None  # what reads images, if they are served
+    image_tokens: int = 0  # that an image becomes at most
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):

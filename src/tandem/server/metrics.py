@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 from tandem.engine.protocol import EngineStats, ExpertStats, FirstToken, SpeculationStats
+from tandem.server.prompts.images import ImageCounts
 from tandem.server.sleep import Sleep
 
 _TTFT_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -143,6 +144,24 @@ class SleepCollector:
         yield CounterMetricFamily("tandem_engine_wake_seconds", text, sleep.wake_seconds)
 
 
+class ImageCollector:
+    """Turns what `ImageReader` counts into metrics."""
+
+    def __init__(self, counts: Callable[[], ImageCounts | None]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        if counts is None:
+            return
+        images = CounterMetricFamily("tandem_images", "Images of requests, by what became of them", labels=["outcome"])
+        for outcome in ("decoded", "again", "refused"):
+            images.add_metric([outcome], getattr(counts, outcome))
+        yield images
+        text = "Time that decoding and resizing images took"
+        yield CounterMetricFamily("tandem_image_decode_seconds", text, counts.seconds)
+
+
 class ServerMetrics:
     """What the API process sees. Implements `StreamObserver`."""
 
@@ -177,6 +196,10 @@ class ServerMetrics:
 
     def watch_sleep(self, sleep: Sleep) -> None:
         self.registry.register(SleepCollector(sleep))
+
+    def watch_images(self, counts: Callable[[], ImageCounts | None]) -> None:
+        """counts: None where the model reads text only."""
+        self.registry.register(ImageCollector(counts))
 
     def first_token(self, seconds: float, took: FirstToken | None) -> None:
         self._ttft.observe(seconds)

@@ -6,14 +6,13 @@ from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import read_fields
 from tandem.server.chat.answer_grammar import grammar_field
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.chat.openai.writer import ChatWriter
 from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
-from tandem.server.fields import name_ignored, read_fields_as
+from tandem.server.fields import name_ignored, read_as
 from tandem.server.generation import Generation
 from tandem.server.openai_sampling import check_stream_options, dry_breakers, request_id, sampling_of
 from tandem.server.state import ServerState, cut_to_room
@@ -26,17 +25,17 @@ _WISHES: Wishes = {"reasoning_effort": ("reasoning_effort", "reasoning_effort")}
 
 
 async def chat(state: ServerState, http: Request) -> Response:
-    fields = await read_fields(http)
-    body, ignored = read_fields_as(fields, ChatRequest)
+    body, ignored = await read_as(http, ChatRequest)
     check_stream_options(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     with state.admitted(), named(_names(body)):
-        conversation = conversation_of(body, ignored)
+        conversation = conversation_of(body, state.sight(ignored))
         prepared = await prepare_wishes(state.chat, conversation, _sampling(state, body), _WISHES, ignored)
         ids = prepared.prompt_ids
         sampling = cut_to_room(state, prepared.sampling, len(ids))
-        request = GenerateRequest(id=request_id(body, "chatcmpl"), prompt_ids=ids, sampling=sampling)
+        name = request_id(body, "chatcmpl")
+        request = GenerateRequest(id=name, prompt_ids=ids, sampling=sampling, images=prepared.images)
         writer = ChatWriter(state, body, prepared, request.id)
         response = await Generation(state, http, [request]).answer(writer, body.stream)
     return name_ignored(response, ignored)

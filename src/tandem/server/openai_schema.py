@@ -147,6 +147,13 @@ class Architecture(msgspec.Struct, frozen=True):
     output_modalities: tuple[str, ...] = ("text",)
 
 
+SEEING = Architecture("text+image->text", ("text", "image"))
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    vision: bool = False
+
+
 class ModelStatus(msgspec.Struct, frozen=True):
     """llama.cpp's: "loaded" or "sleeping"."""
 
@@ -164,6 +171,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str = "tandem"
     root: str = ""
     architecture: Architecture = Architecture()
+    capabilities: Capabilities = Capabilities()
     status: ModelStatus = ModelStatus()
 
 

@@ -160,6 +160,7 @@ def _model_info(state: ServerState) -> dict[str, Any]:
         "served_model_name": state.model_name,
         "model_type": engine.model_type,
         "is_generation": True,
+        "has_image_understanding": state.chat.sees,
         "context_length": engine.plan.context_length,
         "vocab_size": engine.vocab_size,
     }

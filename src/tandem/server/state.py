@@ -17,8 +17,10 @@ from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
+from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
 from tandem.hub.names import shown_name
+from tandem.server.chat.attachments import Sight
 from tandem.server.chat.model import ChatModel
 from tandem.server.engine_client import EngineClient
 from tandem.server.errors import ApiError, overloaded, unavailable
@@ -27,6 +29,7 @@ from tandem.server.info.model_files import ModelFiles, model_files
 from tandem.server.limits import MAX_OPEN_ANSWERS
 from tandem.server.messages import EngineReady
 from tandem.server.metrics import ServerMetrics
+from tandem.server.prompts.images import ImageReader, Pixels
 from tandem.server.prompts.reader import PromptReader, PromptTokenizer
 from tandem.server.request_stream import RequestStream
 
@@ -65,10 +68,12 @@ class ServerState:
         self._tokenizer: TextTokenizer | None = None
         self._prompts: PromptReader | None = None
         self._chat: ChatModel | None = None
+        self._images: ImageReader | None = None
         self._engine: EngineReady | None = None
         self.files = ModelFiles()
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
         self.metrics.watch_sleep(self.client.sleep)
+        self.metrics.watch_images(lambda: self._images.counts if self._images else None)
 
     @property
     def draining(self) -> bool:
@@ -88,8 +93,12 @@ class ServerState:
             self._prompts = PromptReader(self._tokenizer)
             self._prompts.start()
             parsers = self.config.tool_call_parser, self.config.reasoning_parser
-            self._chat = ChatModel(self._tokenizer, self._prompts, *parsers)
+            if ready.vision is not None:
+                self._images = ImageReader(ready.vision, ready.image_tokens)
+            self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=self._images)
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
+        if self._images is not None:
+            self._images.limit = self._prompts.limit
         self._engine = ready
 
     @property
@@ -111,7 +120,19 @@ class ServerState:
     def close(self) -> bool:
         """The server ends. True: a thread is still at a long prompt."""
         self.traces.close()
+        if self._images is not None:
+            self._images.close()
         return self._prompts is not None and self._prompts.close()
+
+    def sight(self, unread: list[str]) -> Sight:
+        """What the model takes of messages. unread: gets the places of what it does not."""
+        return Sight(unread, self.chat.sees)
+
+    def pixels_of(self, requests: Sequence[GenerateRequest]) -> list[Pixels]:
+        """Whoever has them keeps them where the engine looks for them."""
+        if self._images is None:
+            return []
+        return [pixels for request in requests for pixels in self._images.held(request.images)]
 
     @property
     def model_name(self) -> str:
@@ -191,6 +212,7 @@ class ServerState:
                 engine_limits.validate(request.sampling, self.engine.vocab_size)
                 checked = request.sampling
             self.check_ids(request.prompt_ids)
+            check_images(request.images, request.prompt_ids, self.engine.vision)
             engine_limits.answer_limit(request, *room)
 
     def submit(

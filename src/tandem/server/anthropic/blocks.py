@@ -1,5 +1,5 @@
-"""`block_text`: what a model reads of a content block: text, documents and search results, or a note of what it cannot
-read."""
+"""`block_content`: what a model reads or sees of a content block: text, documents, search results and images, or a note
+of what it cannot read."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Any, NamedTuple
 
 from tandem.errors import RequestError
 from tandem.server.anthropic.schema import Block
-from tandem.server.chat.attachments import Attachment, file_text, is_attachment, string
+from tandem.server.chat.attachments import Attachment, Sight, Source, file_text, is_attachment, string
+from tandem.server.chat.content import Content, joined
 from tandem.server.errors import ApiError
 
 BETWEEN = "\n\n"  # blocks and turns that become one text
 
 
 class Placed(NamedTuple):
-    """where: it stands in the body. unread: gets the places of what is no text in it. None: that is refused."""
+    """where: it stands in the body. sight: what the model takes of it."""
 
     where: str
     block: Block
-    unread: list[str] | None = None
+    sight: Sight
 
 
-def text_of(blocks: Iterable[Placed]) -> str:
-    """Raises RequestError, ApiError 400 for what is no text."""
-    return BETWEEN.join(filter(None, map(block_text, blocks)))
+def content_of(blocks: Iterable[Placed]) -> Content:
+    """Raises RequestError, ApiError 400 for what is refused."""
+    return joined(map(block_content, blocks), BETWEEN)
 
 
-def block_text(placed: Placed) -> str:
-    where, block, unread = placed
+def block_content(placed: Placed) -> Content:
+    where, block, sight = placed
     match block.type:
         case "text":
             if block.text is None:
@@ -43,21 +44,31 @@ def block_text(placed: Placed) -> str:
     if not is_attachment(block.type):
         text = f"{where}.type: only text is served here, not {block.type[:40]!r}"
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
-    return Attachment(block.type).shown(where, unread)
+    image = _image(block) if block.type == "image" else None
+    return Attachment(block.type, image=image, image_field=".source").shown(where, sight)
 
 
-def _document(placed: Placed) -> str:
+def _image(block: Block) -> Source:
+    """Of base64, or of an address, which is refused. One of a file's id is refused, too."""
+    source: dict[str, Any] = block.source if isinstance(block.source, dict) else {}
+    if source.get("type") == "base64":
+        return Source(source.get("data"), bare=True)
+    return Source(source.get("url") or source.get("file_id"))
+
+
+def _document(placed: Placed) -> Content:
     block = placed.block
     source: dict[str, Any] = block.source if isinstance(block.source, dict) else {}
     match source.get("type"):
         case "text":
-            text = string(source.get("data"))
+            text: Content | None = string(source.get("data"))
         case "content":
             text = _inside(_blocks(source.get("content")), placed, "source.content")
         case _:
             text = file_text(string(source.get("data")), media_type=string(source.get("media_type")))
-    shown = Attachment(block.type, block.title, text).shown(placed.where, placed.unread)
-    return shown if text is None else _titled(block.title, block.context, text=shown)
+    if text is not None:
+        return _titled(block.title, block.context, text=text)
+    return Attachment(block.type, block.title).shown(placed.where, placed.sight)
 
 
 def _blocks(content: Any) -> str | list[Block]:
@@ -71,13 +82,12 @@ def _blocks(content: Any) -> str | list[Block]:
     ]
 
 
-def _inside(content: str | list[Block] | None, around: Placed, name: str) -> str:
+def _inside(content: str | list[Block] | None, around: Placed, name: str) -> Content:
     if not isinstance(content, list):
         return content or ""
     where = f"{around.where}.{name}"
-    return text_of(Placed(f"{where}[{i}]", block, around.unread) for i, block in enumerate(content))
+    return content_of(Placed(f"{where}[{i}]", block, around.sight) for i, block in enumerate(content))
 
 
-def _titled(*titles: str | None, text: str) -> str:
-    head = "\n".join(filter(None, titles))
-    return BETWEEN.join(filter(None, (head, text)))
+def _titled(*titles: str | None, text: Content) -> Content:
+    return joined(("\n".join(filter(None, titles)), text), BETWEEN)

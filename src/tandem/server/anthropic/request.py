@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from tandem.errors import RequestError
-from tandem.server.anthropic.blocks import BETWEEN, Placed, text_of
+from tandem.server.anthropic.blocks import BETWEEN, Placed, content_of
 from tandem.server.anthropic.schema import Block, CountRequest, MessageBody, ToolBody
-from tandem.server.chat.attachments import refused_turn
+from tandem.server.chat.attachments import Sight, refused_turn
+from tandem.server.chat.content import Content, joined, text_of
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, ToolChoice, is_begun
 from tandem.server.errors import ApiError
 
@@ -18,12 +19,12 @@ _LEFT_OUT = ("web_search_", "web_fetch_", "tool_search_")
 _OTHERS = ("server_tool_use", "mcp_tool_use")  # calls that another server ran
 
 
-def conversation_of(body: CountRequest, unread: list[str]) -> Conversation:
-    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
+def conversation_of(body: CountRequest, sight: Sight) -> Conversation:
+    """Raises RequestError, ApiError 400."""
     served = [(i, tool) for i, tool in enumerate(body.tools or ()) if not _is_left_out(tool)]
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in served)
-    system = _system(body)
-    messages = [*system, *_turns(body, unread)]
+    system = _system(body, sight.of_turn(refused=True))
+    messages = [*system, *_turns(body, sight)]
     if all(message.role == "system" for message in messages):
         raise RequestError("messages: all content is empty", "messages")
     choice, thinking, output = body.tool_choice, body.thinking, body.output_config
@@ -46,15 +47,15 @@ def _thinking(body: CountRequest) -> bool | None:
     return body.thinking.type != "disabled"
 
 
-def _system(body: CountRequest) -> list[Message]:
+def _system(body: CountRequest, sight: Sight) -> list[Message]:
     if not body.system:
         return []
     if isinstance(body.system, str):
         return [Message("system", body.system)]
-    blocks = [Placed(f"system[{i}]", block) for i, block in enumerate(body.system)]
+    blocks = [Placed(f"system[{i}]", block, sight) for i, block in enumerate(body.system)]
     # It differs from one conversation to the next, at the very beginning: no prompt would be found in the prefix cache.
     said = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
-    return [Message("system", text_of(said))] if said else []
+    return [Message("system", content_of(said))] if said else []
 
 
 def left_out(body: CountRequest) -> list[str]:
@@ -97,17 +98,17 @@ def _tool_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
 # --- turns
 
 
-def _turns(body: CountRequest, unread: list[str]) -> Iterator[Message]:
+def _turns(body: CountRequest, sight: Sight) -> Iterator[Message]:
     """Consecutive turns of one role are one turn."""
     refused = refused_turn([_role(each) for each in body.messages], body.tools)
     numbered = enumerate(body.messages)
     for role, several in groupby(numbered, key=lambda each: each[1].role):
-        placed = [_blocks(each, f"messages[{i}]", None if i == refused else unread) for i, each in several]
+        placed = [_blocks(each, f"messages[{i}]", sight.of_turn(i == refused)) for i, each in several]
         blocks = [block for each in placed for block in each]
         if role == "system":
-            yield Message("system", text_of(blocks))
+            yield Message("system", content_of(blocks))
         else:
-            yield from _assistant(blocks) if role == "assistant" else _user(blocks, unread)
+            yield from _assistant(blocks) if role == "assistant" else _user(blocks, sight)
 
 
 def _role(body: MessageBody) -> str:
@@ -116,32 +117,33 @@ def _role(body: MessageBody) -> str:
     return "tool" if results else body.role
 
 
-def _blocks(body: MessageBody, where: str, unread: list[str] | None) -> list[Placed]:
+def _blocks(body: MessageBody, where: str, sight: Sight) -> list[Placed]:
     if isinstance(body.content, str):
-        return [Placed(f"{where}.content", Block("text", body.content))]
-    return [Placed(f"{where}.content[{i}]", block, unread) for i, block in enumerate(body.content)]
+        return [Placed(f"{where}.content", Block("text", body.content), sight)]
+    return [Placed(f"{where}.content[{i}]", block, sight) for i, block in enumerate(body.content)]
 
 
-def _user(blocks: list[Placed], unread: list[str]) -> Iterator[Message]:
+def _user(blocks: list[Placed], sight: Sight) -> Iterator[Message]:
     """Results of tools are messages of their own."""
     for is_result, group in groupby(blocks, key=lambda placed: placed.block.type == "tool_result"):
         if is_result:
-            yield from (_result(placed.where, placed.block, unread) for placed in group)
+            yield from (_result(placed.where, placed.block, sight) for placed in group)
         else:
-            yield Message("user", text_of(group))
+            yield Message("user", content_of(group))
 
 
-def _result(where: str, block: Block, unread: list[str]) -> Message:
+def _result(where: str, block: Block, sight: Sight) -> Message:
     if block.tool_use_id is None:
         raise RequestError(f"{where}.tool_use_id is missing; say whose result this is", f"{where}.tool_use_id")
+    content: Content
     if isinstance(block.content, list):
         parts = enumerate(block.content)
-        text = text_of(Placed(f"{where}.content[{i}]", part, unread) for i, part in parts)
+        content = content_of(Placed(f"{where}.content[{i}]", part, sight) for i, part in parts)
     else:
-        text = block.content or ""
-    if block.is_error and not text.lower().startswith("error"):
-        text = f"Error: {text}"
-    return Message("tool", text, tool_call_id=block.tool_use_id)
+        content = block.content or ""
+    if block.is_error and not text_of(content).lower().startswith("error"):
+        content = joined(("Error: ", content))
+    return Message("tool", content, tool_call_id=block.tool_use_id)
 
 
 def _assistant(blocks: list[Placed]) -> Iterator[Message]:
@@ -161,7 +163,7 @@ def _assistant(blocks: list[Placed]) -> Iterator[Message]:
             case _:
                 texts.append(placed)
     reasoning = BETWEEN.join(filter(None, thoughts)) or None
-    yield Message("assistant", text_of(texts), reasoning=reasoning, tool_calls=tuple(calls))
+    yield Message("assistant", content_of(texts), reasoning=reasoning, tool_calls=tuple(calls))
 
 
 def _call(where: str, block: Block) -> ToolCall:

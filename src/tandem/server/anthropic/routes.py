@@ -10,11 +10,11 @@ from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.server.anthropic.request import conversation_of, left_out
 from tandem.server.anthropic.schema import CountRequest, Message, MessagesRequest, TokenCountBody
 from tandem.server.anthropic.writer import MessageWriter
-from tandem.server.body import answers, body_schema, json_response, read_fields
+from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
-from tandem.server.fields import name_ignored, read_fields_as
+from tandem.server.fields import name_ignored, read_as
 from tandem.server.generation import Generation
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
@@ -49,8 +49,9 @@ def routes(state: ServerState) -> APIRouter:
         state.check_up()
         with named(_NAMES):
             prepared = await prepare_wishes(
-                state.chat, conversation_of(body, ignored), SamplingParams(), _WISHES, ignored
-            )
+                state.chat, conversation_of(body, state.sight(ignored)), SamplingParams(), _WISHES, ignored,
+                counting=True,
+            )  # fmt: skip
         count = TokenCountBody(len(prepared.prompt_ids))
         return name_ignored(json_response(count), ignored)
 
@@ -63,11 +64,13 @@ async def _messages(state: ServerState, http: Request) -> Response:
     names = _NAMES | {"grammar": "tools" if _format(body) is None else "output_config.format"}
     with state.admitted(), named(names):
         prepared = await prepare_wishes(
-            state.chat, conversation_of(body, ignored), _sampling(state, body), _WISHES, ignored
+            state.chat, conversation_of(body, state.sight(ignored)), _sampling(state, body), _WISHES, ignored
         )
         sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
         clipped = sampling is not prepared.sampling
-        request = GenerateRequest(id=message_id, prompt_ids=prepared.prompt_ids, sampling=sampling)
+        request = GenerateRequest(
+            id=message_id, prompt_ids=prepared.prompt_ids, sampling=sampling, images=prepared.images
+        )
         shown = body.thinking is None or body.thinking.display != "omitted"
         writer = MessageWriter(
             message_id, state.model_name, prepared.new_parser(), len(prepared.prompt_ids), clipped=clipped,
@@ -80,7 +83,7 @@ async def _messages(state: ServerState, http: Request) -> Response:
 
 async def _read(http: Request, kind: type[T]) -> tuple[T, list[str]]:
     """The body, and the names of what the model is not told of."""
-    body, ignored = read_fields_as(await read_fields(http), kind)
+    body, ignored = await read_as(http, kind)
     return body, [*ignored, *left_out(body)]
 
 

@@ -1,4 +1,5 @@
-"""Attachments of messages: plain text in a file is given to the model, of the rest it gets a note.
+"""Attachments of messages: plain text in a file is given to the model, and images, if it sees; of the rest it gets a
+note.
 
 An agent sends its whole history with every request. A refusal would come again each time and end its work for good:
 some append the next prompt to the very message that was refused. So only what a user shows in the newest turn is
@@ -11,14 +12,17 @@ import base64
 import binascii
 import mimetypes
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from tandem.server.chat import content as contents
+from tandem.server.chat.content import Content, Detail, Image
 from tandem.server.errors import ApiError
 
+_IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
 _KINDS = {
-    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), ("an image", "see")),
+    **dict.fromkeys(_IMAGES, ("an image", "see")),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), ("a file", "read")),
     **dict.fromkeys(("audio", "input_audio", "audio_url"), ("a sound", "hear")),
     **dict.fromkeys(("video", "video_url", "input_video"), ("a video", "see")),
@@ -28,26 +32,94 @@ _MOST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """What a model takes of a message. images: it sees them. unread: gets the places of what it is only told of.
+    refuses: that is refused instead."""
+
+    unread: list[str]
+    images: bool = False
+    refuses: bool = False
+
+    def of_turn(self, refused: bool) -> Sight:
+        return replace(self, refuses=refused)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an image's bytes are: a `data:` URL, or, where `bare`, base64 alone. Clients may put anything there."""
+
+    url: Any
+    detail: Any = None
+    bare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Attachment:
-    """kind: its part's type. name: of a file. text: where it is plain text. field: of its part, that says its kind."""
+    """kind: its part's type. name: of a file. text: where it is plain text. field: of its part, that says its kind.
+    image: where it is one, in the field `image_field`."""
 
     kind: str
     name: str | None = None
     text: str | None = None
     field: str = ".type"
+    image: Source | None = None
+    image_field: str = ""
 
-    def shown(self, where: str, unread: list[str] | None) -> str:
-        """The text that the model reads. unread: gets `where` if that is a note. None: raises ApiError 400 instead."""
+    def shown(self, where: str, sight: Sight) -> Content:
+        """What the model reads or sees. Raises ApiError 400 where it can do neither, and that is refused."""
         if self.text is not None:
             return self.text
-        if unread is None:
-            where += self.field
-            text = f"{where}: only text is served here, not {self.kind[:40]!r}"
-            raise ApiError(400, text, param=where, code="not_available")
-        unread.append(where)
+        if sight.images and self.image is not None:
+            try:
+                data = _image_data(self.image, where + self.image_field)
+            except ApiError:
+                if sight.refuses:
+                    raise
+            else:
+                detail: Detail = "low" if self.image.detail == "low" else "high"
+                return (Image(data, where + self.image_field, detail, older=not sight.refuses),)
+        elif sight.refuses:
+            raise self._refused(where + self.field, sight)
+        sight.unread.append(where)
         name = f": {self.name[:_MOST_NAME]}" if self.name else ""
-        what, verb = _KINDS[self.kind]
-        return f"[{what}{name}. You cannot {verb} it: you read text only. Say so if it matters.]"
+        return note(self.kind, name, sight)
+
+    def _refused(self, where: str, sight: Sight) -> ApiError:
+        served = "text and images are" if sight.images else "text is"
+        text = f"{where}: only {served} served here, not {self.kind[:40]!r}"
+        if sight.images and _KINDS[self.kind][0] == "a video":
+            text += "; send frames as images, with their times as text"
+        return ApiError(400, text, param=where, code="not_available")
+
+
+def note(kind: str, name: str, sight: Sight) -> str:
+    """What a model is told of an attachment that it cannot read."""
+    what, verb = _KINDS[kind]
+    if sight.images and kind in _IMAGES:
+        return unread_image("it did not come with the request")
+    reads = "text and see images" if sight.images else "text"
+    return f"[{what}{name}. You cannot {verb} it: you read {reads} only. Say so if it matters.]"
+
+
+def unread_image(why: str) -> str:
+    """What a model that sees is told of an image that it cannot be shown."""
+    return f"[an image, which cannot be shown to you: {why[:200]}. Say so if it matters.]"
+
+
+def _image_data(source: Source, where: str) -> str:
+    """Its base64. Raises ApiError 400."""
+    url = source.url if isinstance(source.url, str) else ""
+    scheme, _, rest = url[:2048].partition(":")
+    if not rest and source.bare and url:
+        return url
+    if scheme.lower() != "data":
+        text = f"{where}: send the image itself, as data:image/png;base64,…; the server fetches and opens none"
+        raise ApiError(400, text, param=where, code="image_url_not_allowed" if url else "invalid_image")
+    head, comma, _ = rest.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        text = f"{where}: write the image as data:image/png;base64,… with the base64 of its bytes"
+        raise ApiError(400, text, param=where, code="invalid_image")
+    return url[len(scheme) + len(head) + 2 :]
 
 
 def is_attachment(kind: str) -> bool:
@@ -105,11 +177,17 @@ def string(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def joined(parts: Iterable[tuple[str, bool]]) -> str:
-    """Texts of a message as one: what was attached (True) stands in lines of its own."""
-    text, attached = "", False
+def joined(parts: Iterable[tuple[Content, bool]]) -> Content:
+    """Texts and images of a message as one: attached text (True) stands in lines of its own."""
+    pieces, attached = list[Content](), False
     for piece, attachment in parts:
-        if text and piece and (attachment or attached) and not text.endswith("\n"):
-            text += "\n"
-        text, attached = text + piece, attachment
-    return text
+        if piece and pieces and (attachment or attached) and _needs_line(pieces[-1], piece):
+            pieces.append("\n")
+        if piece:
+            pieces.append(piece)
+        attached = attachment
+    return contents.joined(pieces)
+
+
+def _needs_line(before: Content, piece: Content) -> bool:
+    return isinstance(before, str) and isinstance(piece, str) and not before.endswith("\n")

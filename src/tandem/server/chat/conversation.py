@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.errors import RequestError
+from tandem.server.chat.content import Content
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -25,14 +26,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. Texts only: a dialect joins text parts; what becomes of others, `attachments.py` says.
+    """One turn. A dialect joins text parts; what becomes of others, `attachments.py` says.
 
     `reasoning` and `tool_calls` belong to assistants, `tool_call_id` to tools. A tool's `name` may be left out where
     `tool_call_id` names a call of the conversation.
     """
 
     role: Role
-    content: str = ""
+    content: Content = ""
     name: str | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()

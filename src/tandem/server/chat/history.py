@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from tandem.server.chat.content import Content, template_content
 from tandem.server.chat.conversation import Conversation, Message, ToolCall
 from tandem.server.chat.formats.tool_format import CallIds
 from tandem.server.chat.reading.calls import short_id
@@ -37,14 +38,14 @@ def _message(
     message: Message, fit: TemplateFit, names: dict[str, str], renamed: dict[str, str]
 ) -> dict[str, Any]:
     """`names`: of the tools, by the ids of calls."""
-    result: dict[str, Any] = {"role": message.role, "content": message.content}
+    result: dict[str, Any] = {"role": message.role, "content": template_content(message.content)}
     name = message.name
     if message.role == "tool":
         call_id = message.tool_call_id or ""
         result["tool_call_id"] = renamed.get(call_id, call_id)
         name = name or names.get(call_id)
     if message.tool_calls:
-        result["content"] = message.content or fit.empty
+        result["content"] = template_content(message.content) or fit.empty
         result["tool_calls"] = [_call(call, fit, renamed[call.id]) for call in message.tool_calls]
     if message.reasoning:
         _add_reasoning(result, message.reasoning, fit)
@@ -87,7 +88,7 @@ def _one_call_each(messages: list[Message]) -> Iterator[Message]:
 def _in_turn(message: Message, results: list[Message]) -> Iterator[Message]:
     left = list(results)
     for index, call in enumerate(message.tool_calls):
-        said = message.content if index == 0 else ""
+        said: Content = message.content if index == 0 else ""
         thought = message.reasoning if index == 0 else None
         yield Message("assistant", said, message.name, thought, (call,))
         for result in [r for r in left if r.tool_call_id == call.id]:

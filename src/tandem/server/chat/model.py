@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -12,11 +12,14 @@ import msgspec
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.text.prompt import Prompt
 from tandem.engine.text.reasoning_format import detect_reasoning_format
+from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
+from tandem.server.chat.attachments import unread_image
 from tandem.server.chat.begun import BegunAnswer, begun_answer
 from tandem.server.chat.constraint import Speech, constraint
-from tandem.server.chat.conversation import Conversation
+from tandem.server.chat.content import Content, Image, images_of, joined
+from tandem.server.chat.conversation import Conversation, Message, Role
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import (
     NONE,
@@ -27,9 +30,11 @@ from tandem.server.chat.formats.tool_format import (
 )
 from tandem.server.chat.held_tools import held_tools
 from tandem.server.chat.history import earlier_calls
+from tandem.server.chat.image_fit import fit_images, with_rows
 from tandem.server.chat.rendering import PromptRenderer, Speaking, TemplateTokenizer
 from tandem.server.chat.template_fit import Render, TemplateFit, fit_template
 from tandem.server.chat.turns import Turns, fit_turns
+from tandem.server.prompts.images import ImageReader, Seen, Unreadable
 from tandem.server.prompts.reader import PromptReader
 
 F = TypeVar("F")
@@ -41,18 +46,21 @@ _FALLBACK = "hermes"  # what is described to a model whose template says nothing
 class ChatTokenizer(TemplateTokenizer, Protocol):
     """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A request to submit, and how to read each of its answers: every answer needs its own parser. `unheld`: places in
-    strict tools that calls cannot be held to."""
+    """A request to submit, and how to read each of its answers: every answer needs its own parser. `ignored`: places in
+    strict tools that calls cannot be held to, and images that are not shown. `seen`: keeps the pixels of `images`."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
     rules: AnswerRules
-    unheld: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
+    seen: tuple[Seen, ...] = ()
 
     def new_parser(self) -> AnswerParser:
         return self.rules.new_parser()
@@ -65,11 +73,15 @@ class ChatModel:
         prompts: PromptReader,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        images: ImageReader | None = None,
     ) -> None:
-        """`tool_parser`, `reasoning_parser`: names of formats, "none", or None to find them by the template. Raises
-        ConfigError for a name that is none."""
+        """`tool_parser`, `reasoning_parser`: names of formats, "none", or None to find them by the template. `images`:
+        of a model that sees. Raises ConfigError for a name that is none."""
         self._prompts = prompts
         self._speaking = speaking_of(tokenizer, prompts.render_now, tool_parser, reasoning_parser)
+        self._images = images
+        if images is not None:
+            self._speaking = replace(self._speaking, image_roles=_image_roles(tokenizer, prompts, images.placeholder))
         self._renderer = PromptRenderer(tokenizer, prompts.render, self._speaking)
         self._shown = tokenizer.special_ids_in(self._speaking.markers())
         self._written = _written(self._speaking)
@@ -79,17 +91,51 @@ class ChatModel:
         """Whether it may reason before it answers."""
         return self._speaking.reasoning_format is not None
 
-    async def prepare(self, conversation: Conversation, sampling: SamplingParams) -> PreparedChat:
-        """`sampling` comes back with what reading the answer needs, and all that it must match. Raises
-        RequestError, with `param` "messages", "prompt", "tools", "tool_choice" or what else of the conversation is
-        wrong; ApiError 429, 500."""
-        prompt = await self._renderer.render(conversation)
+    @property
+    def sees(self) -> bool:
+        """Whether its users may show it images."""
+        return "user" in self._speaking.image_roles
+
+    async def prepare(
+        self, conversation: Conversation, sampling: SamplingParams, *, counting: bool = False
+    ) -> PreparedChat:
+        """`sampling` comes back with what reading the answer needs, and all that it must match. counting: only the
+        prompt's length is wanted, and images are not decoded. Raises RequestError, with `param` "messages", "prompt",
+        "tools", "tool_choice" or what else of the conversation is wrong; ApiError 429, 500; EngineError."""
+        conversation, seen, ignored = await self._with_read_images(conversation, counting)
+        prompt, images = await self._renderer.render(conversation)
         [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)  # first: one too long is not read
         begun = begun_answer(prompt, self._speaking)
         rules = self._rules(conversation, prompt, begun)
         held, unheld = held_tools(conversation)
         sampling = self._sampling(held, rules, begun, sampling)
-        return PreparedChat(ids, sampling, rules, unheld)
+        shown = tuple(seen[id(image)] for image in images)
+        ids, spans = self._with_images(ids, shown, counting)
+        return PreparedChat(ids, sampling, rules, (*unheld, *ignored), spans, shown)
+
+    async def _with_read_images(
+        self, conversation: Conversation, counting: bool
+    ) -> tuple[Conversation, dict[int, Seen], list[str]]:
+        """Notes in place of images that cannot be read, the others by their `id`, and the places that are ignored."""
+        images = [image for message in conversation.messages for image in images_of(message.content)]
+        if not images or self._images is None:
+            return conversation, {}, []
+        found = dict(zip(map(id, images), await self._images.read(images, sizes=counting), strict=True))
+        messages = tuple(_noted(message, found) for message in conversation.messages)
+        seen = {key: one for key, one in found.items() if isinstance(one, Seen)}
+        ignored = [image.where for image in images if id(image) not in seen]
+        ignored += [f"{image.where}.later_frames" for image in images if id(image) in seen and seen[id(image)].several]
+        return replace(conversation, messages=messages), seen, ignored
+
+    def _with_images(
+        self, ids: list[int], shown: tuple[Seen, ...], counting: bool
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        if self._images is None or not shown:
+            return ids, ()
+        ids, firsts = with_rows(ids, self._images.placeholder, [one.rows for one in shown])
+        if counting:
+            return ids, ()
+        return ids, tuple(one.span(first) for one, first in zip(shown, firsts, strict=True))
 
     def _rules(self, conversation: Conversation, prompt: Prompt, begun: BegunAnswer) -> AnswerRules:
         reasoning = self._speaking.reasoning_format if conversation.separate_reasoning else None
@@ -118,6 +164,35 @@ class ChatModel:
         )
         grammar = constraint(conversation, speech, sampling.grammar)
         return msgspec.structs.replace(sampling, grammar=grammar, grammar_prefix=begun.answer if grammar else "")
+
+
+def _noted(message: Message, found: Mapping[int, Seen | Unreadable]) -> Message:
+    """With notes in place of images that cannot be read."""
+    if isinstance(message.content, str):
+        return message
+    return replace(message, content=joined(_note(part, found) for part in message.content))
+
+
+def _note(part: str | Image, found: Mapping[int, Seen | Unreadable]) -> Content:
+    if isinstance(part, str):
+        return part
+    one = found[id(part)]
+    return (part,) if isinstance(one, Seen) else unread_image(one.why)
+
+
+def _image_roles(tokenizer: ChatTokenizer, prompts: PromptReader, placeholder: int) -> frozenset[Role]:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    none = frozenset[Role]()
+    if tokenizer.chat_template is None:
+        return none
+    roles = _tried(fit_images, none, prompts.render_now, encode, placeholder)
+    if "user" not in roles:
+        log.warning("the model sees, and its chat template shows no images: requests with images are refused")
+        return none
+    log.info("images: shown in messages of %s", ", ".join(sorted(roles)))
+    return roles
 
 
 def _written(speaking: Speaking) -> Written | None:

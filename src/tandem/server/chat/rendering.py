@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from tandem.engine.limits import TOO_LONG
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.text.prompt import Draft, Prompt, draft
 from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.errors import RequestError
-from tandem.server.chat.conversation import Conversation
+from tandem.server.chat.content import Image, images_of, text_of
+from tandem.server.chat.conversation import Conversation, Role
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.history import template_messages
 from tandem.server.chat.template_fit import TemplateFit, TemplateMessages
 from tandem.server.chat.tools_in_text import as_text, described, tool_for_template, with_system_text
-from tandem.server.chat.turns import Turns, as_taken
+from tandem.server.chat.turns import Turns, as_taken, shown_by_user
+from tandem.server.limits import MAX_TEXT_CHARS
 
 _RESERVED = frozenset(("messages", "self", "tools"))
 _SWITCHES = ("enable_thinking", "thinking", "thinking_mode")  # names under which templates have it
@@ -46,6 +49,7 @@ class Speaking:
     """How a model speaks of tools and reasoning.
 
     `describe`: the template says nothing of tools, a system message does. `calls_as_text`: nor does it write calls.
+    `image_roles`: whose messages may have images; none where images are not shown.
     """
 
     tool_format: ToolFormat | None = None
@@ -54,11 +58,19 @@ class Speaking:
     turns: Turns = field(default_factory=Turns)
     describe: bool = False
     calls_as_text: bool = False
+    image_roles: frozenset[Role] = frozenset()
 
     def markers(self) -> set[str]:
         """Texts that must reach the parser even where they are special tokens."""
         formats = (self.tool_format, self.reasoning_format)
         return {marker for one in formats if one is not None for marker in one.markers()}
+
+
+class Rendered(NamedTuple):
+    """images: in the order in which the prompt has their placeholders."""
+
+    prompt: Prompt
+    images: tuple[Image, ...]
 
 
 class PromptRenderer:
@@ -69,14 +81,16 @@ class PromptRenderer:
         self._render = render
         self._speaking = speaking
 
-    async def render(self, conversation: Conversation) -> Prompt:
+    async def render(self, conversation: Conversation) -> Rendered:
         """Raises RequestError, ApiError 500."""
-        messages, variables = self._messages(conversation), self._variables(conversation)
+        _check_length(conversation)
+        messages, images = self._messages(conversation)
+        variables = self._variables(conversation)
         goes_on = conversation.continue_final_message
         prompted = bool(variables.pop("add_generation_prompt", conversation.add_generation_prompt and not goes_on))
         one = draft(messages, variables, self._guard, self._own_markers, goes_on)
         text = await self._render(one.messages, prompted, **one.variables)
-        return one.prompt(text, await self._opening(one) if goes_on else None)
+        return Rendered(one.prompt(text, await self._opening(one) if goes_on else None), images)
 
     async def _opening(self, one: Draft) -> str | None:
         """The text with which a template begins an answer to the messages before the last."""
@@ -89,16 +103,18 @@ class PromptRenderer:
         """An assistant may have said calls and reasoning in the format's own markers."""
         return self._speaking.markers() if role == "assistant" and key != "tool_calls" else ()
 
-    def _messages(self, conversation: Conversation) -> TemplateMessages:
+    def _messages(self, conversation: Conversation) -> tuple[TemplateMessages, tuple[Image, ...]]:
+        """As the template takes them, and their images in the order in which it shows them."""
         speaking, messages = self._speaking, conversation.messages
         if speaking.tool_format and speaking.calls_as_text:
             messages = as_text(messages, speaking.tool_format)
-        messages = as_taken(messages, speaking.turns)
+        messages = as_taken(shown_by_user(messages, speaking.image_roles), speaking.turns)
         if speaking.tool_format and speaking.describe and (tools := _offered(conversation)):
             text = described(tools, speaking.tool_format)
             messages = with_system_text(messages, text, speaking.turns.system)
         ids = speaking.tool_format.ids if speaking.tool_format else "call"
-        return template_messages(messages, speaking.fit, ids)
+        images = tuple(image for message in messages for image in images_of(message.content))
+        return template_messages(messages, speaking.fit, ids), images
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         given = conversation.template_variables
@@ -140,6 +156,14 @@ class PromptRenderer:
         if not (found or always or never):
             raise _no_switch(asked)
         return found
+
+
+def _check_length(conversation: Conversation) -> None:
+    """No context holds so much text; templates take many times its memory. Raises RequestError."""
+    chars = sum(len(text_of(message.content)) for message in conversation.messages)
+    if chars > MAX_TEXT_CHARS:
+        text = f"prompt is too long: the messages have {chars:,} characters, and {MAX_TEXT_CHARS:,} are the most"
+        raise RequestError(text, "messages", TOO_LONG)
 
 
 def _offered(conversation: Conversation) -> list[Any]:

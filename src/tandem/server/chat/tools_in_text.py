@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tandem.server.chat.content import Content, joined
 from tandem.server.chat.conversation import Message, Tool
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.formats.writing import write_calls
@@ -20,7 +21,7 @@ You may call functions to answer. These are the functions, one in each line:
 
 To call a function, write exactly this, with the function's name and with its own arguments:
 {example}"""
-_RESULT = "<tool_response>\n{}\n</tool_response>"
+_RESULT = ("<tool_response>\n", "\n</tool_response>")
 
 
 def tool_for_template(tool: Tool) -> dict[str, Any]:
@@ -45,12 +46,12 @@ def with_system_text(messages: Sequence[Message], text: str, system: bool) -> tu
     """`text` at the end of the system message. `system` False: the template takes none, the first user says it."""
     first = messages[0] if messages else None
     if first is not None and first.role == "system" and system:
-        return (Message("system", f"{first.content}\n\n{text}"), *messages[1:])
+        return (Message("system", joined((first.content, "\n\n", text))), *messages[1:])
     if system:
         return (Message("system", text), *messages)
     for i, message in enumerate(messages):
         if message.role == "user":
-            said = Message("user", f"{text}\n\n{message.content}", name=message.name)
+            said = Message("user", joined((text, "\n\n", message.content)), name=message.name)
             return (*messages[:i], said, *messages[i + 1 :])
     return (Message("user", text), *messages)
 
@@ -60,15 +61,15 @@ def as_text(messages: Iterable[Message], tool_format: ToolFormat) -> tuple[Messa
     said: list[Message] = []
     for message in messages:
         if message.role == "tool":
-            result = _RESULT.format(message.content)
+            result = joined((_RESULT[0], message.content, _RESULT[1]))
             if said and said[-1].role == "user":
-                result = f"{said.pop().content}\n{result}"
+                result = joined((said.pop().content, "\n", result))
             said.append(Message("user", result))
         elif message.tool_calls:
             calls = write_calls(
                 tool_format, [(c.name, arguments_object(c.arguments)) for c in message.tool_calls]
             )
-            content = f"{message.content}\n{calls}" if message.content else calls
+            content: Content = joined((message.content, "\n", calls)) if message.content else calls
             said.append(Message("assistant", content, reasoning=message.reasoning))
         else:
             said.append(message)

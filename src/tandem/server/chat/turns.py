@@ -6,16 +6,17 @@ that, and some show only the first or the last system message. So each template 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import RequestError
-from tandem.server.chat.conversation import Message
+from tandem.server.chat.content import Image, images_of, joined, text_of
+from tandem.server.chat.conversation import Message, Role
 from tandem.server.chat.template_fit import Render, TemplateMessages
 
 _BETWEEN = "\n\n"  # messages that become one
-_CALL = {"id": "callnum00", "type": "function", "function": {"name": "probe", "arguments": dict[str, Any]()}}
+CALL = {"id": "callnum00", "type": "function", "function": {"name": "probe", "arguments": dict[str, Any]()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ def fit_turns(render: Render) -> Turns:
     """A template that refuses everything is left alone. Raises what `render` raises besides RequestError."""
     user, again, said = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
     first, second = _turn("system", "Delta"), _turn("system", "Epsilon")
-    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    result = _turn("tool", "Zeta") | {"tool_call_id": _CALL["id"], "name": "probe"}
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = _turn("tool", "Zeta") | {"tool_call_id": CALL["id"], "name": "probe"}
     if not _shows(render, user):
         return Turns()
     system = _shows(render, first, user)
@@ -64,6 +65,21 @@ def _shows(render: Render, *messages: dict[str, Any]) -> bool:
     return all(message["content"] in text for message in messages)
 
 
+def shown_by_user(messages: Iterable[Message], roles: Collection[Role]) -> Iterator[Message]:
+    """Images of other roles are shown by the user right behind: behind a tool's result comes the next one first. Where
+    `roles` is empty there are none."""
+    shown: list[Image] = []
+    for message in messages:
+        if shown and message.role != "tool":
+            yield Message("user", tuple(shown))
+            shown = []
+        images = () if message.role in roles else images_of(message.content)
+        shown += images
+        yield replace(message, content=text_of(message.content)) if images else message
+    if shown:
+        yield Message("user", tuple(shown))
+
+
 def as_taken(messages: Iterable[Message], turns: Turns) -> tuple[Message, ...]:
     if not turns.more_system:
         messages = _one_system(list(messages), turns.system)
@@ -79,7 +95,7 @@ def _one_system(messages: Sequence[Message], system: bool) -> Iterator[Message]:
     while system and leading < len(messages) and messages[leading].role == "system":
         leading += 1
     if leading:
-        yield Message("system", _BETWEEN.join(m.content for m in messages[:leading] if m.content))
+        yield Message("system", joined((m.content for m in messages[:leading]), _BETWEEN))
     for message in messages[leading:]:
         yield Message("user", message.content) if message.role == "system" else message
 
@@ -102,18 +118,14 @@ def _of_one_role(first: Message, second: Message) -> Message | None:
         return None
     return replace(
         second,
-        content=_text(first.content, second.content),
+        content=joined((first.content, second.content), _BETWEEN),
         name=first.name if first.name == second.name else None,
-        reasoning=_text(first.reasoning, second.reasoning) or None,
+        reasoning=_BETWEEN.join(filter(None, (first.reasoning, second.reasoning))) or None,
     )
 
 
 def _in_result(first: Message, second: Message) -> Message | None:
-    """What the user adds to a tool's result stands in the result."""
-    if first.role != "tool" or second.role != "user":
+    """What the user adds to a tool's result stands in the result; not images, which few templates show there."""
+    if first.role != "tool" or second.role != "user" or images_of(second.content):
         return None
-    return replace(first, content=_text(first.content, second.content))
-
-
-def _text(*texts: str | None) -> str:
-    return _BETWEEN.join(filter(None, texts))
+    return replace(first, content=joined((first.content, second.content), _BETWEEN))

@@ -15,14 +15,20 @@ Wishes = Mapping[str, tuple[str, str]]  # what is complained about: the conversa
 
 
 async def prepare_wishes(
-    chat: ChatModel, conversation: Conversation, sampling: SamplingParams, wishes: Wishes, ignored: list[str]
+    chat: ChatModel,
+    conversation: Conversation,
+    sampling: SamplingParams,
+    wishes: Wishes,
+    ignored: list[str],
+    *,
+    counting: bool = False,
 ) -> PreparedChat:
     """As `ChatModel.prepare`. Wishes that the model's chat template has no switch for are left out, and added to
-    `ignored` as the client calls them, with what strict tools cannot be held to."""
+    `ignored` as the client calls them, with what else of the request is."""
     while True:
         try:
-            prepared = await chat.prepare(conversation, sampling)
-            ignored += prepared.unheld
+            prepared = await chat.prepare(conversation, sampling, counting=counting)
+            ignored += prepared.ignored
             return prepared
         except RequestError as error:
             field, shown = wishes.get(error.param or "", ("", ""))

@@ -56,8 +56,9 @@ def shown(child: Child, started_at: int) -> dict[str, Any]:
 def lm_studio(child: Child) -> dict[str, Any]:
     known = _first(child, "/v1/models", "data")
     length = known.get("max_model_len", 0)
+    sees = known.get("capabilities", {}).get("vision", False)
     return {
-        "id": child.name, "object": "model", "type": "llm", "publisher": "tandem", "arch": "",
+        "id": child.name, "object": "model", "type": "vlm" if sees else "llm", "publisher": "tandem", "arch": "",
         "compatibility_type": model_files(Path(child.entry.path)).format, "quantization": "",
         "state": "loaded" if child.life is Life.LOADED else "not-loaded", "max_context_length": length,
         "loaded_context_length": length if child.life is Life.LOADED else 0, "capabilities": ["tool_use"],

@@ -41,7 +41,7 @@ def _props(state: ServerState) -> Props:
         model_alias=state.model_name,
         model_path=engine.model_path,
         chat_template="" if template is None else template.source,
-        modalities=Modalities(),
+        modalities=Modalities(vision=state.chat.sees),
         build_info=f"tandem {tandem.__version__}",
         is_sleeping=state.client.sleep.asleep,
     )
@@ -56,5 +56,6 @@ def _model(state: ServerState) -> LmStudioModel:
         quantization=weight_format(engine.plan),
         max_context_length=engine.plan.context_length,
         loaded_context_length=engine.plan.context_length,
+        type="vlm" if state.chat.sees else "llm",
         state="not-loaded" if state.client.sleep.asleep else "loaded",
     )

@@ -13,7 +13,7 @@ from tandem.server.body import answers, body_schema, json_response, one_given, r
 from tandem.server.chat.openai.request import conversation_of
 from tandem.server.chat.openai.schema import ChatRequest
 from tandem.server.errors import ApiError, named
-from tandem.server.fields import name_ignored, read_fields_as
+from tandem.server.fields import name_ignored, read_as, read_fields_as
 from tandem.server.info.schema import DetokenizeBody, Load, Loads, Text, TokenizeBody, Tokens
 from tandem.server.state import ServerState
 
@@ -56,7 +56,7 @@ def routes(state: ServerState) -> APIRouter:
 def _add_token_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/tokenize", openapi_extra=_TOKENIZE | answers(Tokens))
     async def tokenize(http: Request) -> Response:
-        body, ignored = read_fields_as(await read_fields(http), TokenizeBody)
+        body, ignored = await read_as(http, TokenizeBody)
         state.check_up()
         return name_ignored(json_response(await _tokens(state, body, ignored)), ignored)
 
@@ -95,7 +95,10 @@ async def _chat_tokens(state: ServerState, body: TokenizeBody, ignored: list[str
         continue_final_message=body.continue_final_message,
     )
     with named({"prompt": "messages"}):
-        return (await state.chat.prepare(conversation_of(chat, ignored), SamplingParams())).prompt_ids
+        conversation = conversation_of(chat, state.sight(ignored))
+        prepared = await state.chat.prepare(conversation, SamplingParams(), counting=True)
+        ignored += prepared.ignored
+        return prepared.prompt_ids
 
 
 def _load(state: ServerState) -> Load:

@@ -71,7 +71,7 @@ class Loads(msgspec.Struct, frozen=True):
 
 
 class Modalities(msgspec.Struct, frozen=True):
-    """Text is all that is read here."""
+    """What is read beside text."""
 
     vision: bool = False
     audio: bool = False

@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import msgspec
-
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
-from tandem.server.chat.attachments import Attachment, joined, refused_turn
+from tandem.server.chat.attachments import Attachment, Sight, Source, joined, refused_turn
+from tandem.server.chat.content import Content
+from tandem.server.chat.content import joined as joined_contents
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, is_begun, waiting_call
 from tandem.server.ollama.schema import ChatBody, CommonBody, GenerateBody, MessageBody, Options
 from tandem.server.openai_schema import SamplingBody
 
-_IMAGE = Attachment("image", field="")
 
-
-def chat_of(body: ChatBody, unread: list[str]) -> Conversation:
-    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
+def chat_of(body: ChatBody, sight: Sight) -> Conversation:
+    """Raises RequestError, ApiError 400."""
     tools = tuple(
         Tool(
             t.function.name, t.function.description, t.function.parameters, bool(t.function.strict),
@@ -26,17 +24,22 @@ def chat_of(body: ChatBody, unread: list[str]) -> Conversation:
         )
         for i, t in enumerate(body.tools or ())
     )
-    messages = _messages(body, unread)
+    messages = _messages(body, sight)
     begun = bool(messages) and is_begun(messages[-1])
     return Conversation(messages=messages, tools=tools, continue_final_message=begun, **_thinking(body))
 
 
-def generation_of(body: GenerateBody) -> Conversation:
+def generation_of(body: GenerateBody, sight: Sight) -> Conversation:
     """Raises ApiError 400."""
-    for i in range(len(body.images or ())):
-        _IMAGE.shown(f"images[{i}]", None)
+    shown = _images(body.images, "images", sight.of_turn(refused=True))
     system = [Message("system", body.system)] if body.system else []
-    return Conversation(messages=(*system, Message("user", body.prompt)), **_thinking(body))
+    return Conversation(messages=(*system, Message("user", joined_contents((*shown, body.prompt)))), **_thinking(body))
+
+
+def refuse_raw_images(body: GenerateBody) -> None:
+    """A raw prompt has no place for them. Raises RequestError."""
+    if body.images:
+        raise RequestError("images cannot stand in a raw prompt; leave out raw", "images")
 
 
 def sampling_body(body: CommonBody) -> SamplingBody:
@@ -73,21 +76,19 @@ def _thinking(body: CommonBody) -> dict[str, Any]:
     return {"thinking": body.think}
 
 
-def _messages(body: ChatBody, unread: list[str]) -> tuple[Message, ...]:
+def _messages(body: ChatBody, sight: Sight) -> tuple[Message, ...]:
     """Results of tools name no call, only the tool: they answer the calls before them in order."""
     messages: list[Message] = []
     waiting: list[ToolCall] = []
     refused = refused_turn([each.role for each in body.messages], body.tools)
     for i, each in enumerate(body.messages):
-        turn = _with_notes(each, f"messages[{i}]", None if i == refused else unread)
-        if turn.role == "tool":
-            messages.append(_result(turn, waiting))
+        content = _content(each, f"messages[{i}]", sight.of_turn(i == refused))
+        if each.role == "tool":
+            messages.append(_result(each, content, waiting))
             continue
-        calls = _calls(turn, f"call_{i}")
+        calls = _calls(each, f"call_{i}")
         waiting = list(calls)
-        messages.append(
-            Message(turn.role, turn.content or "", reasoning=turn.thinking or None, tool_calls=calls)
-        )
+        messages.append(Message(each.role, content, reasoning=each.thinking or None, tool_calls=calls))
     return tuple(messages)
 
 
@@ -98,8 +99,8 @@ def _calls(body: MessageBody, prefix: str) -> tuple[ToolCall, ...]:
     )
 
 
-def _result(body: MessageBody, waiting: list[ToolCall]) -> Message:
-    result = Message("tool", body.content or "", name=body.tool_name, tool_call_id=body.tool_call_id)
+def _result(body: MessageBody, content: Content, waiting: list[ToolCall]) -> Message:
+    result = Message("tool", content, name=body.tool_name, tool_call_id=body.tool_call_id)
     call = waiting_call(result, waiting)
     if call is None:
         return result
@@ -107,10 +108,17 @@ def _result(body: MessageBody, waiting: list[ToolCall]) -> Message:
     return dataclasses.replace(result, tool_call_id=call.id)
 
 
-def _with_notes(body: MessageBody, where: str, unread: list[str] | None) -> MessageBody:
-    """Images stand beside the text here. Raises ApiError 400 where unread is None."""
-    notes = [_IMAGE.shown(f"{where}.images[{i}]", unread) for i in range(len(body.images or ()))]
-    if not notes:
-        return body
-    parts = [(body.content or "", False), *((note, True) for note in notes)]
-    return msgspec.structs.replace(body, content=joined(parts))
+def _content(body: MessageBody, where: str, sight: Sight) -> Content:
+    """Images stand beside the text here: before it, and notes of them behind it. Raises ApiError 400."""
+    shown, text = _images(body.images, f"{where}.images", sight), body.content or ""
+    seen = [image for image in shown if not isinstance(image, str)]
+    notes = [(note, True) for note in shown if isinstance(note, str)]
+    return joined([*((image, True) for image in seen), (text, False), *notes])
+
+
+def _images(images: list[str] | None, where: str, sight: Sight) -> list[Content]:
+    """Raises ApiError 400."""
+    return [
+        Attachment("image", field="", image=Source(data, bare=True)).shown(f"{where}[{i}]", sight)
+        for i, data in enumerate(images or ())
+    ]

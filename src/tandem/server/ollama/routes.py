@@ -11,15 +11,15 @@ from fastapi import APIRouter, Request, Response
 from tandem.config.forecast.ledger import VRAM
 from tandem.engine.limits import validate
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.server.body import answers, body_schema, json_response, read_fields
+from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_parser import AnswerRules
 from tandem.server.chat.model import PreparedChat
 from tandem.server.errors import ApiError, named
-from tandem.server.fields import name_ignored, read_fields_as
+from tandem.server.fields import name_ignored, read_as
 from tandem.server.generation import Generation
 from tandem.server.info.model_files import weight_format
 from tandem.server.ollama.keep_alive import expiry, keep_seconds
-from tandem.server.ollama.request import chat_of, generation_of, sampling_body
+from tandem.server.ollama.request import chat_of, generation_of, refuse_raw_images, sampling_body
 from tandem.server.ollama.schema import (
     ChatBody,
     Chunk,
@@ -55,13 +55,13 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
     async def chat(http: Request) -> Response:
-        body, ignored = read_fields_as(await read_fields(http), ChatBody, Options)
+        body, ignored = await read_as(http, ChatBody, Options)
         return name_ignored(await _chat(state, http, body, ignored), _with_keep_alive(state, body, ignored))
 
     @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
     async def generate(http: Request) -> Response:
-        body, ignored = read_fields_as(await read_fields(http), GenerateBody, Options)
-        return name_ignored(await _generate(state, http, body), _with_keep_alive(state, body, ignored))
+        body, ignored = await read_as(http, GenerateBody, Options)
+        return name_ignored(await _generate(state, http, body, ignored), _with_keep_alive(state, body, ignored))
 
     @router.get("/api/version")
     async def version() -> Response:
@@ -77,7 +77,7 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/api/show", openapi_extra=body_schema(ShowBody) | answers(Show))
     async def show(http: Request) -> Response:
-        _, ignored = read_fields_as(await read_fields(http), ShowBody)
+        _, ignored = await read_as(http, ShowBody)
         return name_ignored(json_response(_show(state)), ignored)
 
     for path in ("/api/embed", "/api/embeddings"):
@@ -96,21 +96,24 @@ async def _chat(state: ServerState, http: Request, body: ChatBody, ignored: list
     with state.admitted(), named(_names(body, "messages")):
         if body.is_empty:
             return await _loaded(state, body, message=Said("assistant", ""))
-        prepared = await state.chat.prepare(chat_of(body, ignored), _sampling(state, body))
-        ignored += prepared.unheld
+        prepared = await state.chat.prepare(chat_of(body, state.sight(ignored)), _sampling(state, body))
+        ignored += prepared.ignored
         return await _answer(state, http, body, prepared, chat=True)
 
 
-async def _generate(state: ServerState, http: Request, body: GenerateBody) -> Response:
+async def _generate(state: ServerState, http: Request, body: GenerateBody, ignored: list[str]) -> Response:
     keep_seconds(body.keep_alive)  # before anything runs
     with state.admitted(), named(_names(body, "prompt")):
         if body.is_empty:
             return await _loaded(state, body, response="")
         if body.raw:
+            refuse_raw_images(body)
             ids = await state.encode(body.prompt, add_special_tokens=True)
             prepared = PreparedChat(ids, _sampling(state, body), AnswerRules())
         else:
-            prepared = await state.chat.prepare(generation_of(body), _sampling(state, body))
+            conversation = generation_of(body, state.sight(ignored))
+            prepared = await state.chat.prepare(conversation, _sampling(state, body))
+            ignored += prepared.ignored
         return await _answer(state, http, body, prepared, chat=False)
 
 
@@ -118,7 +121,9 @@ async def _answer(
     state: ServerState, http: Request, body: CommonBody, prepared: PreparedChat, *, chat: bool
 ) -> Response:
     sampling = cut_to_room(state, prepared.sampling, len(prepared.prompt_ids))
-    request = GenerateRequest(id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling)
+    request = GenerateRequest(
+        id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling, images=prepared.images
+    )
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
     answer = await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
     _keep(state, body)  # a request that is refused says nothing of it
@@ -189,5 +194,6 @@ def _show(state: ServerState) -> Show:
         f"{engine.model_type}.context_length": engine.plan.context_length,
         f"{engine.model_type}.vocab_size": engine.vocab_size,
     }
-    capabilities = ["completion", "tools", *(["thinking"] if state.chat.reasons else [])]
+    also = {"vision": state.chat.sees, "thinking": state.chat.reasons}
+    capabilities = ["completion", "tools", *(name for name, has in also.items() if has)]
     return Show("", "", "", tag.details, info, capabilities, tag.modified_at)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tandem.errors import RequestError
-from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, refused_turn
+from tandem.server.chat.attachments import (
+    Attachment,
+    Sight,
+    Source,
+    file_text,
+    is_attachment,
+    joined,
+    refused_turn,
+)
+from tandem.server.chat.content import Content, text_of
+from tandem.server.chat.content import joined as joined_contents
 from tandem.server.chat.conversation import (
     Conversation,
     Message,
@@ -20,6 +30,7 @@ from tandem.server.responses.schema import Item, Part, ResponsesRequest, ToolBod
 from tandem.server.responses.tools import joined_name
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_IMAGES = ("input_image", "image_url", "computer_screenshot")
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _ASSISTANT = ("reasoning", *_CALLS)  # items that are an assistant's, as are its messages
@@ -31,12 +42,11 @@ _ROLES: dict[str, Role] = {
 
 
 def conversation_of(
-    body: ResponsesRequest, earlier: Sequence[Message], tools: Sequence[Tool], unread: list[str]
+    body: ResponsesRequest, earlier: Sequence[Message], tools: Sequence[Tool], sight: Sight
 ) -> Conversation:
-    """earlier: what was said up to the end of the previous response. unread: gets the places of what the model cannot
-    read. Raises RequestError, ApiError 400."""
+    """earlier: what was said up to the end of the previous response. Raises RequestError, ApiError 400."""
     system = [Message("system", body.instructions)] if body.instructions else []
-    messages = (*system, *earlier, *input_messages(body, unread))
+    messages = (*system, *earlier, *input_messages(body, sight))
     offered, choice = _choice(body, tuple(tools))
     return Conversation(
         messages=messages,
@@ -47,18 +57,18 @@ def conversation_of(
     )
 
 
-def input_messages(body: ResponsesRequest, unread: list[str]) -> tuple[Message, ...]:
+def input_messages(body: ResponsesRequest, sight: Sight) -> tuple[Message, ...]:
     """Raises RequestError, ApiError 400."""
     if isinstance(body.input, str):
         return (Message("user", body.input),)
-    return tuple(_messages(body.input, body.tools, unread))
+    return tuple(_messages(body.input, body.tools, sight))
 
 
 def _messages(
-    items: Sequence[Item], tools: Sequence[ToolBody] | None, unread: list[str]
+    items: Sequence[Item], tools: Sequence[ToolBody] | None, sight: Sight
 ) -> Iterator[Message]:
     """What an assistant thought, said and called in a row is one message."""
-    turn, refused = _Turn(unread), refused_turn([_speaker(item) for item in items], tools)
+    turn, refused = _Turn(sight), refused_turn([_speaker(item) for item in items], tools)
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if item.type in _LEFT_OUT:
@@ -69,7 +79,7 @@ def _messages(
             turn.add(item, where)
             continue
         yield from turn.end()
-        yield _message(item, where, None if i == refused else unread)
+        yield _message(item, where, sight.of_turn(i == refused))
     yield from turn.end()
 
 
@@ -82,10 +92,10 @@ def _speaker(item: Item) -> str:
 class _Turn:
     """An assistant's."""
 
-    def __init__(self, unread: list[str]) -> None:
-        self._unread = unread
-        self._thoughts: list[str] = []
-        self._texts: list[str] = []
+    def __init__(self, sight: Sight) -> None:
+        self._sight = sight
+        self._thoughts: list[Content] = []
+        self._texts: list[Content] = []
         self._calls: list[ToolCall] = []
 
     def is_over(self, item: Item) -> bool:
@@ -100,13 +110,13 @@ class _Turn:
         else:
             self._texts.append(self._text(item.content, f"{where}.content"))
 
-    def _text(self, parts: str | Sequence[Part] | None, where: str) -> str:
-        return _text(parts, where, self._unread)
+    def _text(self, parts: str | Sequence[Part] | None, where: str) -> Content:
+        return _text(parts, where, self._sight)
 
     def end(self) -> Iterator[Message]:
         if self._thoughts or self._texts or self._calls:
-            reasoning = "\n\n".join(filter(None, self._thoughts)) or None
-            text = "\n\n".join(filter(None, self._texts))
+            reasoning = text_of(joined_contents(self._thoughts, "\n\n")) or None
+            text = joined_contents(self._texts, "\n\n")
             yield Message("assistant", text, reasoning=reasoning, tool_calls=tuple(self._calls))
         self._thoughts, self._texts, self._calls = [], [], []
 
@@ -120,38 +130,38 @@ def _call(item: Item, where: str) -> ToolCall:
     return ToolCall(item.call_id, joined_name(item.namespace, item.name), arguments)
 
 
-def _message(item: Item, where: str, unread: list[str] | None) -> Message:
-    """unread: None: what cannot be read is refused."""
+def _message(item: Item, where: str, sight: Sight) -> Message:
     if item.type in _OUTPUTS:
         if item.call_id is None:
             text = f"{where}.call_id is missing; say whose output this is"
             raise RequestError(text, f"{where}.call_id")
-        return Message("tool", _text(item.output, f"{where}.output", unread), tool_call_id=item.call_id)
+        return Message("tool", _text(item.output, f"{where}.output", sight), tool_call_id=item.call_id)
     if item.type != "message":
         text = f"{where}.type: {item.type[:40]!r} is not served"
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
     if item.role is None or item.content is None:
         missing = "role" if item.role is None else "content"
         raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
-    return Message(_ROLES[item.role], _text(item.content, f"{where}.content", unread))
+    return Message(_ROLES[item.role], _text(item.content, f"{where}.content", sight))
 
 
-def _text(parts: str | Sequence[Part] | None, where: str, unread: list[str] | None) -> str:
-    """unread: None: what cannot be read is refused."""
+def _text(parts: str | Sequence[Part] | None, where: str, sight: Sight) -> Content:
     if parts is None or isinstance(parts, str):
         return parts or ""
-    return joined(_part(part, f"{where}[{i}]", unread) for i, part in enumerate(parts))
+    return joined(_part(part, f"{where}[{i}]", sight) for i, part in enumerate(parts))
 
 
-def _part(part: Part, where: str, unread: list[str] | None) -> tuple[str, bool]:
-    """Its text, and whether it was attached. Raises ApiError 400."""
+def _part(part: Part, where: str, sight: Sight) -> tuple[Content, bool]:
+    """What the model reads or sees of it, and whether it was attached. Raises ApiError 400."""
     if part.type in _TEXTS:
         return part.text or part.refusal or "", False
     if not is_attachment(part.type):
         text = f"{where}: only text parts are served, not {part.type[:40]!r}"
         raise ApiError(400, text, param=f"{where}.type", code="not_available")
     content = file_text(part.file_data, part.filename)
-    return Attachment(part.type, part.filename, content).shown(where, unread), True
+    source = Source(part.image_url, part.detail) if part.type in _IMAGES else None
+    attached = Attachment(part.type, part.filename, content, image=source, image_field=".image_url")
+    return attached.shown(where, sight), True
 
 
 def _choice(body: ResponsesRequest, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:

@@ -9,12 +9,12 @@ from fastapi import Response as HttpResponse
 from tandem.engine.limits import TOO_LONG
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import answers, body_schema, json_response, read_fields
+from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.conversation import Message
 from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import ApiError, as_api_error, named
-from tandem.server.fields import name_ignored, read_fields_as
+from tandem.server.fields import name_ignored, read_as
 from tandem.server.generation import EVENTS, Generation
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
@@ -72,7 +72,7 @@ def routes(state: ServerState) -> APIRouter:
 
 
 async def _respond(state: ServerState, store: ResponseStore, http: Request) -> HttpResponse:
-    body, ignored = read_fields_as(await read_fields(http), ResponsesRequest)
+    body, ignored = await read_as(http, ResponsesRequest)
     with state.admitted():
         answer = await _answer(state, store, http, body, ignored)
     return name_ignored(answer, [*ignored, *_unserved(body.reasoning), *left_out(body)])
@@ -87,7 +87,7 @@ async def _answer(
 
     def keep(response: Response, items: Items) -> None:
         if body.store is not False:
-            messages = (*earlier, *input_messages(body, []), items.said())
+            messages = (*earlier, *input_messages(body, state.sight([])), items.said())
             made = {item["id"]: msgspec.json.encode(item) for item in items.done}
             store.put(response_id, Stored(messages, msgspec.json.encode(response), made))
 
@@ -98,11 +98,12 @@ async def _answer(
     formatted = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     try:
         with named(_NAMES | {"grammar": "text.format" if formatted else "tools"}):
-            conversation = conversation_of(body, earlier, [each.tool for each in offer.values()], ignored)
+            tools = [each.tool for each in offer.values()]
+            conversation = conversation_of(body, earlier, tools, state.sight(ignored))
             prepared = await prepare_wishes(state.chat, conversation, sampling, _WISHES, ignored)
             ids = prepared.prompt_ids
             limited = cut_to_room(state, prepared.sampling, len(ids))
-            request = GenerateRequest(id=response_id, prompt_ids=ids, sampling=limited)
+            request = GenerateRequest(id=response_id, prompt_ids=ids, sampling=limited, images=prepared.images)
             writer = ResponseWriter(start, prepared.new_parser(), offer, keep)
             return await Generation(state, http, [request]).answer(writer, body.stream)
     except RequestError as error:
@@ -114,12 +115,15 @@ async def _answer(
 
 async def _count(state: ServerState, store: ResponseStore, http: Request) -> HttpResponse:
     """Tokens of the prompt that the same body would make."""
-    body, ignored = read_fields_as(await read_fields(http), ResponsesRequest)
+    body, ignored = await read_as(http, ResponsesRequest)
     state.check_up()
     earlier, body = _earlier(store, body), _resolved(store, body)
     with named(_NAMES):
-        conversation = conversation_of(body, earlier, [each.tool for each in offer_of(body).values()], ignored)
-        prepared = await prepare_wishes(state.chat, conversation, SamplingParams(), _WISHES, ignored)
+        tools = [each.tool for each in offer_of(body).values()]
+        conversation = conversation_of(body, earlier, tools, state.sight(ignored))
+        prepared = await prepare_wishes(
+            state.chat, conversation, SamplingParams(), _WISHES, ignored, counting=True
+        )
     count = InputTokens(len(prepared.prompt_ids))
     return name_ignored(json_response(count), [*ignored, *left_out(body)])
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from tandem.server.chat.content import Image, images_of, text_of
 from tandem.server.chat.conversation import Message
 from tandem.server.errors import ApiError
 
@@ -26,8 +27,12 @@ class Stored:
     items: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
+    def images(self) -> list[Image]:
+        return [image for message in self.messages for image in images_of(message.content)]
+
+    @property
     def size(self) -> int:
-        """Bytes, nearly. A later response has the same texts: they are counted for each."""
+        """Bytes without images, nearly. A later response has the same texts: they are counted for each."""
         items = sum(map(len, self.items.values()))
         return len(self.body) + items + sum(_size(message) for message in self.messages)
 
@@ -40,11 +45,13 @@ class ResponseStore:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._response_of: dict[str, str] = {}  # of an item's id
         self._bytes = 0
+        self._images: dict[str, _Kept] = {}  # by their data
 
     def put(self, response_id: str, stored: Stored) -> None:
         """One that is too large for the store is not kept; it would take all others' place."""
-        if stored.size > self._most_bytes:
+        if stored.size + sum(len(image.data) for image in stored.images) > self._most_bytes:
             return
+        stored = replace(stored, messages=tuple(map(self._with_kept_images, stored.messages)))
         self._stored[response_id] = stored
         self._response_of |= dict.fromkeys(stored.items, response_id)
         self._bytes += stored.size
@@ -79,10 +86,43 @@ class ResponseStore:
     def _forget(self, response_id: str) -> None:
         stored = self._stored.pop(response_id)
         self._bytes -= stored.size
+        for image in stored.images:
+            self._drop_image(image.data)
         for item in stored.items:
             self._response_of.pop(item, None)
 
 
+    def _with_kept_images(self, message: Message) -> Message:
+        """Equal images of all responses are one, and count once."""
+        if isinstance(message.content, str):
+            return message
+        parts = (part if isinstance(part, str) else self._kept_image(part) for part in message.content)
+        return replace(message, content=tuple(parts))
+
+    def _kept_image(self, image: Image) -> Image:
+        if image.data not in self._images:
+            self._images[image.data] = _Kept(image.data)
+            self._bytes += len(image.data)
+        kept = self._images[image.data]
+        kept.uses += 1
+        return replace(image, data=kept.data, older=True)
+
+    def _drop_image(self, data: str) -> None:
+        kept = self._images[data]
+        kept.uses -= 1
+        if kept.uses == 0:
+            del self._images[data]
+            self._bytes -= len(data)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """An image of so many messages of stored responses."""
+
+    data: str
+    uses: int = 0
+
+
 def _size(message: Message) -> int:
     calls = sum(len(str(call.arguments)) for call in message.tool_calls)
-    return 4 * (len(message.content) + len(message.reasoning or "") + calls) + 200
+    return 4 * (len(text_of(message.content)) + len(message.reasoning or "") + calls) + 200

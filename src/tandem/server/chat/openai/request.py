@@ -6,7 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tandem.errors import RequestError
-from tandem.server.chat.attachments import Attachment, file_text, is_attachment, joined, refused_turn, string
+from tandem.server.chat.attachments import (
+    Attachment,
+    Sight,
+    Source,
+    file_text,
+    is_attachment,
+    joined,
+    refused_turn,
+    string,
+)
+from tandem.server.chat.content import Content
 from tandem.server.chat.conversation import (
     Conversation,
     Message,
@@ -34,11 +44,11 @@ _ROLES: dict[str, Role] = {
 _THOUGHTS = ("thinking", "reasoning")  # types of parts
 
 
-def conversation_of(body: ChatRequest, unread: list[str]) -> Conversation:
-    """unread: gets the places of what the model cannot read. Raises RequestError, ApiError 400."""
+def conversation_of(body: ChatRequest, sight: Sight) -> Conversation:
+    """Raises RequestError, ApiError 400."""
     tools, choice = _choice(body, _tools(body))
     return Conversation(
-        messages=tuple(_messages(body.messages, body.tools, unread)),
+        messages=tuple(_messages(body.messages, body.tools, sight)),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -116,12 +126,12 @@ def _budget(body: ChatRequest) -> int | None:
 
 
 def _messages(
-    bodies: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, unread: list[str]
+    bodies: Sequence[ChatMessage], tools: Sequence[ToolBody] | None, sight: Sight
 ) -> Iterator[Message]:
     refused = refused_turn([message.role for message in bodies], tools)
     calls: list[ToolCall] = []  # whose results are waited for
     for i, body in enumerate(bodies):
-        message = _message(body, f"messages[{i}]", None if i == refused else unread)
+        message = _message(body, f"messages[{i}]", sight.of_turn(i == refused))
         if message.role == "tool":
             message = _answering(message, calls, f"messages[{i}]")
         elif message.role == "assistant":
@@ -141,8 +151,7 @@ def _answering(result: Message, calls: list[ToolCall], where: str) -> Message:
     return result
 
 
-def _message(message: ChatMessage, where: str, unread: list[str] | None) -> Message:
-    """unread: None: what cannot be read is refused."""
+def _message(message: ChatMessage, where: str, sight: Sight) -> Message:
     if message.role not in _ROLES:
         roles = ", ".join(_ROLES)
         raise RequestError(f"{where}.role must be one of {roles}, not {message.role[:40]!r}", f"{where}.role")
@@ -152,7 +161,7 @@ def _message(message: ChatMessage, where: str, unread: list[str] | None) -> Mess
     thoughts, parts = _apart(message)
     return Message(
         role,
-        _content(parts, message.refusal, role, where, unread),
+        _content(parts, message.refusal, role, where, sight),
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning or thoughts,
         tool_calls=tuple(
@@ -183,8 +192,8 @@ def _thought(part: ContentPart) -> str:
 
 
 def _content(
-    content: str | list[ContentPart] | None, refusal: str | None, role: Role, where: str, unread: list[str] | None
-) -> str:
+    content: str | list[ContentPart] | None, refusal: str | None, role: Role, where: str, sight: Sight
+) -> Content:
     """An assistant may have said nothing, or refused; a tool may have found nothing."""
     if content is None:
         if role in ("assistant", "tool"):
@@ -192,11 +201,11 @@ def _content(
         raise RequestError(f"{where}.content is missing; send a string", f"{where}.content")
     if isinstance(content, str):
         return content
-    return joined(_part(part, f"{where}.content[{i}]", unread) for i, part in enumerate(content))
+    return joined(_part(part, f"{where}.content[{i}]", sight) for i, part in enumerate(content))
 
 
-def _part(part: ContentPart, where: str, unread: list[str] | None) -> tuple[str, bool]:
-    """Its text, and whether it was attached. Raises ApiError 400."""
+def _part(part: ContentPart, where: str, sight: Sight) -> tuple[Content, bool]:
+    """What the model reads or sees of it, and whether it was attached. Raises ApiError 400."""
     if part.type in ("text", "refusal"):
         return part.text or part.refusal or "", False
     if not is_attachment(part.type):
@@ -205,4 +214,17 @@ def _part(part: ContentPart, where: str, unread: list[str] | None) -> tuple[str,
     file = part.file if isinstance(part.file, dict) else {}
     name = string(file.get("filename"))
     content = file_text(string(file.get("file_data")), name)
-    return Attachment(part.type, name, content).shown(where, unread), True
+    source, field = _image(part)
+    return Attachment(part.type, name, content, image=source, image_field=field).shown(where, sight), True
+
+
+def _image(part: ContentPart) -> tuple[Source | None, str]:
+    """An image's source, and its field."""
+    if part.type in ("image_url", "input_image"):
+        given, field = part.image_url, ".image_url"
+        if isinstance(given, dict):
+            return Source(given.get("url"), given.get("detail")), f"{field}.url"
+        return Source(given, part.detail), field
+    if part.type == "image":
+        return Source(part.image or part.url, part.detail, bare=True), ".image"
+    return None, ""

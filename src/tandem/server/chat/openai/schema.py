@@ -15,7 +15,7 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """`thinking`: of an assistant. The fields from `file` on are attachments."""
+    """`thinking`: of an assistant. The fields from `file` on are attachments'. `image`, `url`: of the type "image"."""
 
     type: str
     text: str | None = None
@@ -23,6 +23,9 @@ class ContentPart(msgspec.Struct, frozen=True):
     thinking: str | list[ContentPart] | None = None
     file: Any = None
     image_url: Any = None
+    image: Any = None
+    url: Any = None
+    detail: Any = None
     input_audio: Any = None
     audio_url: Any = None
     video_url: Any = None
