@@ -24,8 +24,8 @@ from tandem.experts.usage.expert_usage import Changes
 class Usage:
     def __init__(self) -> None:
         self.counts = torch.zeros(2, EXPERTS, dtype=torch.int64)
-        self.on_gpu = torch.zeros(2, EXPERTS, dtype=torch.bool)
-        self.on_gpu[:, :ON_GPU] = True
+        self.gpu_experts = torch.zeros(2, EXPERTS, dtype=torch.bool)
+        self.gpu_experts[:, :ON_GPU] = True
         self.swaps = self.swap_rests = 0
         self.copy = None
 
@@ -37,8 +37,8 @@ class Usage:
     def moved(self, changes: Changes, swaps: int, now: Asked | None = None) -> None:
         assert now is None or (now.tokens() == self.counts.numpy()).all()
         for layer, expert, here in changes():
-            assert self.on_gpu[layer, expert] != here
-            self.on_gpu[layer, expert] = here
+            assert self.gpu_experts[layer, expert] != here
+            self.gpu_experts[layer, expert] = here
         self.swaps += swaps
 
 
@@ -74,11 +74,11 @@ def test_what_is_used_comes_to_the_gpu() -> None:
         copies.arrive(0.6)
         for layer in layers:
             layer.check()
-    assert usage.on_gpu[0].nonzero().flatten().tolist() == [4, 5, 6]
-    assert usage.on_gpu[1].nonzero().flatten().tolist() == [0, 5, 6]
+    assert usage.gpu_experts[0].nonzero().flatten().tolist() == [4, 5, 6]
+    assert usage.gpu_experts[1].nonzero().flatten().tolist() == [0, 5, 6]
     assert usage.swaps == 5
     for index, layer in enumerate(layers):
-        assert torch.equal(layer.gpu.table >= 0, usage.on_gpu[index])
+        assert torch.equal(layer.gpu.table >= 0, usage.gpu_experts[index])
 
 
 def test_moving_that_does_not_pay_is_paused_and_counted() -> None:

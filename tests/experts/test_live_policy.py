@@ -262,9 +262,9 @@ def test_a_decision_in_pieces_is_the_same(kind: type) -> None:
     """However many pieces are done in the course of a step; through rests, too."""
     stream, restless = trace("adversarial")[:2000], PolicySettings(horizon_tokens=1e9, dwell_steps=0)
     home = placed("uniform", 0.1)
-    slot_of = torch.stack([home.slots(layer) for layer in range(len(home.on_gpu))])
+    slot_of = torch.stack([home.slots(layer) for layer in range(len(home.gpu_experts))])
     whole, parts = (LivePolicy(Residency(slot_of), COST.expert_bytes, 50.0, restless) for _ in range(2))
-    experts, decided = home.on_gpu.shape[1], 0
+    experts, decided = home.gpu_experts.shape[1], 0
     now, seen = np.zeros(slot_of.shape, kind), np.zeros(slot_of.shape, kind)
     for step, part in enumerate(stream.split(4)):
         used = expert_counts(part, experts).numpy().astype(kind)

@@ -117,7 +117,7 @@ def _summed(counts: Counter[QuantFormat], experts: bool) -> StoredFormat:
         decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
         gpu_bytes_per_weight=sum(_gpu_bytes(fmt) * n for fmt, n in counts.items()) / total,
         zero_points=any(fmt.zero_points and fmt.packable for fmt in counts),
-        not_on_gpu=", ".join(
+        unread_by_gpu=", ".join(
             str(fmt) for fmt in counts if not (fmt.gpu_expert if experts else fmt.gpu_readable)
         ),
     )

@@ -193,12 +193,12 @@ class ModelConfig:
         """Of all routed experts; a machine that computes some of them has all."""
         return self.moe.experts.bias_bytes(self.hidden) * len(self.moe_layers)
 
-    def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, on_gpu: bool = False) -> int:
+    def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, for_gpu: bool = False) -> int:
         """Packed bytes of all other weights, experts' biases included; those that are stored as codes stay so, unless
         dtype is float32, or a GPU has no kernels for them."""
-        key = dtype, stored, on_gpu
+        key = dtype, stored, for_gpu
         if key not in self._sums:
-            self._sums[key] = _dense_bytes(self, dtype, stored, on_gpu) + self.expert_bias_bytes
+            self._sums[key] = _dense_bytes(self, dtype, stored, for_gpu) + self.expert_bias_bytes
         return self._sums[key]
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
@@ -207,12 +207,12 @@ class ModelConfig:
         return self.dense_bytes(dtype, stored) + experts * _loaded_moe_layers(self)
 
 
-def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, on_gpu: bool) -> int:
+def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, for_gpu: bool) -> int:
     hyper, streams = _hyper_params(model), _hyper_bytes(model, DTYPE_BYTES[dtype])
     if not stored.dense_codes or dtype == "float32":
         return (model.dense_params - hyper) * DTYPE_BYTES[dtype] + streams
     kinds = stored.dense, stored.shared, stored.embedding
-    dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
+    dense, shared, embedding = (f.gpu_bytes_per_weight if for_gpu else f.bytes_per_weight for f in kinds)
     head = head_rows(model).size * model.hidden if model.tied_embeddings else 0
     others = model.dense_params - model.shared_params - head - number_params(model)
     numbers = (number_params(model) - hyper) * DTYPE_BYTES[dtype] + streams

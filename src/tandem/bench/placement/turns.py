@@ -66,7 +66,7 @@ def placements(request: Request, seen: Traffic, share: float) -> dict[str, Exper
     for name in request.strategies:
         by = "uniform" if name == "dynamic" else name
         placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
-        here = placement.on_gpu.sum(1)
+        here = placement.gpu_experts.sum(1)
         if 0 < int(here.min()) <= int(here.max()) < experts:
             made[name] = placement
     return made if len(made) > 1 else {}
@@ -74,8 +74,8 @@ def placements(request: Request, seen: Traffic, share: float) -> dict[str, Exper
 
 def room_for(made: dict[str, ExpertPlacement]) -> ExpertPlacement:
     """As many slots in each layer as any of them needs."""
-    most = torch.stack([placement.on_gpu.sum(1) for placement in made.values()]).amax(0)
-    experts = next(iter(made.values())).on_gpu.shape[1]
+    most = torch.stack([placement.gpu_experts.sum(1) for placement in made.values()]).amax(0)
+    experts = next(iter(made.values())).gpu_experts.shape[1]
     return ExpertPlacement(torch.arange(experts) < most[:, None])
 
 
@@ -152,12 +152,12 @@ class OneModel:
 
     def _follow(self, plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
         for name, placement in self._made.items():
-            traced, switched = TraceUsage(usage, self._trace, placement.on_gpu), None
+            traced, switched = TraceUsage(usage, self._trace, placement.gpu_experts), None
             if name == "dynamic":
                 placed = dataclasses.replace(side, placement=placement)
                 live = live_experts(plan, placed, traced, registered(plan, placed))
                 switched = None if live is None else Switched(live)
-            slots = torch.stack([placement.slots(layer) for layer in range(len(placement.on_gpu))])
+            slots = torch.stack([placement.slots(layer) for layer in range(len(placement.gpu_experts))])
             self._contestants[name] = Contestant(slots, traced, switched)
         moving = [each.live for each in self._contestants.values() if each.live is not None]
         return cast(LiveExperts, moving[0]) if moving else None
