@@ -26,7 +26,6 @@ from tandem.config.engine_config import EngineConfig
 from tandem.config.memory import gib
 from tandem.config.plan import Plan
 from tandem.config.vision import Tower
-from tandem.config.vision_costs import image_tokens
 from tandem.engine.children import signal_at_end_of
 from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.protocol import (
@@ -93,7 +92,6 @@ class LoadedEngine:
     vocab_size: int
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     vision: Tower | None = None
-    image_tokens: int = 0
 
     def told(self) -> EngineReady:
         return EngineReady(**{name: getattr(self, name) for name in EngineReady.__struct_fields__})
@@ -122,8 +120,7 @@ def load_engine(config: EngineConfig, ranks: str = "") -> LoadedEngine:
     kernel_loads.ready()
     model = engine.model_config
     defaults = sampling_defaults(config, path)
-    tokens = image_tokens(config, model.vision, engine.plan.gpu is not None) if model.vision else 0
-    facts = (str(path), model.model_type, model.vocab, defaults, model.vision, tokens)
+    facts = (str(path), model.model_type, model.vocab, defaults, model.vision)
     return LoadedEngine(engine, engine.plan, *facts)
 
 

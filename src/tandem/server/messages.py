@@ -51,7 +51,6 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     vocab_size: int
     sampling_defaults: dict[str, float] = {}
     vision: Tower | None = None  # what reads images, if they are served
-    image_tokens: int = 0  # that an image becomes at most
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):

@@ -94,7 +94,7 @@ class ServerState:
             self._prompts.start()
             parsers = self.config.tool_call_parser, self.config.reasoning_parser
             if ready.vision is not None:
-                self._images = ImageReader(ready.vision, ready.image_tokens)
+                self._images = ImageReader(ready.vision, ready.plan.image_tokens)
             self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=self._images)
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
         if self._images is not None:

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,8 +111,8 @@ async def seeing(
     plan = fake_plan(context_length=context, num_pages=4096, max_running_requests=64, max_step_tokens=512)
     state.engine_ready(
         EngineReady(
-            plan=plan, model_path="echo", model_type="echo", vocab_size=300, vision=one if sees else None,
-            image_tokens=1024,
+            plan=replace(plan, image_tokens=1024), model_path="echo", model_type="echo", vocab_size=300,
+            vision=one if sees else None,
         )
     )  # fmt: skip
     state.client.sleep.released.set()
