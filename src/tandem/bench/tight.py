@@ -155,6 +155,7 @@ def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
     prompt_seconds(engine, min(plan.max_step_tokens, plan.context_length - 1))
     look()
     tokens = min(PROMPT, plan.context_length - 1)
+    prompt_seconds(engine, tokens)  # compiles kernels for so many rows
     prompts = repeated(lambda: prompt_seconds(engine, tokens), PROMPTS, 2 * PROMPTS, [])
     probe.add(running.figures())
     prompt_seconds(engine, CONTEXT, keep=True)
