@@ -21,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 SUFFIXES = {".py", ".pyi", ".md", ".toml", ".cc", ".h", ".cu", ".sh", ".txt", ".cmake"}
-LEFT_ALONE = ("scripts/rename", "tests/test_rename.py", "CHANGELOG.md", "benchmarks/results/", "docs/lab/")  # what was is not renamed
+LEFT_ALONE = "scripts/rename", "tests/test_rename.py", "CHANGELOG.md", "benchmarks/results/", "docs/lab/"  # what was
 
 
 class Table(NamedTuple):
