@@ -2,10 +2,14 @@
 
     python scripts/rename.py scripts/renames/houses.txt
 
-Lines of a table: `module tandem.config.norm tandem.spec.norm` moves a file or folder, and renames what names it: imports,
-strings, and paths such as `config/norm.py` in prose. `export tandem.config Norm tandem.spec.norm` says where a name of a
-package that goes away lives. `name spared reserved` renames a word of code. A table may be run again: what has been
-renamed is left alone. Imports are not sorted: `ruff check --fix --select I` does that.
+Lines of a table:
+
+    module tandem.config.norm tandem.spec.norm   moves a file or folder, and what names it: imports, strings, and paths such
+                                                 as `config/norm.py` in prose
+    export tandem.config Norm tandem.spec.norm   where a name of a package that goes away lives
+    name spared reserved                         a word of code
+
+A table may be run again: what has been renamed is left alone. `ruff check --fix --select I` sorts imports.
 """
 
 from __future__ import annotations
