@@ -104,8 +104,9 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
 
 def without_kernels(model: ModelConfig) -> str:
     """Why there are no GPU kernels for it, whatever the machine; "": there are."""
-    whys = (cost_of(mixer).why_no_gpu() for mixer in model.mixers)
-    return next(filter(None, whys), "") or why_unread(model, MAX_HEAD)
+    streams = (block.hyper for layer in model.layers for block in layer.blocks if block.hyper is not None)
+    parts = dict.fromkeys([*model.mixers, *model.bodies, *streams])
+    return next(filter(None, (cost_of(part).why_no_gpu() for part in parts)), "") or why_unread(model, MAX_HEAD)
 
 
 def needs_gpu(config: EngineConfig) -> str:
