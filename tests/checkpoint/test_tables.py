@@ -18,7 +18,11 @@ from tandem.bench.architectures import named_config
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.checkpoint.glance.from_names import formats_from_names
 from tandem.checkpoint.tables import readers
-from tandem.config import EngineConfig, ModelConfig, resolve
+from tandem.config import EngineConfig, ModelConfig, StoredFormats, resolve
+from tandem.config.forecast.advice import Question
+from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.config.forecast.report import report
+from tandem.config.forecast.speeds import Speeds
 from tandem.config.memory import GIB
 from tandem.errors import CheckpointError
 from tiny import file_tensors
@@ -221,6 +225,15 @@ def test_a_place_that_was_asked_for_is_taken_or_refused() -> None:
     assert planned(300, tables="disk").tables == "disk" and planned(300, tables="map").tables == "map"
     with pytest.raises(Exception, match="--tables map leaves tables in their files"):
         planned(120, tables="ram")
+
+
+def test_what_a_machine_lacks_is_counted_without_tables() -> None:
+    host = machine(free=int(100 * GIB))
+    asked = EngineConfig.from_keywords("m"), named_config("qwen3.8-flash-next", None), host, StoredFormats()
+    speeds = Speeds().having("measured", dram_gbps=50.0, cpu_flops=1e12)
+    found = report("m", Question(*asked, wished_speeds(MachineWish(), host, speeds)))
+    (ledger,) = found.ledgers
+    assert not found.fits and not any(entry.name == "tables" for entry in ledger.entries)
 
 
 def test_the_flag_changes_nothing_without_tables(tiny_models) -> None:
