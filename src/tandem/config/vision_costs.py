@@ -54,12 +54,12 @@ def feature_bytes(tower: Tower, dtype: str) -> int:
     return tower.out * tower.levels * DTYPE_BYTES[dtype]
 
 
-def scratch_bytes(tower: Tower, tokens: int, dtype: str, on_gpu: bool) -> int:
+def scratch_bytes(tower: Tower, tokens: int, dtype: str, gpu: bool) -> int:
     """Of an image's pass where it is widest: as pixels, in a block's attention, or in its feed-forward. A GPU computes
     all patches at once, a CPU a tile of them."""
     p, each, hidden = tower.processor, DTYPE_BYTES[dtype], tower.hidden
     patches, pixel = tokens * p.merge**2, 3 * p.patch**2
-    tile = patches if on_gpu else min(patches, CPU_PATCHES)
+    tile = patches if gpu else min(patches, CPU_PATCHES)
     pixels = tile * pixel * (12 + p.temporal * (4 + each)) + patches * each * hidden
     attention = patches * 11 * each * hidden + tile * 12 * hidden  # float32 where rows are turned
     feeding = patches * 7 * each * hidden + tile * 2 * each * tower.width

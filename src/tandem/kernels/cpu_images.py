@@ -1,7 +1,7 @@
 """Attention of all patches of an image to all, on as many threads as there are workers.
 
-PyTorch's kernel is faster than that of prompts for rows that see everything. Its own threads would spin between a step's
-operations; these sleep.
+PyTorch's kernel is faster than that of prompts for rows that see everything. Its own threads would spin between the
+operations of a step; these sleep.
 """
 
 from __future__ import annotations
