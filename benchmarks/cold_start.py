@@ -101,12 +101,35 @@ class Server:
         ]
         return [line for line in lines if float(line.split()[0]) > self.ready]
 
+    def idle_percent(self, seconds: float) -> float:
+        """Of one core, of all its processes, while nobody asks for so long."""
+        before = cpu_seconds(self._process.pid)
+        time.sleep(seconds)
+        return 100 * (cpu_seconds(self._process.pid) - before) / seconds
+
     def stop(self) -> None:
         self._process.terminate()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+
+def cpu_seconds(root: int) -> float:
+    """Of a process and of all that it has started and that still run."""
+    parents, used = dict[int, int](), dict[int, int]()
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            fields = Path(path).read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.split("/")[2])
+        parents[pid], used[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+
+    def below(pid: int) -> bool:
+        return pid == root or (pid in parents and below(parents[pid]))
+
+    return sum(ticks for pid, ticks in used.items() if below(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 class Chats:
@@ -189,8 +212,9 @@ def one_start(number: int, kind: str, asked: argparse.Namespace, trace: Path | N
             asyncio.run(asyncio.wait_for(chats.all(), asked.seconds))
             late, loads = counter(server.address, "tandem_late_kernels"), server.late_loads()
             preempted = counter(server.address, "tandem_preemptions")
+            idle = server.idle_percent(asked.idle) if asked.idle else -1.0
         except (httpx.HTTPError, TimeoutError) as error:
-            late, loads, preempted = -1, [f"{type(error).__name__} {error}"], -1
+            late, loads, preempted, idle = -1, [f"{type(error).__name__} {error}"], -1, -1.0
             print(server.printed()[-6000:], file=sys.stderr, flush=True)
         finally:
             server.stop()
@@ -208,7 +232,7 @@ def one_start(number: int, kind: str, asked: argparse.Namespace, trace: Path | N
             "ready_cold_s": round(cold, 1), "ready_warm_s": round(warm, 1), "preemptions": preempted,
             "late_names": named[:20], "loads": [" ".join(load.split()[1:])[:200] for load in loads[:20]],
             "errors": sorted(set(chats.errors))[:3], "warm_kernels": steps[:1], "config": asked.config,
-            "layers": asked.layers, "format": asked.format, "flags": asked.flag,
+            "idle_percent": round(idle, 3), "layers": asked.layers, "format": asked.format, "flags": asked.flag,
         }  # fmt: skip
 
 
@@ -260,6 +284,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="servers side by side")
     parser.add_argument("--seconds", type=float, default=120.0, help="that all bursts of a start may take")
     parser.add_argument("--once", action="store_true", help="no start with warm caches")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds without a request, at the end of each start")
     parser.add_argument("--trace", action="store_true", help="name what the driver loads")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()

@@ -63,6 +63,22 @@ NAME_MECHANISMS = {
     "kernels/gpu/pieces/attention.py": "long chunks are put together as latent attention's",
 }
 
+# Files that ask by themselves whether an expert is on the GPU. Others ask `experts/residency.py`. May only shrink.
+ASK_FOR_SLOTS = {
+    "experts/residency.py": "the owner",
+    "experts/streams/travel_order.py": "places of experts that travel, -1: of nobody",
+    "kernels/gpu/expert_rows.py": "a kernel skips pairs without a slot",
+    "kernels/gpu/expert_tiles.py": "likewise",
+    "kernels/gpu/experts.py": "an expert that is loaded has a slot",
+    "kernels/gpu/prompts/order.py": "a kernel sorts pairs by slot",
+    "kernels/gpu/ranks/lane_memory.py": "memory of a lane, of no expert",
+    "kernels/gpu/rope.py": "slots of the cache, of no expert",
+    "server/page/live.py": "a key of the page's JSON",
+}
+ASKS_FOR_SLOTS = re.compile(
+    r"on_gpu|\b\w*(?:slot|places|table)\w*(?:\[[^\]]*\])?\)? *(?:>= *0|< *0|[=!]= *-1)"
+)
+
 # What is larger than the house allows, and how large. No entry may grow; one that fits again must go.
 MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 25, 8, 30  # at 20 and 25 the code was cut where the limit was
 MANY_PARAMETERS = {
@@ -293,7 +309,7 @@ def test_few_files_name_a_mechanism() -> None:
     outside = {m: t for m, t in imports().items() if m.split(".")[1:2] not in (["mechanisms"], ["architectures"])}
     naming = {m for m, targets in outside.items() if any(map(mechanism_of, targets))}
     files = {m.removeprefix("tandem.").replace(".", "/") + ".py" for m in naming}
-    assert files == set(NAME_MECHANISMS)
+    assert files == set(NAME_MECHANISMS) and len(files) <= 5
 
 
 def test_every_mechanism_is_whole() -> None:
@@ -301,3 +317,8 @@ def test_every_mechanism_is_whole() -> None:
     folders = [p for p in (SOURCE / "mechanisms").iterdir() if (p / "shape.py").exists()]
     assert len(folders) > 10
     assert not [p.name for p in folders if not any((p / f"{part}.py").exists() for part in ("cost", "block", "torch"))]
+
+
+def test_few_files_ask_for_slots() -> None:
+    files = {p.relative_to(SOURCE).as_posix() for p in MODULES if ASKS_FOR_SLOTS.search(p.read_text())}
+    assert files == set(ASK_FOR_SLOTS) and len(files) <= 12

@@ -110,8 +110,9 @@ struct DenseKernels {
   // delta_step.
   void (*fold_added)(float* state, const FoldToken* token, int64_t k_dim, int64_t v_dim);
   void (*fold_corrected)(float* state, const FoldToken* token, int64_t k_dim, int64_t v_dim);
-  // out = norm of x, rounded to `type`, times weight, times silu(gate).
-  void (*gated_norm)(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps, DType type);
+  // out = norm of x, rounded to `type`, times weight, times silu(gate), or its sigmoid.
+  void (*gated_norm)(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps,
+                     bool sigmoid, DType type);
 
   // out = x of n elements times what makes its length `scale`; eps is added to the sum of squares.
   void (*to_unit)(const float* x, float* out, int64_t n, float scale, float eps);

@@ -232,14 +232,15 @@ DenseOps::Heads make_heads(int64_t heads, int64_t kv_heads, int64_t head_dim, in
 }
 
 DeltaShape make_delta_shape(int64_t k_heads, int64_t v_heads, int64_t k_dim, int64_t v_dim, int64_t conv_width,
-                            const std::vector<std::pair<int64_t, int64_t>>& columns, int64_t projected, int64_t gates) {
+                            const std::vector<std::pair<int64_t, int64_t>>& columns, int64_t projected, int64_t gates,
+                            bool sigmoid) {
   expect(k_heads > 0 && v_heads % k_heads == 0 && k_dim > 0 && v_dim > 0,
          "delta: the value heads do not share key heads");
   expect(1 <= conv_width && conv_width <= 8, "delta: the convolution must be 1 to 8 tokens wide");
   expect(columns.size() == 6, "delta: columns of q, k, v, z, beta and decay are needed");
   const auto at = [&](size_t i) { return DeltaShape::Columns{columns[i].first, columns[i].second}; };
   const DeltaShape shape{k_heads, v_heads, k_dim, v_dim, conv_width, at(0), at(1),
-                         at(2),   at(3),   at(4), at(5), projected,  gates};
+                         at(2),   at(3),   at(4), at(5), projected,  gates, sigmoid};
   const auto inside = [&](const DeltaShape::Columns& c, int64_t width, int64_t row) {
     expect(c.first >= 0 && c.step >= 0 && c.first + (k_heads - 1) * c.step + width <= row,
            "delta: a head's columns lie outside the row");
@@ -276,7 +277,7 @@ void bind_dense(nb::module_& m) {
   nb::class_<DeltaShape>(m, "DeltaShape", "Sizes of a gated delta net, and where its projections lie in a row.")
       .def(nb::new_(&make_delta_shape), nb::arg("k_heads"), nb::arg("v_heads"), nb::arg("k_dim"), nb::arg("v_dim"),
            nb::arg("conv_width"), nb::arg("columns"), nb::arg("projected"), nb::arg("gates"),
-           "columns: (first, step from key head to key head) of q, k, v, z, beta, decay.");
+           nb::arg("sigmoid") = false, "columns: (first, step from key head to key head) of q, k, v, z, beta, decay.");
   nb::class_<DenseOps::Route>(m, "Route", "How logits become experts and weights.")
       .def(nb::new_(&make_route), nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("top_groups"),
            nb::arg("shared"), nb::arg("sigmoid"), nb::arg("normalize"), nb::arg("group_by_top2"), nb::arg("scale"),

@@ -147,6 +147,7 @@ class DeltaShape:
         columns: Sequence[tuple[int, int]],
         projected: int,
         gates: int,
+        sigmoid: bool = False,
     ) -> None:
         """
         columns: (first, step from key head to key head) of q, k, v, z, beta, decay.

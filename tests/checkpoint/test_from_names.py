@@ -61,10 +61,10 @@ def test_names_say_what_headers_say(model, tmp_path, fmt):
         assert ours.quantised == theirs.quantised, kind
         assert ours.bytes_per_weight == pytest.approx(theirs.bytes_per_weight, rel=0.05), (kind, ours, theirs)
         if fmt not in UNKNOWN_FROM_NAMES and kind == "experts":
-            assert (ours.name, ours.methods, ours.not_on_gpu) == (
+            assert (ours.name, ours.methods, ours.unread_by_gpu) == (
                 theirs.name,
                 theirs.methods,
-                theirs.not_on_gpu,
+                theirs.unread_by_gpu,
             )
 
 

@@ -54,9 +54,9 @@ def test_what_was_on_the_gpu() -> None:
     """Experts moved between two steps: each step counts where its experts were."""
     counts = torch.tensor([[[3, 1]], [[0, 4]]])
     moved = torch.tensor([[[True, False]], [[False, True]]])
-    found = summary(UsageRecord(counts, on_gpu=moved))
+    found = summary(UsageRecord(counts, gpu_experts=moved))
     assert (found.gpu_experts, found.gpu_tokens) == (0.5, 7 / 8)
-    found = summary(UsageRecord(counts, on_gpu=moved[1]))
+    found = summary(UsageRecord(counts, gpu_experts=moved[1]))
     assert (found.gpu_experts, found.gpu_tokens) == (0.5, 5 / 8)
     assert summary(UsageRecord(counts)).gpu_tokens is None
 

@@ -11,8 +11,8 @@ GB = 10**9
 
 
 def test_both_sides_are_read_at_the_same_time() -> None:
-    assert experts_seconds(on_cpu=6, on_gpu=2, nbytes=GB, dram_gbps=100, gpu_gbps=4000) == pytest.approx(0.06)
-    assert experts_seconds(on_cpu=0, on_gpu=2, nbytes=GB, dram_gbps=100, gpu_gbps=4000) == pytest.approx(
+    assert experts_seconds(cpu_reads=6, gpu_reads=2, nbytes=GB, dram_gbps=100, gpu_gbps=4000) == pytest.approx(0.06)
+    assert experts_seconds(cpu_reads=0, gpu_reads=2, nbytes=GB, dram_gbps=100, gpu_gbps=4000) == pytest.approx(
         0.0005
     )
 

@@ -346,7 +346,7 @@ def test_where_nothing_can_move_no_spare_place_is_needed() -> None:
     assert found is not None and not found.live
 
 
-Q4_K_M = StoredFormat("q4_k + q6_k", True, 0.63, ("GGUF",), not_on_gpu="q4_k, q6_k")
+Q4_K_M = StoredFormat("q4_k + q6_k", True, 0.63, ("GGUF",), unread_by_gpu="q4_k, q6_k")
 
 
 def stored_on_gpu(experts: StoredFormat, model: ModelConfig = MODEL, **flags: object) -> Plan:
@@ -370,7 +370,7 @@ def test_experts_with_zero_points_are_on_the_gpu_and_travel() -> None:
 
 def test_shared_experts_are_not_fused_with_what_the_gpu_does_not_read() -> None:
     """Fused ones would always be on the GPU."""
-    unread = replace(INT4, name="awq", not_on_gpu="awq")
+    unread = replace(INT4, name="awq", unread_by_gpu="awq")
     assert stored_on_gpu(INT4).fuse_shared_experts
     p = stored_on_gpu(unread)
     assert not p.fuse_shared_experts and "do not read awq" in reason(p, "shared experts")

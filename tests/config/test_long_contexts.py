@@ -72,7 +72,7 @@ def test_entries_of_long_contexts_are_counted() -> None:
 
 def test_matrices_of_streams_are_counted_as_they_are_packed() -> None:
     hyper = Hyper(4, 20, 1e-6, 1e-6)
-    assert (hyper.weights, hyper.matrix_bytes(4096)) == (24, 4 * 32 * 4 * 4096)
+    assert (hyper.weights, hyper.matrix_bytes(4096, 2)) == (24, 4 * 32 * 4 * 4096)
     model = v4()
     without = replace(
         model,
@@ -81,7 +81,7 @@ def test_matrices_of_streams_are_counted_as_they_are_packed() -> None:
         ),
     )
     more = model.dense_bytes("bfloat16") - without.dense_bytes("bfloat16")
-    assert more == 2 * len(model.layers) * hyper.matrix_bytes(model.hidden)
+    assert more == 2 * len(model.layers) * hyper.matrix_bytes(model.hidden, 2)
 
 
 def test_gathered_keys_of_fp8_are_there_beside_those_of_bfloat16() -> None:

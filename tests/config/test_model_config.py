@@ -82,7 +82,8 @@ def test_parameters_are_counted_as_transformers_counts_them(variant):
     )  # not counted: no planner needs them
     counted = sum(p.numel() for n, p in model.named_parameters() if not any(s in n for s in small))
     embedding = 0 if config.tied_embeddings else config.vocab * config.hidden
-    assert config.dense_params + config.routed_params + embedding == counted
+    tables = sum(table.rows * table.width for table in config.tables)
+    assert config.dense_params + config.routed_params + embedding + tables == counted
 
 
 DEEPSEEK = {

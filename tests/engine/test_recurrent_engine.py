@@ -11,7 +11,7 @@ from sessions import generated
 VARIANTS_OF_FAMILIES = [
     "lfm2_moe", "lfm2_moe-bias", "granitemoehybrid", "granitemoehybrid-dense", "nemotron_h", "nemotron_h-mlp",
     "nemotron_h-latent", "kimi_linear", "kimi_linear-short", "bailing_hybrid", "bailing_hybrid-plain",
-    "glm5_next", "glm5_next-pools",
+    "glm5_next", "glm5_next-pools", "qwen4_exp", "qwen4_exp-tables",
 ]  # fmt: skip
 
 

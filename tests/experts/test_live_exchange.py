@@ -17,6 +17,7 @@ from tandem.errors import KernelError
 from tandem.experts.live.copies import hold_all
 from tandem.experts.live.exchange import LiveExchange, Settled
 from tandem.experts.live.policy import Exchange
+from tandem.experts.residency import Residency, Tier
 
 
 def finish(exchange: LiveExchange, copies: FakeCopies) -> Settled:
@@ -165,7 +166,9 @@ def test_steps_move_their_bytes_on_average(experts_per_step: float) -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "step", "step", "late", "refuse", "download", "fail", "publish", "slot", "none"]),
+        st.sampled_from([
+            "add", "step", "step", "late", "refuse", "download", "fail", "publish", "slot", "none", "load", "drop",
+        ]),
         st.integers(0, 1), st.integers(0, 50), st.integers(0, 50), st.sampled_from([0.0, 0.4, 1.0]),
     ),
     min_size=1, max_size=40,
@@ -175,19 +178,22 @@ STEPS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(steps=STEPS, budget=st.sampled_from([700, 3000, PLENTY]), seed=st.integers(0, 9))
 def test_no_expert_is_ever_lost_or_doubled(steps: list[tuple], budget: int, seed: int) -> None:
-    """Any exchanges (sensible or not, of one expert twice), any delays, refused and failed copies."""
+    """Any exchanges (sensible or not, of one expert twice), any delays, refused and failed copies; and experts that go
+    to their file and come back. Whoever follows what has settled knows where each is: on the GPU, in CPU memory, or in
+    its file, never in two of them."""
     layers, copies = [Layer(1), Layer(2)], FakeCopies(seed)
     tables = FakeTables([layer.gpu for layer in layers])
     exchange = made(layers, copies, budget, 3, tables)
-    asked, settled = 0, 0
+    places = Residency(torch.stack([layer.gpu.table for layer in layers]))
+    asked, settled, waiting = 0, 0, [0, 0]
     for what, index, which, other, share in steps:
         layer = layers[index]
-        if what == "add":
-            exchange.add([layer.exchange(index, which, other)])
-            asked += 1
+        if what == "add" and len(host := in_memory(places, index)):
+            exchange.add([layer.exchange(index, which, 0, host[other % len(host)])])
+            asked, waiting[index] = asked + 1, waiting[index] + 1
         elif what == "none":
             exchange.add([Exchange(index, which % ON_GPU, which % EXPERTS, other % EXPERTS)])
-            asked += 1
+            asked, waiting[index] = asked + 1, waiting[index] + 1
         elif what == "refuse":
             copies.refuse = not copies.refuse
         elif what == "fail":
@@ -198,17 +204,60 @@ def test_no_expert_is_ever_lost_or_doubled(steps: list[tuple], budget: int, seed
             tables.failing = {which % 3}
         elif what == "slot":
             copies.fail_in_order = True
+        elif what in ("load", "drop"):
+            if not waiting[index]:  # an exchange may have the layer's spare place
+                move(what, layer, places, index, which)
         else:
             outcome = advance(exchange)
-            settled += len(outcome.done) + len(outcome.dropped) + len(outcome.stranded)
+            settled += follow(places, outcome, waiting)
             copies.arrive(0.0 if what == "late" else share)
-        for each in layers:
-            each.check()
+        check(layers, places, waiting)
     copies.refuse = copies.refuse_downloads = False
-    rest = finish(exchange, copies)
-    assert settled + len(rest.done) + len(rest.dropped) + len(rest.stranded) == asked
-    for each in layers:
-        each.check()
+    settled += follow(places, finish(exchange, copies), waiting)
+    assert settled == asked and waiting == [0, 0]
+    check(layers, places, waiting)
+
+
+def in_memory(places: Residency, layer: int) -> list[int]:
+    """Experts in CPU memory."""
+    return places.on(Tier.CPU)[layer].nonzero()[0].tolist()
+
+
+def move(what: str, layer: Layer, places: Residency, index: int, which: int) -> None:
+    """One expert to its file, or back."""
+    there = places.on(Tier.CPU if what == "drop" else Tier.FILE)[index].nonzero()[0].tolist()
+    if not there:
+        return
+    expert = there[which % len(there)]
+    if what == "drop":
+        layer.cpu.forget(expert)
+        places.drop(index, expert)
+    else:
+        layer.cpu.load_packed(expert, layer.bytes[expert])
+        places.load(index, expert)
+
+
+def follow(places: Residency, outcome: Settled, waiting: list[int]) -> int:
+    """As live placement follows; how many have settled."""
+    for each in outcome.done:
+        places.sink(each.layer, each.leaving)
+        places.rise(each.layer, each.coming, each.slot)
+    for each in outcome.stranded:
+        places.sink(each.layer, each.leaving)
+    every = [*outcome.done, *outcome.dropped, *outcome.stranded]
+    for each in every:
+        waiting[each.layer] -= 1
+    return len(every)
+
+
+def check(layers: list[Layer], places: Residency, waiting: list[int]) -> None:
+    """The layers, and that they are as `places` says where nothing is under way."""
+    counted = sum(places.on(tier).astype(int) for tier in Tier)
+    assert (counted == 1).all()
+    for index, layer in enumerate(layers):
+        layer.check(in_file=places.on(Tier.FILE)[index].nonzero()[0].tolist())
+        if not waiting[index]:
+            assert places.slots[index].tolist() == layer.gpu.table.tolist()
 
 
 def test_a_lost_slot_ends_the_layers_exchanges_and_loses_no_expert(caplog: pytest.LogCaptureFixture) -> None:

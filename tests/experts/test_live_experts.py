@@ -17,14 +17,15 @@ from tandem import _core
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.live_experts import GIVE_UP, LiveExperts
 from tandem.experts.live.policy import LivePolicy, PolicySettings
+from tandem.experts.residency import Residency
 from tandem.experts.usage.expert_usage import Changes
 
 
 class Usage:
     def __init__(self) -> None:
         self.counts = torch.zeros(2, EXPERTS, dtype=torch.int64)
-        self.on_gpu = torch.zeros(2, EXPERTS, dtype=torch.bool)
-        self.on_gpu[:, :ON_GPU] = True
+        self.gpu_experts = torch.zeros(2, EXPERTS, dtype=torch.bool)
+        self.gpu_experts[:, :ON_GPU] = True
         self.swaps = self.swap_rests = 0
         self.copy = None
 
@@ -36,8 +37,8 @@ class Usage:
     def moved(self, changes: Changes, swaps: int, now: Asked | None = None) -> None:
         assert now is None or (now.tokens() == self.counts.numpy()).all()
         for layer, expert, here in changes():
-            assert self.on_gpu[layer, expert] != here
-            self.on_gpu[layer, expert] = here
+            assert self.gpu_experts[layer, expert] != here
+            self.gpu_experts[layer, expert] = here
         self.swaps += swaps
 
 
@@ -54,7 +55,7 @@ def live(
 ) -> LiveExperts:
     s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=horizon)
     slot_of = torch.stack([layer.gpu.table for layer in layers])
-    policy = LivePolicy(slot_of, layers[0].cpu.bytes_per_expert, cost, s)
+    policy = LivePolicy(Residency(slot_of), layers[0].cpu.bytes_per_expert, cost, s)
     return LiveExperts(policy, made(layers, copies, s.bytes_per_step), usage)
 
 
@@ -73,11 +74,11 @@ def test_what_is_used_comes_to_the_gpu() -> None:
         copies.arrive(0.6)
         for layer in layers:
             layer.check()
-    assert usage.on_gpu[0].nonzero().flatten().tolist() == [4, 5, 6]
-    assert usage.on_gpu[1].nonzero().flatten().tolist() == [0, 5, 6]
+    assert usage.gpu_experts[0].nonzero().flatten().tolist() == [4, 5, 6]
+    assert usage.gpu_experts[1].nonzero().flatten().tolist() == [0, 5, 6]
     assert usage.swaps == 5
     for index, layer in enumerate(layers):
-        assert torch.equal(layer.gpu.table >= 0, usage.on_gpu[index])
+        assert torch.equal(layer.gpu.table >= 0, usage.gpu_experts[index])
 
 
 def test_moving_that_does_not_pay_is_paused_and_counted() -> None:
@@ -105,7 +106,7 @@ class Timed:
         self.copies.prompt, ticks = True, itertools.count(step=tick)
         s = PolicySettings(interval_steps=2, dwell_steps=0, bytes_per_step=PLENTY, horizon_tokens=100.0)
         slot_of, nbytes = torch.stack([x.gpu.table for x in self.layers]), self.layers[0].cpu.bytes_per_expert
-        self.policy, self.works = LivePolicy(slot_of, nbytes, 1.0, s), list[_core.Meanwhile]()
+        self.policy, self.works = LivePolicy(Residency(slot_of), nbytes, 1.0, s), list[_core.Meanwhile]()
         self.exchange = made(self.layers, self.copies, s.bytes_per_step)
         self.exchange.meanwhile = self.works.append
         self.experts = LiveExperts(self.policy, self.exchange, self.usage, lambda: read, lambda: next(ticks))

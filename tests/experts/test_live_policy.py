@@ -24,6 +24,7 @@ from tandem.errors import KernelError
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import COME, LEAVE, STAY, Exchange, Floats, LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement, place
+from tandem.experts.residency import Residency
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 48, 512, 10, 1000
 COST = StepCost(
@@ -77,7 +78,7 @@ PLENTY = 1 << 40
 
 def policy(cost: float = 0.0, **settings: float) -> LivePolicy:
     given = {"bytes_per_step": PLENTY, "half_life": 1e9, "horizon_tokens": 1e9, "dwell_steps": 0} | settings
-    return LivePolicy(SLOTS, 1000.0, cost, PolicySettings(**given))
+    return LivePolicy(Residency(SLOTS), 1000.0, cost, PolicySettings(**given))
 
 
 def uses(**counts: float) -> Tensor:
@@ -261,9 +262,9 @@ def test_a_decision_in_pieces_is_the_same(kind: type) -> None:
     """However many pieces are done in the course of a step; through rests, too."""
     stream, restless = trace("adversarial")[:2000], PolicySettings(horizon_tokens=1e9, dwell_steps=0)
     home = placed("uniform", 0.1)
-    slot_of = torch.stack([home.slots(layer) for layer in range(len(home.on_gpu))])
-    whole, parts = (LivePolicy(slot_of, COST.expert_bytes, 50.0, restless) for _ in range(2))
-    experts, decided = home.on_gpu.shape[1], 0
+    slot_of = torch.stack([home.slots(layer) for layer in range(len(home.gpu_experts))])
+    whole, parts = (LivePolicy(Residency(slot_of), COST.expert_bytes, 50.0, restless) for _ in range(2))
+    experts, decided = home.gpu_experts.shape[1], 0
     now, seen = np.zeros(slot_of.shape, kind), np.zeros(slot_of.shape, kind)
     for step, part in enumerate(stream.split(4)):
         used = expert_counts(part, experts).numpy().astype(kind)

@@ -14,24 +14,24 @@ LAYERS, EXPERTS = 4, 6
 
 
 def test_uniform_gives_every_layer_the_same_number() -> None:
-    assert place("uniform", LAYERS, EXPERTS, 12).on_gpu.sum(1).tolist() == [3, 3, 3, 3]
-    assert place("uniform", LAYERS, EXPERTS, 14).on_gpu.sum(1).tolist() == [4, 4, 3, 3]
+    assert place("uniform", LAYERS, EXPERTS, 12).gpu_experts.sum(1).tolist() == [3, 3, 3, 3]
+    assert place("uniform", LAYERS, EXPERTS, 14).gpu_experts.sum(1).tolist() == [4, 4, 3, 3]
 
 
 def test_front_loading_fills_layer_after_layer() -> None:
-    assert place("front-loading", LAYERS, EXPERTS, 14).on_gpu.sum(1).tolist() == [6, 6, 2, 0]
+    assert place("front-loading", LAYERS, EXPERTS, 14).gpu_experts.sum(1).tolist() == [6, 6, 2, 0]
 
 
 def test_random_is_the_same_every_time_and_even() -> None:
     placement = place("random", 40, 100, 1000)
-    assert torch.equal(placement.on_gpu, place("random", 40, 100, 1000).on_gpu)
+    assert torch.equal(placement.gpu_experts, place("random", 40, 100, 1000).gpu_experts)
     assert placement.total == 1000
-    assert placement.on_gpu.sum(1).min() > 5  # 25 expected, standard deviation 4.3
+    assert placement.gpu_experts.sum(1).min() > 5  # 25 expected, standard deviation 4.3
 
 
 def test_frequency_takes_the_most_used_of_all_layers() -> None:
     counts = torch.arange(LAYERS * EXPERTS).view(LAYERS, EXPERTS)
-    on_gpu = place("frequency", LAYERS, EXPERTS, 8, counts).on_gpu
+    on_gpu = place("frequency", LAYERS, EXPERTS, 8, counts).gpu_experts
     assert on_gpu.flatten().nonzero().flatten().tolist() == list(range(16, 24))
 
 
@@ -49,9 +49,9 @@ def test_slots_count_up_within_a_layer(strategy: str, total: int) -> None:
     assert placement.total == min(total, LAYERS * EXPERTS)
     for layer in range(LAYERS):
         slots = placement.slots(layer)
-        here = slots[placement.on_gpu[layer]]
+        here = slots[placement.gpu_experts[layer]]
         assert here.tolist() == list(range(len(here)))
-        assert (slots[~placement.on_gpu[layer]] == -1).all()
+        assert (slots[~placement.gpu_experts[layer]] == -1).all()
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"logical_count": t}])

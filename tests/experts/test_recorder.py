@@ -37,7 +37,7 @@ def test_sums_from_start_to_stop(tmp_path: Path) -> None:
     record = steps.dumped()
     assert torch.equal(record.counts, counts_of(torch.cat(ids))[None])
     assert (record.mode, record.model, record.passes, record.tokens) == ("stat", "made-up", 2, 9)
-    assert record.layers == (0, 2, 5) and record.on_gpu is None and record.topk_ids is None
+    assert record.layers == (0, 2, 5) and record.gpu_experts is None and record.topk_ids is None
     (file,) = (tmp_path / "new" / "folder").iterdir()
     assert file.name.startswith("expert_distribution_recorder_") and file.suffix == ".pt"
     assert torch.equal(load_counts(str(file), LAYERS, EXPERTS), counts_of(torch.cat(ids)).double())
@@ -78,7 +78,7 @@ def test_every_step_and_every_token(tmp_path: Path, kept: int | None) -> None:
     steps.recorder.start()
     ids = [steps.run(Rows(3, 0, 6), Rows(4, 10, 1)), steps.run(Rows(3, 6, 1))]
     steps.run(Rows(3, 7, 1), fail=True)
-    before = steps.usage.on_gpu
+    before = steps.usage.gpu_experts
     elsewhere = [(layer, e, not before[layer, e]) for layer in range(LAYERS) for e in range(EXPERTS)]
     steps.usage.moved(lambda: elsewhere, 1)
     ids.append(steps.run(Rows(3, 7, 1), Rows(4, 11, 2)))
@@ -90,7 +90,7 @@ def test_every_step_and_every_token(tmp_path: Path, kept: int | None) -> None:
     assert record.pass_tokens.tolist() == [7, 1, 3][1 if kept else 0 :]
     assert record.requests.tolist() == [3, 3, 3, 3, 3, 3, 4, 3, 3, 4, 4][cut:]
     assert record.positions.tolist() == [0, 1, 2, 3, 4, 5, 10, 6, 7, 11, 12][cut:]
-    assert torch.equal(record.on_gpu, torch.stack([before, before, ~before])[1 if kept else 0 :])
+    assert torch.equal(record.gpu_experts, torch.stack([before, before, ~before])[1 if kept else 0 :])
 
 
 def test_steps_without_tokens(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_steps_without_tokens(tmp_path: Path) -> None:
     steps.recorder.stop()
     record = steps.dumped()
     assert torch.equal(record.counts, torch.stack([counts_of(each) for each in ids]).int())
-    assert record.topk_ids is record.requests is record.on_gpu is None
+    assert record.topk_ids is record.requests is record.gpu_experts is None
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     record = UsageRecord(counts, "per_pass", "m", 5, 6, (1, 2, 3), counts > 7, torch.tensor([2, 3]).int())
     write_usage(tmp_path / "a.pt", record)
     got = read_usage(tmp_path / "a.pt")
-    assert torch.equal(got.counts, counts) and torch.equal(got.on_gpu, counts > 7)
+    assert torch.equal(got.counts, counts) and torch.equal(got.gpu_experts, counts > 7)
     assert got.layers == (1, 2, 3) and (got.mode, got.tokens, got.passes) == ("per_pass", 5, 6)
     assert [f.name for f in tmp_path.iterdir()] == ["a.pt"]
 

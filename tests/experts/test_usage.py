@@ -175,7 +175,7 @@ def fake_step(usage: ExpertUsage, ids: Tensor, counted: int) -> None:
 def test_totals_of_a_padded_batch_by_side() -> None:
     ids = torch.tensor([[[0, 1], [0, 2], [3, 4]], [[4, 3], [4, 3], [0, 1]]])  # 2 layers, 3 rows, of 5 experts
     on_gpu = torch.tensor([[True, False, False, False, False], [False, False, False, True, True]])
-    usage = ExpertUsage(2, 5, padded=True, on_gpu=on_gpu, chosen=(3, 2))
+    usage = ExpertUsage(2, 5, padded=True, gpu_experts=on_gpu, chosen=(3, 2))
     usage.weigh(0, 100), usage.weigh(1, 7)
     fake_step(usage, ids, 2)
     fake_step(usage, ids, 1)
@@ -215,7 +215,7 @@ def test_each_use_counts_where_it_was_computed_whenever_counts_are_read(
     monkeypatch.setattr(usage_module, "MOST_MOVED", 20)
     layers, experts, rows, made = 3, 8, 4, torch.Generator().manual_seed(read_every)
     on_gpu = torch.rand(layers, experts, generator=made) < 0.5
-    usage, kept = ExpertUsage(layers, experts, padded=True, on_gpu=on_gpu), on_gpu
+    usage, kept = ExpertUsage(layers, experts, padded=True, gpu_experts=on_gpu), on_gpu
     for layer in range(layers):
         usage.weigh(layer, 10 + layer)
     there, everywhere = torch.zeros(2, layers, dtype=torch.int64), torch.zeros(2, layers, dtype=torch.int64)
@@ -232,7 +232,7 @@ def test_each_use_counts_where_it_was_computed_whenever_counts_are_read(
         flip = torch.rand(layers, experts, generator=made) < 0.2
         on_gpu = on_gpu ^ flip
         usage.moved(partial(list, [(l, e, bool(on_gpu[l, e])) for l, e in flip.nonzero().tolist()]), 1)
-        assert torch.equal(usage.on_gpu, on_gpu)
+        assert torch.equal(usage.gpu_experts, on_gpu)
     usage.read()
     nbytes = 10 + torch.arange(layers)
     expected = (there[0], everywhere[0] - there[0], there[1] * nbytes, (everywhere[1] - there[1]) * nbytes)
@@ -255,7 +255,7 @@ def test_counts_that_are_asked_for_are_of_that_time(copy: Copy | None) -> None:
 
 def test_moves_count_as_of_their_step_however_many_counts_are_asked_for_later() -> None:
     ids, later = torch.tensor([[[0], [0]]]), 2 * usage_module.KEPT
-    usage = ExpertUsage(1, 2, padded=True, on_gpu=torch.tensor([[True, False]]))
+    usage = ExpertUsage(1, 2, padded=True, gpu_experts=torch.tensor([[True, False]]))
     fake_step(usage, ids, 2)
     usage.moved(lambda: [(0, 0, False), (0, 1, True)], 1, usage.ask())
     for _ in range(later):
@@ -282,7 +282,7 @@ def test_counts_on_a_gpu_are_read_once_a_second(monkeypatch: pytest.MonkeyPatch)
     clock, readings = [100.0], []
     monkeypatch.setattr(expert_statistics, "monotonic", lambda: clock[0])
     on_gpu = torch.tensor([[True, False]])
-    usage = ExpertUsage(1, 2, padded=True, on_gpu=on_gpu)
+    usage = ExpertUsage(1, 2, padded=True, gpu_experts=on_gpu)
     usage.weigh(0, 10)
     meter = ExpertMeter(usage, (4,), FakeHandoff(), FakeLive())
     for clock[0], idle in ((100.0, False), (100.5, False), (100.99, True), (101.5, False), (102.5, False)):

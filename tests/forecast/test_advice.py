@@ -77,8 +77,8 @@ def test_compare_ranks_what_can_be_done() -> None:
     possible = [row for row in rows if row.decode is not None]
     rates = [row.decode.middle for row in possible if row.decode is not None]
     assert len(possible) > 5 and rates == sorted(rates, reverse=True)
-    assert len({(row.method, round(row.on_gpu, 3)) for row in possible}) == len(possible)
-    assert possible[0].on_gpu > possible[-1].on_gpu and all(row.why for row in rows[len(possible) :])
+    assert len({(row.method, round(row.planned_share, 3)) for row in possible}) == len(possible)
+    assert possible[0].planned_share > possible[-1].planned_share and all(row.why for row in rows[len(possible) :])
     assert {row.method for row in compare(question(machine()))} == {"as stored", "INT8", "INT4"}
 
 

@@ -44,7 +44,7 @@ def test_its_rows_say_what_holds() -> None:
     asked = question(case)
     plan = asked.plan()
     total, predicted = plan.ledgers[0].total_bytes, asked.predicted(plan)
-    good = tight.Seen(int(total * 0.98), 2048, predicted.prompt.middle, predicted.decode[1].middle)
+    good = tight.Seen(int(total * 0.98), total, total, 2048, predicted.prompt.middle, predicted.decode[1].middle)
     found = tight.rows(case, asked, plan, good)
     assert [row["what"] for row in found] == ["memory", "decoding", "prompt of 2048"]
     assert all(row["holds"] for row in found) and found[0]["gpu_ratio"] == pytest.approx(0.98, abs=1e-3)

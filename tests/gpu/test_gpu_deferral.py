@@ -45,7 +45,7 @@ def on_the_cpu(path: Any, dtype: str, most: int, placement: ExpertPlacement) -> 
 
 def make_late(model: Any, most: int, placement: ExpertPlacement) -> None:
     blocks, due = [layer.moe for layer in model.layers if layer.moe is not None], Due()
-    defers = who_defers([not bool(layer.all()) for layer in placement.on_gpu])
+    defers = who_defers([not bool(layer.all()) for layer in placement.gpu_experts])
     for index, moe in enumerate(blocks):
         top_k = moe.router.top_k
         moe.experts.places = torch.cat((placement.slots(index), torch.zeros(moe.fused, dtype=torch.int32)))

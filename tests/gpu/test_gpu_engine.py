@@ -53,7 +53,7 @@ def test_experts_that_move_at_every_step_do_not_change_the_logits(
     path = tiny_models[variant]
     exact, theirs = on_the_cpu(path, "float32"), on_the_cpu(path, "bfloat16")
     session = Session(path, share, graphs, moving=True)
-    before = session.side.placement.on_gpu
+    before = session.side.placement.gpu_experts
     ours = session.logits(together)
     allowed = 1.5 * rms(theirs, exact)
     print(
@@ -64,11 +64,11 @@ def test_experts_that_move_at_every_step_do_not_change_the_logits(
     steps = (1 + DECODED) * (1 if together else ROWS)
     # Decided after one step, made beside the next, or, where that has no time for it, after it or the one after that.
     assert session.usage.swaps >= both_sides * (steps // 3 - 1)
-    assert torch.equal(session.usage.on_gpu.sum(1), before.sum(1))
+    assert torch.equal(session.usage.gpu_experts.sum(1), before.sum(1))
     for layer, experts in session.side.store.layers.items():
         if experts.sides is not None:
             slots = experts.sides.gpu.table.cpu()[: before.shape[1]]
-            assert torch.equal(slots >= 0, session.usage.on_gpu[layer])
+            assert torch.equal(slots >= 0, session.usage.gpu_experts[layer])
 
 
 @pytest.mark.parametrize("variant", ["qwen3_moe-gpu", "glm4_moe", "gpt_oss"])

@@ -151,7 +151,7 @@ def test_nothing_moves_where_no_layer_has_experts_on_both_sides(caplog: pytest.L
         num_pages=4, max_running_requests=1, max_step_tokens=64, radix_cache=False, fuse_shared_experts=False,
         gpu=GpuPlan("GPU", EXPERTS, "front-loading", None, (), 20.0, live=True),
     )  # fmt: skip
-    usage = ExpertUsage(2, EXPERTS, padded=True, on_gpu=placement.on_gpu, device=DEVICE)
+    usage = ExpertUsage(2, EXPERTS, padded=True, gpu_experts=placement.gpu_experts, device=DEVICE)
     assert live_experts(made, GpuSide(ops, store, handoff, placement), usage) is None
     assert "experts stay where they are" in caplog.text
 
@@ -264,7 +264,7 @@ def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.Monkey
     assert [sum(turn.tokens for turn in each.turns) for each in found.values()] == [32] * 3
     assert sum(each.usage.hits for each in found.values()) == sum(hits for _, hits in model.results)
     for name, placement in made.items():
-        assert found[name].usage.hits == int((expert_counts(trace, EXPERTS) * placement.on_gpu).sum())
+        assert found[name].usage.hits == int((expert_counts(trace, EXPERTS) * placement.gpu_experts).sum())
         assert found[name].usage.swaps == 0
     assert found["dynamic"].usage.swaps > 0 and found["dynamic"].usage.hits != found["uniform"].usage.hits
 
@@ -276,7 +276,7 @@ def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:
     seen = traffic(request, named_config(request.config, request.layers))
     found = placements(request, seen, 0.5)
     assert list(found) == ["uniform", "dynamic"]
-    assert torch.equal(room_for(found).on_gpu, found["uniform"].on_gpu)
+    assert torch.equal(room_for(found).gpu_experts, found["uniform"].gpu_experts)
     assert placements(request, seen, 0.0) == placements(request, seen, 1.0) == {}
 
 
@@ -303,8 +303,8 @@ def test_strategies_are_measured_apart_where_memory_is_short(
 
 def test_a_replayed_trace_counts_hits_where_experts_were() -> None:
     trace = generate(TraceShape(30, 2, EXPERTS, TOP_K), Zipf(), 1)
-    first, second = (place(name, 2, EXPERTS, 6).on_gpu for name in ("uniform", "random"))
-    usage = TraceUsage(ExpertUsage(2, EXPERTS, device=DEVICE, padded=True, on_gpu=first), trace, first)
+    first, second = (place(name, 2, EXPERTS, 6).gpu_experts for name in ("uniform", "random"))
+    usage = TraceUsage(ExpertUsage(2, EXPERTS, device=DEVICE, padded=True, gpu_experts=first), trace, first)
     usage.tokens = 12
     assert torch.equal(torch.from_numpy(usage.ask().tokens()).long(), expert_counts(trace[:12], EXPERTS))
     changed = (first != second).nonzero().tolist()

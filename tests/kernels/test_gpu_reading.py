@@ -48,11 +48,11 @@ def test_checkpoints(name: str, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": made.config}))
     checkpoint = open_checkpoint(tmp_path)
     stored = checkpoint.formats().experts
-    assert (stored.not_on_gpu == "") == accepted(checkpoint.weight(MODULE, (SIZE, SIZE)))
-    assert stored.not_on_gpu in ("", stored.name)
+    assert (stored.unread_by_gpu == "") == accepted(checkpoint.weight(MODULE, (SIZE, SIZE)))
+    assert stored.unread_by_gpu in ("", stored.name)
     dense = stored_formats([("model.layers.3.self_attn.o_proj", checkpoint.format(MODULE), 100)]).dense
     known = checkpoint.format(MODULE)  # only kernels of experts know zero points
-    assert dense.not_on_gpu or not (known.zero_points and known.packable)
+    assert dense.unread_by_gpu or not (known.zero_points and known.packable)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BITS if kind.startswith(("q", "iq", "tq"))])
@@ -76,4 +76,4 @@ def test_unreadable_formats_among_several_are_named() -> None:
         ("1.mlp.experts.0.down_proj", "q8_0"), ("0.self_attn.q_proj", "q4_k"), ("1.self_attn.v_proj", "q8_0"),
     ]  # fmt: skip
     found = stored_formats((f"model.layers.{name}", QuantFormat(kind, "gguf"), 100) for name, kind in kinds)
-    assert (found.experts.not_on_gpu, found.dense.not_on_gpu, found.shared) == ("", "q4_k", StoredFormat())
+    assert (found.experts.unread_by_gpu, found.dense.unread_by_gpu, found.shared) == ("", "q4_k", StoredFormat())

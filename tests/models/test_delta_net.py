@@ -60,12 +60,12 @@ def ops(tier: str) -> CpuOps:
     return CpuOps(_core.WorkerPool([-1, -1]), tier)
 
 
-@pytest.mark.parametrize("layout", ["heads", "kinds"])
+@pytest.mark.parametrize(("layout", "gate"), [("heads", "silu"), ("kinds", "silu"), ("kinds", "sigmoid")])
 @pytest.mark.parametrize("sizes", [(2, 6, 20, 40), (3, 3, 16, 72), (1, 2, 128, 128)])
 @pytest.mark.parametrize("tier", TIERS[:5])
-def test_kernels_agree_with_float64(tier: str, sizes: tuple[int, int, int, int], layout: str) -> None:
+def test_kernels_agree_with_float64(tier: str, sizes: tuple[int, int, int, int], layout: str, gate: str) -> None:
     """A step sums k_dim products in float32; what is learnt from it goes on for 24 steps."""
-    shape = replace(SHAPE, k_heads=sizes[0], v_heads=sizes[1], k_dim=sizes[2], v_dim=sizes[3], layout=layout)
+    shape = replace(SHAPE, k_heads=sizes[0], v_heads=sizes[1], k_dim=sizes[2], v_dim=sizes[3], layout=layout, gate=gate)
     exact = TorchDelta(shape, DeltaWeights(*(w.double() for w in weights(shape, torch.float32))))
     wide, narrow = rows(shape, 30, torch.float32)
     parts = batch([(3, 0, 24), (1, 0, 1), (4, 0, 5)])
@@ -178,7 +178,7 @@ def test_a_slot_that_is_not_there_is_refused() -> None:
         delta(wide, narrow, batch([(SLOTS, 0, 1)]), states(SHAPE, torch.float32))
 
 
-@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text", "lfm2_moe"])
+@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "qwen4_exp"])
 @pytest.mark.parametrize("guessing", [False, True])
 def test_a_second_turn_gives_the_answer_of_a_server_without_a_cache(tiny_models, variant: str, guessing: bool) -> None:
     """Greedy text with a snapshot equals text computed from nothing, and few rows are computed for it. Also where a

@@ -82,7 +82,7 @@ def test_blocks_are_computed_as_they_are_stored(both: tuple[Path, Path], name: s
 
 def test_the_plan_keeps_the_blocks(both: tuple[Path, Path]) -> None:
     formats = open_checkpoint(both[0]).formats()
-    assert formats.experts.name == "mxfp4" and not formats.experts.not_on_gpu
+    assert formats.experts.name == "mxfp4" and not formats.experts.unread_by_gpu
     assert open_checkpoint(both[1]).formats().experts.name == "f32"
 
 
@@ -120,7 +120,7 @@ def test_gguf_files_give_what_their_numbers_give(tiny_models, tmp_path: Path, ki
     session = Session(file, expert_format="stored")
     assert worst(ours(session), reference(plain)) < 1e-4
     assert session.config.moe == ModelConfig.load(source).moe
-    assert held.formats().experts.not_on_gpu == ""
+    assert held.formats().experts.unread_by_gpu == ""
 
 
 def _held(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:

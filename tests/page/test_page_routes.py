@@ -144,7 +144,7 @@ def test_live_numbers_are_those_of_the_metrics() -> None:
         assert sum(map(sum, experts["tokens"])) > 0 and stats["swaps"] > 0
         first = echo_engine.load_routed(EngineConfig(model="echo"), 3, 16).engine.expert_traffic()
         now = "".join(experts["on_gpu"])
-        assert now != "".join(map(str, first.on_gpu)) and now.count("1") == sum(first.on_gpu)
+        assert now != "".join(map(str, first.gpu_experts)) and now.count("1") == sum(first.gpu_experts)
 
     run(scenario, loaded=echo_engine.load_routed(EngineConfig(model="echo"), 3, 16))
 

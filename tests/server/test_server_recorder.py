@@ -188,10 +188,10 @@ def test_from_a_recording_to_a_placement(tiny_models, tmp_path: Path) -> None:
     config, record = load_model_config(model), read_usage(file)
     layers, experts = len(config.moe_layers), config.moe.router.num_experts
     assert record.counts.shape == (record.passes, layers, experts) and record.model == model.name
-    assert record.on_gpu.shape == record.counts.shape and not record.on_gpu.any()
+    assert record.gpu_experts.shape == record.counts.shape and not record.gpu_experts.any()
     counts = load_counts(file, layers, experts, config.moe_layers, len(config.layers))
     assert counts.sum(1).tolist() == [float(record.tokens * config.moe.router.top_k)] * layers
-    hottest = place("frequency", layers, experts, layers, counts).on_gpu
+    hottest = place("frequency", layers, experts, layers, counts).gpu_experts
     assert counts[hottest].min() >= counts[~hottest].max()
 
 
@@ -205,4 +205,4 @@ def test_the_engine_places_experts_as_they_were_recorded(tiny_models, tmp_path: 
     gpu = GpuPlan("GPU", 4, "frequency", file, (), 1.0)
     placement, counts = expert_placement(gpu, config), read_usage(file).total
     assert placement.total == 4
-    assert counts[placement.on_gpu].min() >= counts[~placement.on_gpu].max()
+    assert counts[placement.gpu_experts].min() >= counts[~placement.gpu_experts].max()

@@ -171,7 +171,7 @@ class RoutedEcho(EchoModel):
         popular = rng.zipf(1.4, (layers, experts)).clip(1, 60).astype(np.float64)
         self._chances = popular / popular.sum(1, keepdims=True)
         on_gpu = torch.from_numpy(popular >= np.quantile(popular, 0.7, axis=1, keepdims=True))
-        self.usage = ExpertUsage(layers, experts, on_gpu=on_gpu)
+        self.usage = ExpertUsage(layers, experts, gpu_experts=on_gpu)
         for layer in range(layers):
             self.usage.weigh(layer, 2_400_000)
 
@@ -189,7 +189,7 @@ class RoutedEcho(EchoModel):
 
     def _exchange(self) -> None:
         layer = int(self._rng.integers(len(self._chances)))
-        here = self.usage.on_gpu[layer].numpy()
+        here = self.usage.gpu_experts[layer].numpy()
         comes, goes = (int(self._rng.choice(np.flatnonzero(side))) for side in (~here, here))
         self.usage.moved(lambda: [(layer, comes, True), (layer, goes, False)], 1)
 

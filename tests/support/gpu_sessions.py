@@ -142,7 +142,7 @@ class Session:
         self.side.ops.group = self.group
         self.usage = ExpertUsage(
             len(config.moe_layers), config.moe.router.num_experts,
-            device=self.side.ops.device, padded=True, on_gpu=self.side.placement.on_gpu,
+            device=self.side.ops.device, padded=True, gpu_experts=self.side.placement.gpu_experts,
             chosen=(256, config.moe.router.top_k),
         )  # fmt: skip
         self.model = build(

@@ -28,7 +28,7 @@ class Steps:
         self.options = RecorderOptions(directory, **options)
         on_gpu = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
         on_gpu[:, 2] = True
-        self.usage = ExpertUsage(LAYERS, EXPERTS, on_gpu=on_gpu, chosen=(MOST_ROWS, TOP_K))
+        self.usage = ExpertUsage(LAYERS, EXPERTS, gpu_experts=on_gpu, chosen=(MOST_ROWS, TOP_K))
         self.recorder = ExpertRecorder(self.usage, (0, 2, 5), self.options, "made-up")
         self._generator = torch.Generator().manual_seed(4)
 

@@ -410,6 +410,26 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         moe_intermediate_size=28, shared_expert_intermediate_size=36, linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24, linear_conv_kernel_dim=4,
     )),
+    "qwen4_exp": ("qwen4_exp_text", settings(
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=24, num_experts=10,
+        moe_intermediate_size=28, shared_expert_intermediate_size=36, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24, linear_conv_kernel_dim=4,
+        output_gate_type="sigmoid", hc_count=4, hc_lowrank=18, indexer_n_heads=12, indexer_kv_heads=1,
+        indexer_head_dim=20, indexer_budget=12, indexer_compress_ratio=4, ple_layer_ids=[2], ple_embed_dim=48,
+        ngram_size=3, heads_per_ngram=4, ngram_vocab_size_base=97, split_ngram_parts=2,
+        layer_types=["linear_attention", "linear_attention", "indexed_attention", "indexed_attention"],
+        rope_parameters=settings(rope_type="default", rope_theta=3000.0, partial_rotary_factor=0.5),
+    )),
+    "qwen4_exp-tables": ("qwen4_exp_text", settings(
+        num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=16, num_experts=7,
+        moe_intermediate_size=20, shared_expert_intermediate_size=24, linear_num_key_heads=3,
+        linear_num_value_heads=3, linear_key_head_dim=16, linear_value_head_dim=20, linear_conv_kernel_dim=3,
+        hc_count=3, hc_lowrank=22, indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=4,
+        indexer_compress_ratio=2, ple_layer_ids=[1, 3], ple_embed_dim=72, ple_conv_kernel_size=3, ngram_size=4,
+        heads_per_ngram=3, ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=8, split_ngram_parts=1,
+        layer_types=["linear_attention", "indexed_attention", "linear_attention"], attention_bias=True,
+        rope_parameters=settings(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.25),
+    )),
     "qwen3_moe-yarn": ("qwen3_moe", settings(
         num_attention_heads=4, num_key_value_heads=2, head_dim=24, num_experts=8, moe_intermediate_size=28,
         intermediate_size=52, norm_topk_prob=True,
@@ -530,7 +550,7 @@ def save_tiny(variant: str, path: Path, **more: object) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks", "base")):  # else all ones and zeros: tests nothing
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-            if name.endswith(("A_log", "compress_ape", "compress_gate")) and tensor.unique().numel() == 1:
+            if name.endswith(("A_log", "compress_ape", "compress_gate", "ple.conv1d.weight")) and _all_alike(tensor):
                 tensor.copy_(torch.randn_like(tensor) * 0.3)
             if name.endswith(("router.scale", "expert_scale", "layer_scalar")):  # likewise
                 tensor.mul_(1 + torch.randn_like(tensor) * 0.2)
@@ -539,6 +559,10 @@ def save_tiny(variant: str, path: Path, **more: object) -> None:
                 tensor.copy_(choices.argsort(-1)[:, : tensor.shape[1]])
     model.to(torch.bfloat16).float().save_pretrained(path)  # every weight is exact in bf16, and stored as f32
     save_tokenizer(path)
+
+
+def _all_alike(tensor: torch.Tensor) -> bool:
+    return tensor.unique().numel() == 1
 
 
 def save_fused(source: Path, path: Path) -> None:

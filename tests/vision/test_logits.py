@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from tandem import _core
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
-from tiny_seeing import SEEING, image, oracle, patches, prompt, reference, save_seeing, text
+from tiny import file_tensors
+from tiny_seeing import SEEING, image, oracle, patches, prompt, reference, save_omni, save_seeing, text
 from walking import Walk, encoded, pixels_of
 
 WIDE, TALL, LEAST = image(16, 40), image(32, 8, 1), image(8, 8, 2)  # 10, 4 and 1 tokens
@@ -70,6 +72,13 @@ def test_logits_equal_transformers(walk, variant: str, way: str, name: str) -> N
         assert difference(one.logits(PROMPTS[name], size, MORE), wanted) < 1e-4, size
 
 
+def test_a_qwen3_omni_sees(walk, tmp_path: Path) -> None:
+    path, _ = walk("qwen3_vl_moe", WAYS[-1])
+    save_omni(path, tmp_path / "omni")
+    wanted = reference(path, TWO, MORE)
+    assert difference(Walk(tmp_path / "omni", operations(WAYS[-1])).logits(TWO, 5, MORE), wanted) < 1e-4
+
+
 @pytest.mark.parametrize("variant", SEEING)
 @pytest.mark.parametrize("size", range(1, LONGEST + 1))
 def test_chunks_may_cut_an_image_anywhere(walk, variant: str, size: int) -> None:
@@ -114,3 +123,24 @@ def test_features_equal_transformers(walk, variant: str, size: tuple[int, int]) 
         theirs = oracle(path).model.visual(patches(source), grid_thw=torch.tensor([grid]))
     levels = [theirs.pooler_output, *(getattr(theirs, "deepstack_features", None) or [])]
     assert difference(encoded(one.tower.encode(pixels_of(source))), torch.stack(list(levels), 1)) < 1e-4
+
+
+def test_features_of_a_qwen3_omni_equal_transformers(tmp_path: Path) -> None:
+    """Its own tower, whose modules have other names."""
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+        Qwen3OmniMoeVisionEncoderConfig,
+    )
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
+
+    save_seeing("qwen3_vl_moe", tmp_path / "vl")
+    save_omni(tmp_path / "vl", tmp_path / "omni")
+    keys = json.loads((tmp_path / "omni" / "config.json").read_text())["thinker_config"]["vision_config"]
+    keys.pop("model_type")
+    theirs = Qwen3OmniMoeVisionEncoder._from_config(Qwen3OmniMoeVisionEncoderConfig(**keys)).eval()
+    own = {n.removeprefix("thinker.visual."): t for n, t in file_tensors(tmp_path / "omni").items() if ".visual." in n}
+    theirs.load_state_dict(own)
+    source = image(40, 56, 5)
+    with torch.inference_mode():
+        wanted = theirs(patches(source), grid_thw=torch.tensor([[1, 10, 14]]))
+    got = encoded(Walk(tmp_path / "omni", TorchOps()).tower.encode(pixels_of(source)))
+    assert difference(got, torch.stack([wanted.pooler_output, *wanted.deepstack_features], 1)) < 1e-4

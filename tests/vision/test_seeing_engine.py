@@ -11,31 +11,15 @@ import pytest
 import torch
 
 from fake_model import run, token_ids
+from seeing_requests import ONE, OTHER, PLAIN, PROMPTS, TALL, TWO, WIDE, check, request
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest
 from tandem.engine.vision.spans import PixelSource
 from tandem.errors import RequestError
-from tiny_seeing import (
-    IMAGE,
-    SEEING,
-    Prompt,
-    image,
-    oracle,
-    prompt,
-    reference,
-    save_drafted,
-    save_seeing,
-    text,
-)
+from tiny_seeing import SEEING, Prompt, image, oracle, prompt, save_drafted, save_seeing, text
 
-WIDE, TALL, OTHER = image(16, 40), image(32, 8, 1), image(16, 40, 2)  # 10, 4 and 10 tokens
 PAGE = 4
-ONE = prompt(text(6), WIDE, text(5, 2))
-TWO = prompt(text(3), TALL, text(2, 3), WIDE, text(4, 2))
-ENDS = prompt(TALL, text(6), WIDE)
-PLAIN = prompt(text(14, 9))
-ANSWER = 12
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +37,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def engine_of(path: Path, **flags: object) -> Engine:
     usual = {"dtype": "float32", "kt_cpuinfer": 2, "page_size": PAGE, "max_total_tokens": 400, "device": "cpu"}
     return Engine(EngineConfig.from_keywords(str(path), **(usual | flags)))
-
-
-def request(name: str, asked: Prompt, **sampling: object) -> GenerateRequest:
-    usual = {"temperature": 0.0, "max_tokens": ANSWER, "ignore_eos": True, "logit_bias": {IMAGE: -100.0}}
-    return GenerateRequest(
-        id=name, prompt_ids=list(asked.ids), images=asked.images, sampling=SamplingParams(**(usual | sampling))
-    )
-
-
-def check(path: Path, asked: Prompt, answer: list[int]) -> None:
-    """Each token of a greedy answer is Transformers' own behind those before it. A placeholder, which it would take for
-    an image, never comes."""
-    assert len(answer) == ANSWER
-    logits = reference(path, asked, tuple(answer))[len(asked.ids) - 1 : -1].clone()
-    logits[:, IMAGE] = -torch.inf
-    assert logits.argmax(-1).tolist() == answer
 
 
 def answers(engine: Engine, *requests: GenerateRequest) -> dict[tuple[str, int], list[int]]:
@@ -90,7 +58,7 @@ WAYS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("variant", SEEING)
 def test_answers_are_those_of_transformers(saved, variant: str, way: str) -> None:
-    path, asked = saved(variant), {"one": ONE, "two": TWO, "ends": ENDS, "plain": PLAIN}
+    path, asked = saved(variant), PROMPTS
     engine = engine_of(path, **WAYS[way])
     found = answers(engine, *(request(name, each) for name, each in asked.items()))
     for name, each in asked.items():
@@ -106,9 +74,8 @@ def test_a_draft_layer_guesses_behind_images(saved, tmp_path) -> None:
     path = saved("qwen3_5_moe")
     save_drafted(path, tmp_path / "drafted")
     engine = engine_of(tmp_path / "drafted", speculative_algorithm="NEXTN", disable_speculative_governor=True)
-    asked = {"one": ONE, "two": TWO, "ends": ENDS, "plain": PLAIN}
-    found = answers(engine, *(request(name, each) for name, each in asked.items()))
-    for name, each in asked.items():
+    found = answers(engine, *(request(name, each) for name, each in PROMPTS.items()))
+    for name, each in PROMPTS.items():
         check(path, each, found[name, 0])
     assert engine.stats().speculation.guesses > 0
     engine.close()

@@ -95,7 +95,8 @@ struct DeltaRule : Rows<Isa> {
   }
 
   template <DType type>
-  static void gated_norm(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps) {
+  static void gated_norm(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps,
+                         bool sigmoid) {
     Vec squares = Isa::zero();
     R::for_runs(n, [&](int64_t i, int64_t m) {
       const Vec v = R::template rounded<type>(R::template load_n<DType::f32>(x, i, m));
@@ -106,7 +107,8 @@ struct DeltaRule : Rows<Isa> {
       const Vec v = R::template rounded<type>(R::template load_n<DType::f32>(x, i, m));
       const Vec normed = R::template rounded<type>(Isa::mul(v, inverse));
       const Vec weighted = R::template rounded<type>(Isa::mul(R::template load_n<type>(weight, i, m), normed));
-      R::template store_n<type>(out, i, m, Isa::mul(weighted, silu(R::template load_n<type>(gate, i, m))));
+      const Vec g = R::template load_n<type>(gate, i, m);
+      R::template store_n<type>(out, i, m, Isa::mul(weighted, sigmoid ? vector_sigmoid<Isa>(g) : silu(g)));
     });
   }
 };
@@ -186,9 +188,10 @@ void multiply(const void* x, const void* y, void* out, int64_t n, DType type) {
 }
 
 template <class Isa>
-void gated_norm(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps, DType type) {
-  type == DType::bf16 ? DeltaRule<Isa>::template gated_norm<DType::bf16>(x, gate, weight, out, n, eps)
-                      : DeltaRule<Isa>::template gated_norm<DType::f32>(x, gate, weight, out, n, eps);
+void gated_norm(const float* x, const void* gate, const void* weight, void* out, int64_t n, float eps, bool sigmoid,
+                DType type) {
+  type == DType::bf16 ? DeltaRule<Isa>::template gated_norm<DType::bf16>(x, gate, weight, out, n, eps, sigmoid)
+                      : DeltaRule<Isa>::template gated_norm<DType::f32>(x, gate, weight, out, n, eps, sigmoid);
 }
 
 }  // namespace

@@ -117,7 +117,7 @@ class HeadRun {
     if (t < 0) return;
     const char* gate = projected(t, shape_.z) + j * shape_.v_dim * size_;
     char* to = static_cast<char*>(call_.out) + (row * shape_.v_heads + value_head) * shape_.v_dim * size_;
-    kernels_.gated_norm(out, gate, call_.norm, to, shape_.v_dim, call_.eps, call_.type);
+    kernels_.gated_norm(out, gate, call_.norm, to, shape_.v_dim, call_.eps, shape_.sigmoid, call_.type);
   }
 
   // The last inputs, after all that read the ones that they replace.

@@ -14,6 +14,7 @@ struct DeltaShape {
   Columns q, k, v, z;        // of the projected row; v and z: of all value heads of the key head, one after the other
   Columns beta, decay;       // of the row of gates, likewise
   int64_t projected, gates;  // elements of the two rows
+  bool sigmoid = false;      // of z, which results are multiplied with; else its silu
 
   int64_t group() const { return v_heads / k_heads; }
   // Channels of the convolution: q of all heads, k of all heads, v of all heads.

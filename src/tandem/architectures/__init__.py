@@ -31,6 +31,7 @@ from tandem.architectures.recurrent import (
     lfm2_moe,
     nemotron_h,
     qwen3_next,
+    qwen4_exp,
 )
 from tandem.architectures.shared import text_part
 from tandem.architectures.windows import afmoe, exaone_moe, laguna, mimo_v2_flash, step3p7
@@ -45,7 +46,7 @@ _ALL = (
     *glm4_moe.FAMILIES, glm4_moe_lite.FAMILY, glm5_next.FAMILY, gpt_oss.FAMILY, *granite.FAMILIES,
     hunyuan_v1_moe.FAMILY, hy_v3.FAMILY, kimi_linear.FAMILY, laguna.FAMILY, lfm2_moe.FAMILY, mimo_v2_flash.FAMILY,
     minimax_m2.FAMILY, *mistral4.FAMILIES, *mixtral.FAMILIES, nemotron_h.FAMILY, olmoe.FAMILY, qwen2_moe.FAMILY,
-    *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES, step3p7.FAMILY,
+    *qwen3_moe.FAMILIES, *qwen3_next.FAMILIES, qwen4_exp.FAMILY, step3p7.FAMILY,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By `model_type`."""

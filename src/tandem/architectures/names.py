@@ -36,6 +36,7 @@ class Names:
     attention: str = "self_attn"
     own_gate: str = "self_attn.g_proj"
     recurrent: str = "linear_attn"
+    ngram: str = "ple"
     dense: str = "mlp"
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"

@@ -32,7 +32,9 @@ def vision(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def omni(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """What thinks; what speaks is not read."""
-    return config(text_part(text_part(keys, "thinker_config")), generation)
+    thinker = text_part(keys, "thinker_config")
+    text = text_part(thinker)
+    return with_tower(thinker, text, config(text, generation), (24, 20, 20), deep=(8, 16, 24))
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:

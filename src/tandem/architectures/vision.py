@@ -1,4 +1,4 @@
-"""Towers of Qwen3-VL and Qwen3.5: what of `config.json` says how images are read."""
+"""Towers of Qwen3-VL, Qwen3-Omni and Qwen3.5: what of `config.json` says how images are read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ SIDES = 3  # parts of a position: in time, downwards, across
 def with_tower(
     keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers, deep: Numbers = ()
 ) -> ModelConfig:
-    """The model, with the tower of `vision_config` where there is one. keys: of the whole file; text: of its text.
-    Where the file does not say, sections: pairs of a head that each part of a position turns; deep: as of `Tower`."""
-    nested = keys.mapping("vision_config")
-    if not nested:
+    """The model, with the tower of `vision_config` where there is one; without it, and why, where it is not computed:
+    text is served anyway. keys: of the whole file; text: of its text. Where the file does not say, sections: pairs of a
+    head that each part of a position turns; deep: as of `Tower`."""
+    if not keys.mapping("vision_config"):
         return made
-    inner = JsonKeys(nested, f"{keys.where}: vision_config")
+    try:
+        return replace(made, tower=_tower(keys, text, made, sections, deep))
+    except ConfigError as error:
+        return replace(made, blind=str(error))
+
+
+def _tower(keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers, deep: Numbers) -> Tower:
+    """Raises ConfigError for what is not computed."""
+    inner = JsonKeys(keys.mapping("vision_config"), f"{keys.where}: vision_config")
     inner.only("hidden_act", "gelu_pytorch_tanh", "no other activation is computed in a tower")
     inner.only("in_channels", 3, "pixels are red, green and blue")
     heads, hidden = inner.size("num_heads", 16), inner.size("hidden_size", 1152)
@@ -37,13 +45,13 @@ def with_tower(
         side=_side(inner),
         out=made.hidden,
         placeholder=keys.need("image_token_id", 151655),
-        start=keys.need("vision_start_token_id", 151652),
-        end=keys.need("vision_end_token_id", 151653),
+        start=keys.optional("vision_start_token_id", 151652),
+        end=keys.optional("vision_end_token_id", 151653),
         axes=_axes(text, made, sections),
         deep=inner.integers("deepstack_visual_indexes") or deep,
         processor=_processor(inner),
     )
-    return replace(made, tower=_checked(inner, tower))
+    return _checked(inner, tower)
 
 
 def _side(keys: JsonKeys) -> int:

@@ -73,19 +73,19 @@ class OwnHybrids:
         return HybridExperts(torch.where(own < self._skipped, own, -1), None, packed, self._handoff)
 
 
-def gpu_store(config: EngineConfig, model: ModelConfig, host: Host, cpu: CpuOps, on_gpu: int) -> ExpertStore:
-    """Where experts live beside a host's GPU. on_gpu: (layer, expert) pairs there. Raises ConfigError for statistics of
-    another model."""
+def gpu_store(config: EngineConfig, model: ModelConfig, host: Host, cpu: CpuOps, gpu_experts: int) -> ExpertStore:
+    """Where experts live beside a host's GPU. gpu_experts: (layer, expert) pairs there. Raises ConfigError for
+    statistics of another model."""
     sizes = HandoffSizes(host.most_rows, host.most_rows, model.expert_channels, model.moe.router.top_k)
     handoff = PostingHandoff(sizes, host.device, host.patience_seconds, foresight=False)
     if host.skipped:
         return OwnHybrids(cpu, model.expert_channels, host.skipped, handoff)
     ops = GpuOps(torch.device(host.device.type, host.device.index or 0), cpu)
-    return HybridStore(ops, _placement(config, model, on_gpu), handoff, model.expert_channels)
+    return HybridStore(ops, _placement(config, model, gpu_experts), handoff, model.expert_channels)
 
 
-def _placement(config: EngineConfig, model: ModelConfig, on_gpu: int) -> ExpertPlacement:
+def _placement(config: EngineConfig, model: ModelConfig, gpu_experts: int) -> ExpertPlacement:
     layers, experts, counts = len(model.moe_layers), model.moe.router.num_experts, None
     if config.init_expert_location != "trivial":
         counts = load_counts(config.init_expert_location, layers, experts, model.moe_layers, len(model.layers))
-    return place(config.kt_expert_placement_strategy, layers, experts, on_gpu, counts)
+    return place(config.kt_expert_placement_strategy, layers, experts, gpu_experts, counts)

@@ -53,12 +53,12 @@ class ModelExperts:
         machine = these_cpus(host.cpus)
         own, machine = share_of(config, machine, host)
         self.config = cut_experts(whole, host.shard, expert_unit(config, stored))
-        self.host, self.on_gpu = host, asked_experts(config, whole)[0] or 0
-        if self.on_gpu and host.device.type != "cuda":
+        self.host, self.gpu_experts = host, asked_experts(config, whole)[0] or 0
+        if self.gpu_experts and host.device.type != "cuda":
             raise ConfigError("kt_gpu_experts_ratio and kt_num_gpu_experts need a GPU, which this engine has not")
         if config.packed_cache is not None and host.shard.ranks > 1:
             raise ConfigError("packed_cache: ranks keep no packed experts; leave it out")
-        on_cpu = whole.routed_experts - self.on_gpu - host.skipped * len(whole.moe_layers)
+        on_cpu = whole.routed_experts - self.gpu_experts - host.skipped * len(whole.moe_layers)
         plan = experts_plan(own, self.config, machine, stored, on_cpu)
         self.plan = replace(plan, cpus=beginning_at(plan, _only_cpu()))
         self.ops = CpuOps(planned_pool(self.plan), self.plan.tier, self.plan.int8_activations)
@@ -99,11 +99,11 @@ class ModelExperts:
             return OwnExperts(self.ops, self.config.expert_channels, self.host.skipped) if self.host.skipped else None
         from tandem.backends.gpu_side import gpu_store  # Triton is there only where a GPU is
 
-        return gpu_store(config, self.config, self.host, self.ops, self.on_gpu)
+        return gpu_store(config, self.config, self.host, self.ops, self.gpu_experts)
 
     def text(self) -> str:
         """One line for the engine's log."""
-        where = f", {self.on_gpu} experts on {self.host.device}" if self.on_gpu else ""
+        where = f", {self.gpu_experts} experts on {self.host.device}" if self.gpu_experts else ""
         ranks = f", part {self.host.shard.rank + 1} of {self.host.shard.ranks}" if self.host.shard.ranks > 1 else ""
         said = f"{self.plan.expert_format} experts, {self.plan.tier} kernels"
         return f"{said}, {threads_text(self.plan.cpus)}{where}{ranks}"

@@ -182,6 +182,20 @@ CONFIGS = {
         "routed_scaling_factor": 2.5, "swiglu_limit": 10.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
         "vocab_size": 154880, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
     },
+    "qwen3.8-flash-next": {
+        "model_type": "qwen4_exp", "hidden_size": 2560, "num_hidden_layers": 48, "num_attention_heads": 24,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640,
+        "output_gate_type": "sigmoid", "hc_count": 4, "hc_lowrank": 320, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+        "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4, "full_attention_interval": 4,
+        "ple_layer_ids": [2], "ple_embed_dim": 2560, "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 8,
+        "ngram_vocab_size_base": 20_000_000, "make_ngram_vocab_size_divisible_by": 128, "eos_token_id": 248044,
+        "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+        },
+    },
     "deepseek-v2-lite": _latent(
         2048, 27, 1, 16, None, 64, 6, 1408, model_type="deepseek_v2", n_shared_experts=2, intermediate_size=10944,
         topk_method="greedy", vocab_size=102400, max_position_embeddings=163840, rope_theta=1e4,

@@ -277,7 +277,7 @@ def build(
         )
         side = dataclasses.replace(side, placement=placement, store=whole)
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
-    usage = expert_usage(asked, plan, config, side.ops.device, side.placement.on_gpu)
+    usage = expert_usage(asked, plan, config, side.ops.device, side.placement.gpu_experts)
     usage = usage if counted else None
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), FAR if request.prompts else 1.0)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)

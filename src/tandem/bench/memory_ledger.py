@@ -95,11 +95,11 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
         states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * kept.window_token_bytes
     experts = plan.gpu.experts + plan.gpu.draft_experts * draft_experts(model)
     dense = dense_bytes(model, plan.dtype, stored, plan.gpu.embedding_in_ram)
-    on_gpu = dense + experts * expert + states
-    on_gpu += rope_bytes(model, plan.context_length)
+    gpu_bytes = dense + experts * expert + states
+    gpu_bytes += rope_bytes(model, plan.context_length)
     logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
     returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
-    return Taken(host.total, on_gpu + logits + returned, host.parts())
+    return Taken(host.total, gpu_bytes + logits + returned, host.parts())
 
 
 def memory_columns(plan: Taken, used: Taken) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def work_of(model: ModelConfig, packed: int, tokens: int, gpu_share: float, cach
     experts = 2.0 * tokens * top_k * each * len(model.moe_layers)
     used = model.routed_experts * (1 - (1 - top_k / model.moe.router.num_experts) ** tokens)
     attention = attention_flops(model, tokens, cached, per_head=True)
-    nbytes = model.dense_bytes("bfloat16", on_gpu=True), used * packed
+    nbytes = model.dense_bytes("bfloat16", for_gpu=True), used * packed
     return Work(dense + attention, nbytes[0], experts, nbytes[1], gpu_share)
 
 

@@ -256,7 +256,7 @@ def running_plan(question: Question, small: Plan, model: ModelConfig) -> Running
     )
 
     side = gpu_side(small, model, ops)
-    usage = expert_usage(question.config, small, model, side.ops.device, side.placement.on_gpu)
+    usage = expert_usage(question.config, small, model, side.ops.device, side.placement.gpu_experts)
     store = SyntheticStore(side.store, side.handoff)
     built = models.build(model, small, checkpoint, side.ops, None, store, usage=usage)
     copies = registered(small, side) if small.gpu.ring_bytes else None

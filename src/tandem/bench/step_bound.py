@@ -19,7 +19,7 @@ def gpu_step_bytes(model: ModelConfig, stored: StoredFormats, batch: int, contex
     every token that is looked at. What is kept of every sequence is read and written."""
     slots = 2 * model.state_layout("bfloat16").slot_bytes
     states = batch * (past_bytes(model, "bfloat16", context) + slots)
-    return model.dense_bytes("bfloat16", stored, on_gpu=True) + states
+    return model.dense_bytes("bfloat16", stored, for_gpu=True) + states
 
 
 def paired_share(bounds: Sequence[float], times: Sequence[float]) -> float:
@@ -57,7 +57,7 @@ class Ceilings(NamedTuple):
 
     def bound(self, turn: Turn, expert_bytes: int) -> float:
         """Seconds of a token, at least."""
-        on_gpu, on_cpu = turn.hits / turn.tokens, (turn.used - turn.hits) / turn.tokens
+        gpu_reads, cpu_reads = turn.hits / turn.tokens, (turn.used - turn.hits) / turn.tokens
         return self.step_seconds + experts_seconds(
-            on_cpu, on_gpu, expert_bytes, turn.dram_gbps, self.gpu_gbps
+            cpu_reads, gpu_reads, expert_bytes, turn.dram_gbps, self.gpu_gbps
         )

@@ -24,6 +24,7 @@ from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts, HybridTicket
 from tandem.experts.hybrid_store import HybridStore
+from tandem.experts.residency import Tier, experts_on
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import stacked
 from tandem.formats.quant_format import QuantFormat
@@ -126,7 +127,7 @@ class SyntheticExperts(HybridExperts):
             self._fill_gpu(self._gpu, feed(0))
 
     def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
-        mine = (self._slot_of < 0).nonzero().flatten().tolist()
+        mine = experts_on(Tier.CPU, self._slot_of)
         layer.load(mine[0], *matrices)
         packed = layer.packed(mine[0])
         for expert in mine[1:]:

@@ -72,10 +72,12 @@ CASES = (
 
 
 class Seen(NamedTuple):
-    """A run's figures: bytes of GPU memory at most; tokens per second of a prompt of so many tokens, and of one
-    answer."""
+    """A run's figures: bytes of GPU memory at most, and those that PyTorch held and used of them; tokens per second of
+    a prompt of so many tokens, and of one answer."""
 
     used: int
+    held: int
+    allocated: int
     prompt_tokens: int
     prompt: float
     decode: float
@@ -153,6 +155,7 @@ def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
     prompt_seconds(engine, min(plan.max_step_tokens, plan.context_length - 1))
     look()
     tokens = min(PROMPT, plan.context_length - 1)
+    prompt_seconds(engine, tokens)  # compiles kernels for so many rows
     prompts = repeated(lambda: prompt_seconds(engine, tokens), PROMPTS, 2 * PROMPTS, [])
     probe.add(running.figures())
     prompt_seconds(engine, CONTEXT, keep=True)
@@ -163,7 +166,9 @@ def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
     look()
     engine.abort("")
     engine.step()
-    return Seen(free - min(most), tokens, tokens / statistics.median(prompts), 1 / statistics.median(steps))
+    torch_bytes = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    rate = tokens / statistics.median(prompts)
+    return Seen(free - min(most), *torch_bytes, tokens, rate, 1 / statistics.median(steps))
 
 
 def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[dict[str, Any]]:
@@ -177,7 +182,9 @@ def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[di
     ratio = seen.used / vram.total_bytes
     memory = {
         "what": "memory", "gpu_planned": vram.total_bytes, "gpu_used": seen.used, "gpu_ratio": round(ratio, 4),
-        "gpu_free": vram.free_bytes, "holds": abs(ratio - 1) <= CLOSE,
+        "gpu_free": vram.free_bytes, "torch_held": seen.held, "torch_allocated": seen.allocated,
+        "planned": {entry.name: entry.nbytes for entry in vram.entries if entry.nbytes},
+        "holds": abs(ratio - 1) <= CLOSE,
     }  # fmt: skip
     predicted = question.predicted(plan, (1,), CONTEXT, seen.prompt_tokens)
     prompt = f"prompt of {seen.prompt_tokens}"

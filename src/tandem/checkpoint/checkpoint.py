@@ -7,8 +7,10 @@ reading a layer's pages ahead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.mapped.cut import read_part
@@ -17,6 +19,8 @@ from tandem.checkpoint.parts import Part, Parts, by_module, codes_part, one_expe
 from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.stored_matrix import Stored
 from tandem.checkpoint.survey import stored_formats, survey
+from tandem.checkpoint.tables.readers import ignored, lookup_of
+from tandem.checkpoint.tables.stored_rows import stored_rows
 from tandem.config import StoredFormats
 from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
@@ -46,6 +50,12 @@ class Checkpoint(MappedTensors):
     def has_matrix(self, module: str) -> bool:
         """Whether `weight(module)` (or `expert_weight`) would find something, however it is stored."""
         return codes_part(self._modules.get(module, {})) is not None
+
+    def table(
+        self, module: str, shape: tuple[int, int], where: str = "map", progress: Callable[[int], None] = ignored
+    ) -> Callable[[Tensor], Tensor]:
+        """Rows of a table by their numbers, read from where `--tables` says."""
+        return lookup_of(stored_rows(self, module, shape), where, progress)
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
         """Of the matrix [N, K] of `module` (a name without `.weight`), however it is stored, these rows and columns.

@@ -19,6 +19,8 @@ from tandem.checkpoint.identity import identity
 from tandem.checkpoint.mapped.cut import own_columns
 from tandem.checkpoint.mapped.pages import Pages, Paging
 from tandem.checkpoint.survey import stored_formats
+from tandem.checkpoint.tables.readers import ignored, lookup_of
+from tandem.checkpoint.tables.stored_rows import Piece, StoredRows
 from tandem.config import StoredFormats
 from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
@@ -69,6 +71,16 @@ class GGUFCheckpoint:
         self._rows.check_shape(name, shape)
         raw, kind = self._rows.raw(name), self._rows.place(name).tensor.kind
         return lambda ids: numbers(weights_of(raw.index_select(0, ids), kind))
+
+    def table(
+        self, module: str, shape: tuple[int, int], where: str = "map", progress: Callable[[int], None] = ignored
+    ) -> Callable[[Tensor], Tensor]:
+        name = f"{module}.weight"
+        self._rows.check_shape(name, shape)
+        tensor = self._rows.place(name).tensor
+        piece = Piece(self.model.file_of(tensor), tensor.start, shape[0])
+        stored = StoredRows(module, (piece,), tensor.row_bytes, lambda raw: numbers(weights_of(raw, tensor.kind)))
+        return lookup_of(stored, where, progress)
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
         name = f"{module}.weight"

@@ -68,7 +68,10 @@ class GGUFModel:
         return data.view(math.prod(tensor.shape[:-1]), tensor.row_bytes)
 
     def where(self, tensor: GGUFTensor) -> str:
-        return f"{self._file_of[tensor.name].path}: tensor {tensor.name}"
+        return f"{self.file_of(tensor)}: tensor {tensor.name}"
+
+    def file_of(self, tensor: GGUFTensor) -> Path:
+        return self._file_of[tensor.name].path
 
     def pages(self, tensor: GGUFTensor) -> Pages:
         return self._file_of[tensor.name].pages(tensor)

@@ -49,6 +49,11 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def is_table(name: str) -> bool:
+    """Of a table that is read by row (`tables/`): it is no matrix, and never read as a whole with its layer."""
+    return ".ngram_embedding." in name
+
+
 def part_of(name: str) -> tuple[str, str]:
     """A tensor's name → (module, role). A name without a known ending is a fused tensor: ("name", "weight")."""
     module, dot, last = name.rpartition(".")

@@ -16,6 +16,7 @@ from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
 from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
+from tandem.checkpoint.tables.readers import ignored
 from tandem.config import ModelConfig, StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.config.ranks.shard import ALL
@@ -52,6 +53,13 @@ class Checkpoint(Protocol):
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         """The rows of a matrix [N, K] by their numbers, for embeddings: only rows asked for are read, every time."""
+        ...
+
+    def table(
+        self, module: str, shape: tuple[int, int], where: str = "map", progress: Callable[[int], None] = ignored
+    ) -> Lookup:
+        """The rows of a table [N, K] that is too large to be a matrix (`tables/`). where: as `--tables`; progress: is
+        told of bytes that are read into memory. What is returned raises CheckpointError where a row cannot be read."""
         ...
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import lcm
 
 from tandem.checkpoint.layouts import detect
-from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, one_expert
+from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, is_table, one_expert
 from tandem.checkpoint.quant_hints import QuantHints
 from tandem.checkpoint.stored_matrix import FLOATS, Stored
 from tandem.config.stored import StoredFormat, StoredFormats
@@ -28,7 +28,7 @@ def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     alike: dict[object, tuple[Stored, int] | None] = {}  # thousands of experts have the same few forms
     for module, parts in modules.items():
         part = codes_part(parts)
-        if part is None:
+        if part is None or is_table(part.name):
             continue
         form = part.name[-7:], *[(role, p.dtype, p.shape) for role, p in parts.items()]
         if form not in alike:
@@ -117,7 +117,7 @@ def _summed(counts: Counter[QuantFormat], experts: bool) -> StoredFormat:
         decoded=", ".join(str(fmt) for fmt in counts if fmt.quantised and not fmt.packable),
         gpu_bytes_per_weight=sum(_gpu_bytes(fmt) * n for fmt, n in counts.items()) / total,
         zero_points=any(fmt.zero_points and fmt.packable for fmt in counts),
-        not_on_gpu=", ".join(
+        unread_by_gpu=", ".join(
             str(fmt) for fmt in counts if not (fmt.gpu_expert if experts else fmt.gpu_readable)
         ),
     )

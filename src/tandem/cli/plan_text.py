@@ -178,5 +178,5 @@ def compare_table(rows: list[Row]) -> Table:
             )
         else:
             rates = (f"{_rate(r.low)} to {_rate(r.high)}" for r in (row.decode, row.prompt))
-            table.add_row(name, f"{row.on_gpu:.0%}", gib(row.vram_bytes), gib(row.ram_bytes), *rates)
+            table.add_row(name, f"{row.planned_share:.0%}", gib(row.vram_bytes), gib(row.ram_bytes), *rates)
     return table

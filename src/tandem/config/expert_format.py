@@ -66,15 +66,15 @@ def as_stored(stored: StoredFormat, dtype: str) -> str:
     return f"as the checkpoint has it; {rounded}"
 
 
-def dense_choice(dtype: str, stored: StoredFormats, on_gpu: bool) -> tuple[bool, str, str]:
+def dense_choice(dtype: str, stored: StoredFormats, gpu: bool) -> tuple[bool, str, str]:
     """Whether dense matrices stay codes, what they are then, and why."""
     name = stored.dense.name
     if stored.shared.quantised and stored.shared.name != name:
         name += f", shared experts {stored.shared.name}"
     if dtype == "float32":
         return False, "f32", f"{name} in the checkpoint, decoded for --dtype float32"
-    unread = ", ".join(dict.fromkeys(f.not_on_gpu for f in (stored.dense, stored.shared) if f.not_on_gpu))
+    unread = ", ".join(dict.fromkeys(f.unread_by_gpu for f in (stored.dense, stored.shared) if f.unread_by_gpu))
     reason = as_stored(stored.dense, dtype)
-    if on_gpu and unread:
+    if gpu and unread:
         reason += f"; the GPU kernels do not read {unread}, which is decoded to {dtype}"
     return stored.dense_codes, name, reason

@@ -125,7 +125,7 @@ def needs_gpu(config: EngineConfig) -> str:
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Of the GPU's memory."""
     experts, each, scratch = plan.experts, expert_bytes(request), scratch_bytes(request, plan.step_tokens)
-    images = request.image_entries(on_gpu=True)
+    images = request.image_entries(gpu=True)
     fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + scratch_bytes(request)
     fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
@@ -157,7 +157,7 @@ def dense_bytes(
 ) -> int:
     """Weights that are always on the GPU, the embedding included unless it is in CPU memory."""
     embedding = 0 if embedding_in_ram else embedding_bytes(model, dtype)
-    return model.dense_bytes(dtype, stored, on_gpu=True) + embedding
+    return model.dense_bytes(dtype, stored, for_gpu=True) + embedding
 
 
 def workspace_bytes(request: MemoryRequest) -> int:
@@ -168,7 +168,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
         rows += 2 * max(sizes, default=1)
     shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)
-    shared += sum(entry.nbytes for entry in request.image_entries(on_gpu=True))
+    shared += sum(entry.nbytes for entry in request.image_entries(gpu=True))
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 
 

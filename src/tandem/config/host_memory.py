@@ -29,7 +29,7 @@ INPUT_ALIGNED_BYTES = 128
 class HostShare:
     """What decides it."""
 
-    on_gpu: int  # (layer, expert) pairs
+    gpu_experts: int  # (layer, expert) pairs
     expert_bytes: int
     workers: int
     step_tokens: int  # of the largest step
@@ -75,7 +75,7 @@ class HostMemory:
 
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
-    there = model.routed_experts - share.on_gpu + share.drafts
+    there = model.routed_experts - share.gpu_experts + share.drafts
     inputs = sum(
         pinned_bytes(graph_input_bytes(size, share.pages, share.tables, model.vision is not None))
         + pinned_bytes(graph_mask_bytes(size))

@@ -15,8 +15,10 @@ from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.foreign.shape import Foreign
+from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
+from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.mechanisms.state_space.shape import StateSpace
@@ -24,8 +26,8 @@ from tandem.mechanisms.streams.shape import Hyper
 
 Attention = Gqa | Latent | SharedKv
 Mixer = Attention | DeltaRule | ChannelDelta | ShortConv | StateSpace
-Body = Mixer | Dense | Moe | Foreign
-Streams = Hyper
+Body = Mixer | Dense | Moe | Ngram | Foreign
+Streams = Hyper | GatedStreams
 """What stands for one residual."""
 
 
@@ -61,8 +63,8 @@ class Layer:
 
     @property
     def hyper(self) -> Streams | None:
-        """What connects its blocks, all alike; None: one residual."""
-        return self.blocks[0].hyper
+        """What connects its blocks, all alike but those that take all streams; None: one residual."""
+        return self.blocks[-1].hyper
 
     @property
     def moe(self) -> Moe | None:

@@ -173,12 +173,12 @@ class MemoryRequest:
         chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
         results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.expert_channels)
-        images = sum(entry.nbytes for entry in self.image_entries(on_gpu=False))
+        images = sum(entry.nbytes for entry in self.image_entries(gpu=False))
         return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results + self.rope_bytes + images
 
-    def image_entries(self, on_gpu: bool) -> list[Entry]:
+    def image_entries(self, gpu: bool) -> list[Entry]:
         """What images take where steps are computed."""
-        return image_entries(self.config, self.model, self.dtype, self.step_tokens, on_gpu)
+        return image_entries(self.config, self.model, self.dtype, self.step_tokens, gpu)
 
     @property
     def kv_room_bytes(self) -> int:
@@ -202,11 +202,11 @@ def keeps_all_tokens(config: EngineConfig) -> bool:
     return config.attention_backend not in ("auto", "triton") or config.speculative_algorithm in DRAFT_ALGORITHMS
 
 
-def prefill_tokens(on_gpu: bool, deterministic: bool = False) -> int:
+def prefill_tokens(gpu: bool, deterministic: bool = False) -> int:
     """Of a step, where nothing was asked."""
-    if on_gpu and deterministic:  # rows are computed as if they decoded, and keep as much meanwhile
+    if gpu and deterministic:  # rows are computed as if they decoded, and keep as much meanwhile
         return DETERMINISTIC_PREFILL_TOKENS
-    return GPU_PREFILL_TOKENS if on_gpu else DEFAULT_PREFILL_TOKENS
+    return GPU_PREFILL_TOKENS if gpu else DEFAULT_PREFILL_TOKENS
 
 
 def long_step_tokens(model: ModelConfig) -> int:
@@ -235,7 +235,7 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
         if request.experts_are_there
         else f"{request.experts_text}, packed"
     )
-    images = request.image_entries(on_gpu=False)
+    images = request.image_entries(gpu=False)
     others = request.slot_bytes + GRAMMAR_BYTES + request.rope_bytes + sum(entry.nbytes for entry in images)
     entries = [
         Entry("dense weights", dense, "attention, shared and dense layers, head"),

@@ -17,7 +17,7 @@ from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.speculation.drafts import Drafts
 from tandem.config.state import DTYPE_BYTES, State, StateLayout, state_layout
-from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats
+from tandem.config.stored import UNQUANTISED, StoredFormat, StoredFormats, Table
 from tandem.config.vision import Tower, with_processor
 from tandem.errors import ConfigError
 from tandem.mechanisms.cost import cost_of
@@ -56,6 +56,7 @@ class ModelConfig:
     drafter: Drafts | None = None  # ... and the same, if it is loaded
     tower: Tower | None = None  # what reads images, if the checkpoint has it ...
     vision: Tower | None = None  # ... and the same, if it is loaded
+    blind: str = ""  # why a tower that config.json names is none
     foreign: ForeignCode | None = None  # None: Tandem's own code runs it
     embedding_scale: float = 1.0  # embedded tokens are multiplied with it
     embedding_scale_rounded: bool = False  # it is of the activations' type
@@ -80,7 +81,12 @@ class ModelConfig:
         made = cls.from_dict(
             read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
         )
-        return made if made.tower is None else replace(made, tower=with_processor(made.tower, directory))
+        if made.tower is None:
+            return made
+        try:
+            return replace(made, tower=with_processor(made.tower, directory))
+        except ConfigError as error:  # text is served anyway
+            return replace(made, tower=None, blind=str(error))
 
     @classmethod
     def from_dict(cls, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
@@ -118,6 +124,11 @@ class ModelConfig:
     def bodies(self) -> tuple[Body, ...]:
         """Of all blocks, in the order in which they run."""
         return tuple(block.body for layer in self.layers for block in layer.blocks)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """That are read by row."""
+        return tuple(table for body in self.bodies for table in cost_of(body).tables)
 
     @cached_property
     def states(self) -> tuple[State, ...]:
@@ -182,12 +193,12 @@ class ModelConfig:
         """Of all routed experts; a machine that computes some of them has all."""
         return self.moe.experts.bias_bytes(self.hidden) * len(self.moe_layers)
 
-    def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, on_gpu: bool = False) -> int:
+    def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, for_gpu: bool = False) -> int:
         """Packed bytes of all other weights, experts' biases included; those that are stored as codes stay so, unless
         dtype is float32, or a GPU has no kernels for them."""
-        key = dtype, stored, on_gpu
+        key = dtype, stored, for_gpu
         if key not in self._sums:
-            self._sums[key] = _dense_bytes(self, dtype, stored, on_gpu) + self.expert_bias_bytes
+            self._sums[key] = _dense_bytes(self, dtype, stored, for_gpu) + self.expert_bias_bytes
         return self._sums[key]
 
     def weight_bytes(self, dtype: str, expert_format: str, stored: StoredFormats = UNQUANTISED) -> int:
@@ -196,12 +207,12 @@ class ModelConfig:
         return self.dense_bytes(dtype, stored) + experts * _loaded_moe_layers(self)
 
 
-def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, on_gpu: bool) -> int:
-    hyper, streams = _hyper_params(model), _hyper_bytes(model)
+def _dense_bytes(model: ModelConfig, dtype: str, stored: StoredFormats, for_gpu: bool) -> int:
+    hyper, streams = _hyper_params(model), _hyper_bytes(model, DTYPE_BYTES[dtype])
     if not stored.dense_codes or dtype == "float32":
         return (model.dense_params - hyper) * DTYPE_BYTES[dtype] + streams
     kinds = stored.dense, stored.shared, stored.embedding
-    dense, shared, embedding = (f.gpu_bytes_per_weight if on_gpu else f.bytes_per_weight for f in kinds)
+    dense, shared, embedding = (f.gpu_bytes_per_weight if for_gpu else f.bytes_per_weight for f in kinds)
     head = head_rows(model).size * model.hidden if model.tied_embeddings else 0
     others = model.dense_params - model.shared_params - head - number_params(model)
     numbers = (number_params(model) - hyper) * DTYPE_BYTES[dtype] + streams
@@ -264,17 +275,26 @@ def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
 
 
 def _hyper_params(model: ModelConfig) -> int:
-    """Of what connects blocks; all are float32."""
-    return sum(hyper.params(model.hidden) for hyper in _hypers(model))
+    """Of what connects blocks, and of what follows the last."""
+    ends = sum(end.end_params(model.hidden) for end in _ends(model))
+    return ends + sum(hyper.params(model.hidden) for hyper in _hypers(model))
 
 
-def _hyper_bytes(model: ModelConfig) -> int:
-    return sum(hyper.matrix_bytes(model.hidden) for hyper in _hypers(model))
+def _hyper_bytes(model: ModelConfig, each: int) -> int:
+    """each: of a number of the activations' type."""
+    ends = sum(each * end.end_params(model.hidden) for end in _ends(model))
+    return ends + sum(hyper.matrix_bytes(model.hidden, each) for hyper in _hypers(model))
 
 
 def _hypers(model: ModelConfig) -> list[Streams]:
     layers = (*model.layers, *_draft_layers(model))
     return [block.hyper for layer in layers for block in layer.blocks if block.hyper is not None]
+
+
+def _ends(model: ModelConfig) -> list[Streams]:
+    """Of the model's streams, and of a draft layer's."""
+    layers = (*model.layers[-1:], *_draft_layers(model))
+    return [layer.hyper for layer in layers if layer.hyper is not None]
 
 
 def rope_bytes(model: ModelConfig, context: int) -> int:

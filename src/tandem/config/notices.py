@@ -26,7 +26,7 @@ def notices(
     found += speculation_notices(config, model)
     if gpu is None:
         return [*found, *_idle_on_cpu(config, no_gpu)]
-    return [*found, *_idle_on_gpu(config, model), *_idle_gpus(machine, gpu)]
+    return [*found, *_idle_flags(config, model), *_idle_gpus(machine, gpu)]
 
 
 def _unread(model: ModelConfig) -> Iterator[str]:
@@ -41,6 +41,8 @@ def _unread(model: ModelConfig) -> Iterator[str]:
             yield f"config.json: {key}: the model's draft layers (MTP) are not loaded; each step decodes one token"
         elif key == VISION and model.tower is not None:
             continue  # the plan's line on images says what becomes of it
+        elif key == VISION and model.blind:
+            yield f"no images are read, text alone is served: {model.blind}"
         elif key in TOWERS:
             yield f"config.json: {key}: the part that reads images or sound is not loaded; text alone is served"
         else:
@@ -98,7 +100,7 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
         yield f"{flag} changes nothing: every expert is computed on the CPU ({no_gpu})"
 
 
-def _idle_on_gpu(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+def _idle_flags(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     if why := threshold_not_reached(config, model):
         yield f"{why}, so no prompt brings experts to the GPU: leave one of the flags out"
     strategy, experts = config.kt_expert_placement_strategy, model.moe.router.num_experts

@@ -37,6 +37,7 @@ class Plan:
     experts_in_place: bool = False  # those in CPU memory are used in the checkpoint's own pages, not packed
     deterministic: bool = False  # a row has the same bits in every batch
     speculation: SpeculationPlan | None = None  # None: each step decodes one token per sequence
+    tables: str = "map"  # where tables that are read by row are: "ram" | "map" | "disk"
     ledgers: tuple[Ledger, ...] = field(default=())  # what it takes of each memory
     ranks: int = 1  # that share the model; everything here is of each
     idle: str = ""  # of a machine with GPUs that are not used: which, and why; "": one is used, or there is none

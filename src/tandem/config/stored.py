@@ -22,7 +22,7 @@ class StoredFormat:
     )
     zero_points: bool = False  # of some of it, as packed
     unlike: str = ""  # an expert's gate and up that have different formats: "blk.3: IQ1_S and IQ1_M"
-    not_on_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"
+    unread_by_gpu: str = ""  # what of it the GPU kernels do not read: "q4_k, q6_k"
 
     def cut_bytes(self, width: int) -> float:
         """Per weight of a matrix that is cut to `width` columns, what scales take beyond `bytes_per_weight`: a group
@@ -55,3 +55,12 @@ class StoredFormats:
 
 
 UNQUANTISED = StoredFormats()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A third kind of weight: rows that are read one by one, by numbers that token ids alone decide. It is neither
+    packed nor rounded, and no GPU has a copy."""
+
+    rows: int
+    width: int

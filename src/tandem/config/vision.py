@@ -115,7 +115,7 @@ def read_processor(keys: JsonKeys, tower: Tower) -> Processor:
     least = size.get("shortest_edge") or keys.get("min_pixels") or own.min_pixels
     most = size.get("longest_edge") or keys.get("max_pixels") or own.max_pixels
     if not (type(least) is int and type(most) is int and 0 < least <= most <= MOST_PIXELS):
-        raise ConfigError(f"{keys.where}: images of {least} to {most} pixels; try {own.min_pixels} to {own.max_pixels}")
+        raise ConfigError(f"{keys.where}: size of {least} to {most} pixels; try {own.min_pixels} to {own.max_pixels}")
     mean, std = _three(keys, "image_mean", own.mean), _three(keys, "image_std", own.std)
     return replace(own, min_pixels=least, max_pixels=most, mean=mean, std=std)
 

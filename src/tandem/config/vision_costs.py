@@ -17,18 +17,18 @@ CORE_ATTENTION = {"scalar": 1e9, "avx2": 2e10}  # operations per second of a cor
 LATER_ATTENTION = 4e10  # of later tiers: none has tiles for it
 
 
-def image_tokens(config: EngineConfig, tower: Tower, on_gpu: bool) -> int:
+def image_tokens(config: EngineConfig, tower: Tower, gpu: bool) -> int:
     """Of an image, at most."""
-    usual = GPU_IMAGE_TOKENS if on_gpu else CPU_IMAGE_TOKENS
+    usual = GPU_IMAGE_TOKENS if gpu else CPU_IMAGE_TOKENS
     return min(config.image_max_tokens or usual, tower.processor.max_pixels // tower.processor.side**2)
 
 
-def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, on_gpu: bool) -> list[Entry]:
+def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, gpu: bool) -> list[Entry]:
     """Of a ledger: all of it lies where steps are computed; nothing where no image is read."""
     tower = model.vision
     if tower is None:
         return []
-    tokens, each = image_tokens(config, tower, on_gpu), DTYPE_BYTES[dtype]
+    tokens, each = image_tokens(config, tower, gpu), DTYPE_BYTES[dtype]
     features = max(FEATURE_BYTES, tokens * feature_bytes(tower, dtype))
     scratch = scratch_bytes(tower, tokens, dtype) + turn_bytes(tower, step_tokens)
     return [

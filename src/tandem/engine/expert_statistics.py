@@ -34,9 +34,9 @@ def expert_usage(
     plan: Plan,
     model: ModelConfig,
     device: torch.device | None = None,
-    on_gpu: Tensor | None = None,
+    gpu_experts: Tensor | None = None,
 ) -> ExpertUsage | None:
-    """device: the GPU, on_gpu: its experts, bool [MoE layers, experts]. None for a dense model."""
+    """device: the GPU, gpu_experts: its experts, bool [MoE layers, experts]. None for a dense model."""
     if not model.moe_layers:
         return None
     router, layers = model.moe.router, len(model.moe_layers)
@@ -45,7 +45,7 @@ def expert_usage(
     graphs = () if plan.gpu is None else plan.gpu.graph_sizes
     chosen = (max(plan.max_step_tokens, *graphs, 0), router.top_k) if by_row else None
     return ExpertUsage(
-        layers, router.num_experts, device=device, padded=device is not None, on_gpu=on_gpu, chosen=chosen
+        layers, router.num_experts, device=device, padded=device is not None, gpu_experts=gpu_experts, chosen=chosen
     )
 
 
@@ -95,9 +95,9 @@ class ExpertMeter:
         """By the same readings as `stats`."""
         self._read(idle)
         tokens = self._usage.tokens.numpy().astype("<i8", copy=False)
-        on_gpu = self._usage.on_gpu.numpy().astype("u1", copy=False)
+        gpu_experts = self._usage.gpu_experts.numpy().astype("u1", copy=False)
         return ExpertTraffic(
-            layers=self._layers, experts=tokens.shape[1], tokens=tokens.tobytes(), on_gpu=on_gpu.tobytes()
+            layers=self._layers, experts=tokens.shape[1], tokens=tokens.tobytes(), gpu_experts=gpu_experts.tobytes()
         )
 
     def take_back(self, rows: list[int]) -> None:

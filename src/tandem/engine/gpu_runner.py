@@ -280,8 +280,10 @@ class GpuRunner:
             return None
         choice = background_path_of(batch, self._graphs) if graph is None else None
         spares = choice is not None and choice.prefill is not None
-        # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it.
-        with torch.inference_mode(), self._streams.aside(choice is None, spares):
+        # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
+        # were put together on that stream.
+        after = choice is None or batch.seen is not None
+        with torch.inference_mode(), self._streams.aside(after, spares):
             alone = start.hold(batch, split)
             try:
                 if choice is not None:

@@ -149,7 +149,7 @@ class ExpertTraffic(msgspec.Struct, frozen=True, kw_only=True, tag="traffic"):
     layers: list[int] = []  # decoder layers
     experts: int = 0  # of a layer
     tokens: bytes = b""  # int64 [layers, experts], little-endian
-    on_gpu: bytes = b""  # 0 or 1 [layers, experts]
+    gpu_experts: bytes = b""  # 0 or 1 [layers, experts]
 
 
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,10 +31,10 @@ def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner
         from tandem.engine.ranks.ranked_runner import ranked  # and sockets, which one rank has no use for
 
         make = ranked(make, parts.leader, parts.group)
-    return _on_cpu(make, parts, states) if parts.handoff is None else _on_gpu(make, parts, states)
+    return _cpu_runner(make, parts, states) if parts.handoff is None else _gpu_runner(make, parts, states)
 
 
-def _on_cpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner:
+def _cpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner:
     plan = parts.plan
     runner: CpuRunner = make(
         parts.model,
@@ -54,7 +54,7 @@ def _images_from(parts: EngineParts) -> int:
     return 0 if parts.model_config.vision is None else parts.plan.context_length
 
 
-def _on_gpu(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> GpuRunner:
+def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]]) -> GpuRunner:
     plan = parts.plan
     assert plan.gpu is not None
     graphs = GraphPlan(

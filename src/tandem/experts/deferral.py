@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tandem.experts.cpu_experts import Experts
 from tandem.experts.feed import LayerFeed
+from tandem.experts.residency import Tier, on_tier
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
 
@@ -40,7 +41,7 @@ class Deferral(NamedTuple):
         order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
         late = torch.zeros_like(routing.ids, dtype=torch.bool)
         late.scatter_(1, order[:, self.kept :], True)
-        return late if routing.slots is None else late & (routing.slots < 0)
+        return late if routing.slots is None else late & on_tier(Tier.CPU, routing.slots)
 
 
 def who_defers(on_cpu: Sequence[bool]) -> list[bool]:

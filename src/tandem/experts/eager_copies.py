@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes
+from tandem.experts.residency import left_to_host
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import Routing
 
@@ -44,7 +45,7 @@ class Copies:
     def send(self, x: Tensor, routing: Routing, slots: Tensor) -> None:
         rows = slice(len(x))
         self._x[rows].copy_(x, non_blocking=True)
-        self._ids[rows].copy_(torch.where(slots >= 0, -1, routing.ids), non_blocking=True)
+        self._ids[rows].copy_(left_to_host(routing.ids, slots), non_blocking=True)
         self._weights[rows].copy_(routing.weights, non_blocking=True)
 
     def sent(self, layer: PackedExperts) -> None:

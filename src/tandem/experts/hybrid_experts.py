@@ -18,6 +18,8 @@ from tandem.experts.deferral import Deferral
 from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.exchange import LiveLayer
+from tandem.experts.residency import Tier, count_on, experts_on
+from tandem.experts.sides import GpuMemory, HostMemory, Side
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
@@ -69,50 +71,45 @@ class HybridExperts:
         an empty layer of all of them in CPU memory, for packed caches. own_memory: they are
         not used in a file, for they may change places, or travel. shared: how many of the last ones are on the GPU and
         every row's, chosen by no router."""
-        self._slot_of, self._gpu, self._cpu, self._handoff = slot_of, gpu, cpu, handoff
-        self._whole, self._own_memory, self._on_gpu = whole, own_memory, (slot_of >= 0).tolist()
+        self._slot_of, self._gpu, self._cpu, self._handoff, self._whole = slot_of, gpu, cpu, handoff, whole
+        self._sides: list[Side] = []
+        if gpu is not None:
+            self._sides.append(GpuMemory(gpu, experts_on(Tier.GPU, slot_of)))
+        if cpu is not None:
+            self._sides.append(HostMemory(cpu, experts_on(Tier.CPU, slot_of), own_memory))
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number, self._shared = -1 if cpu is None else handoff.add(cpu), shared
         routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared
-        self._expected = chosen * self._on_gpu.count(False) / routed  # on the CPU, of a row
+        self._expected = chosen * count_on(Tier.CPU, slot_of) / routed  # on the CPU, of a row
 
     def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
         """Packs each where it lives; for a packed cache all in CPU memory first, a layer at a
         time: the file holds every expert, wherever the next start puts it."""
         if kept is not None and self._whole is not None:
-            self._take(self._kept(feed, kept, self._whole()))
+            packed = self._kept(feed, kept, self._whole())
+            for side in self._sides:
+                side.take(packed)
         else:
             self._pack(feed)
-        if self._gpu is not None:
-            self._gpu.all_loaded()
+        for side in self._sides:
+            side.loaded()
 
     def set_biases(self, biases: ExpertBiases) -> None:
         """Both sides have all of them: an expert that changes places finds its own there."""
-        for side in (self._gpu, self._cpu):
-            if side is not None:
-                side.set_biases(biases)
+        for side in self._sides:
+            side.set_biases(biases)
 
     def _pack(self, feed: LayerFeed) -> None:
         for first, run in feed.runs():
-            for side, here in ((self._gpu, True), (self._cpu, False)):
-                mine = [i for i in range(len(run)) if self._on_gpu[first + i] == here]
-                if side is not None and mine:
-                    side.load_each([first + i for i in mine], [run[i] for i in mine])
+            for side in self._sides:
+                mine = [expert for expert in side.experts if first <= expert < first + len(run)]
+                if mine:
+                    side.load_each(mine, [run[expert - first] for expert in mine])
 
     def _kept(self, feed: LayerFeed, kept: KeptLayer, whole: PackedExperts) -> PackedExperts:
         kept.cache.wait()  # the layer before: its memory is free now
         CpuExperts(whole).load(feed, kept)
         return whole
-
-    def _take(self, whole: PackedExperts) -> None:
-        """Out of a layer that has all of them. If that lies in a file, the CPU's stay there, unless they need memory of
-        their own."""
-        if self._gpu is not None:
-            self._gpu.take([expert for expert, here in enumerate(self._on_gpu) if here], whole)
-        if self._cpu is not None and whole.in_file and not self._own_memory:
-            self._cpu.share(whole)
-        elif self._cpu is not None:
-            self._cpu.load_from(whole, [expert for expert, here in enumerate(self._on_gpu) if not here])
 
     @property
     def cpu(self) -> PackedExperts | None:
@@ -146,15 +143,11 @@ class HybridExperts:
     @property
     def expert_bytes(self) -> int:
         """Packed bytes of one expert."""
-        layer = self._cpu if self._gpu is None else self._gpu
-        assert layer is not None
-        return layer.bytes_per_expert
+        return self._sides[0].expert_bytes
 
     def sure_read(self, experts: int) -> SureRead:
         """For a GPU the order of reads means nothing; shared experts live there."""
-        layer = self._cpu if self._gpu is None else self._gpu
-        assert layer is not None
-        return SureRead(layer, experts)
+        return self._sides[0].sure_read(experts)
 
     def takes_hints(self, rows: int) -> bool:
         return self._expected * rows >= LEAST_EXPECTED and self._handoff.takes_hints(rows)

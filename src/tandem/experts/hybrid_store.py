@@ -10,6 +10,7 @@ from tandem.config.activation import SILU, Activation
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.residency import Tier, count_on, slots_in_use
 from tandem.experts.slot_tables import SlotTable, SlotTables
 from tandem.kernels.gpu.ops import GpuOps
 
@@ -45,14 +46,14 @@ class HybridStore:
     ) -> HybridExperts:
         """places: in CPU memory; 0: as many as experts are there, and one more if they may move."""
         slot_of = self._placement.slots(index)
-        first, shared = int(slot_of.max()) + 1, count - len(slot_of)
+        first, shared = slots_in_use(slot_of), count - len(slot_of)
         slot_of = torch.cat((slot_of, torch.arange(first, first + shared, dtype=torch.int32)))
-        on_gpu, on_cpu = int((slot_of >= 0).sum()), int((slot_of < 0).sum())
+        there, here = (count_on(tier, slot_of) for tier in (Tier.GPU, Tier.CPU))
         tables = self._tables_of(index, count)
         shape = self._hidden, width, fmt, activation
-        gpu = self._ops.gpu_experts(slot_of, *shape, tables=tables) if on_gpu else None
-        places = places or min(count, on_cpu + int(self._live))
-        cpu = self._ops.cpu.experts(count, *shape, places=places) if on_cpu else None
+        gpu = self._ops.gpu_experts(slot_of, *shape, tables=tables) if there else None
+        places = places or min(count, here + int(self._live))
+        cpu = self._ops.cpu.experts(count, *shape, places=places) if here else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
         whole = partial(self._ops.cpu.experts, count, *shape)
         self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._own_memory, shared)

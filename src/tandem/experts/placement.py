@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.experts.residency import packed_slots
 from tandem.experts.usage.usage_file import read_usage
 
 RANDOM_SEED = 42
@@ -16,28 +17,28 @@ RANDOM_SEED = 42
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """on_gpu bool [MoE layers, experts]. drafts: whether the experts of draft layers, which count as those behind
+    """gpu_experts bool [MoE layers, experts]. drafts: whether the experts of draft layers, which count as those behind
     these, are there as well."""
 
-    on_gpu: Tensor
+    gpu_experts: Tensor
     drafts: bool = False
 
     @property
     def layers(self) -> int:
         """Without draft layers."""
-        return len(self.on_gpu)
+        return len(self.gpu_experts)
 
     @property
     def total(self) -> int:
-        return int(self.on_gpu.sum())
+        return int(self.gpu_experts.sum())
 
     def slots(self, layer: int) -> Tensor:
         """int32 [experts]: the expert's place among its layer's on the GPU, -1 for those in CPU memory."""
         if layer >= self.layers:
-            here = torch.full_like(self.on_gpu[0], self.drafts)
+            here = torch.full_like(self.gpu_experts[0], self.drafts)
         else:
-            here = self.on_gpu[layer]
-        return torch.where(here, here.cumsum(0) - 1, -1).int()
+            here = self.gpu_experts[layer]
+        return packed_slots(here)
 
 
 def place(
@@ -45,10 +46,10 @@ def place(
 ) -> ExpertPlacement:
     """`total` experts of layers x experts on the GPU. counts [layers, experts]: how often each was used, for
     "frequency"."""
-    on_gpu = torch.zeros(layers * experts, dtype=torch.bool)
+    gpu_experts = torch.zeros(layers * experts, dtype=torch.bool)
     order = _ORDERS[strategy](layers, experts, counts)
-    on_gpu[order[: min(total, layers * experts)]] = True
-    return ExpertPlacement(on_gpu.view(layers, experts))
+    gpu_experts[order[: min(total, layers * experts)]] = True
+    return ExpertPlacement(gpu_experts.view(layers, experts))
 
 
 def _uniform(layers: int, experts: int, _counts: Tensor | None) -> Tensor:

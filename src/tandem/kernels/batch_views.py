@@ -41,7 +41,7 @@ class BatchViews:
                 return each.view
         self._sizes = sizes or self._sizes
         limits = self._sizes if all(self._sizes) else (1 << 31, 1 << 31)  # no pages yet: any cache will do
-        made = _View(batch, limits, _checked(batch, *limits))
+        made = _View(batch, limits, checked(batch, *limits))
         self._kept = [*self._kept[1 - KEPT :], made]
         self._made += 1
         return made.view
@@ -58,12 +58,12 @@ class BatchViews:
         def refill(other: BatchLayout) -> None:
             assert (other.windowed is not other) == apart, "a step with windows, repeated as one without"
             for view, which in zip(views, whose, strict=True):
-                view.view.become(_checked(other.windowed if which else other, *view.sizes))
+                view.view.become(checked(other.windowed if which else other, *view.sizes))
 
         return refill
 
 
-def _checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
+def checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
     guessed = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
     return _core.BatchView(

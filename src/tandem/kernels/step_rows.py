@@ -62,6 +62,16 @@ class StepRows:
         """[S * R + T, n]: what the rings of all sequences hold, then the new rows."""
         return torch.cat((ring[self.slots].flatten(0, 1), new))
 
+    def taken_in(self, ring: Tensor, new: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`joined`, and `keys_of` so many; the ring takes the new rows in. Rows that are apart may follow each other in
+        one ring, so that it must have them before; of a prompt it has no room for all beside those before."""
+        if self.alone:
+            self.keep(ring, new)
+        known, at = self.joined(ring, new), self.keys_of(ring.shape[1], count)
+        if not self.alone:
+            self.keep(ring, new)
+        return known, at
+
     def keep(self, ring: Tensor, new: Tensor) -> None:
         """New rows go into the rings of their sequences; those that later ones would overwrite go to nobody's."""
         slots, at = self.once(("places", ring.shape[1]), lambda: self._places(ring.shape[1]))

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from tandem.config.gpu_scratch import StepSize
 from tandem.config.rope import Rope
-from tandem.config.stored import StoredFormats
+from tandem.config.stored import StoredFormats, Table
 from tandem.mechanisms.slices import has_part, part_of
 
 Shape = TypeVar("Shape")
@@ -107,6 +107,11 @@ class Cost(Generic[Shape]):
     def number_params(self) -> int:
         """Weights that are numbers however a checkpoint stores them."""
         return 0
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """That it reads row by row."""
+        return ()
 
     def unread(self, context: int) -> int:
         """Numbers in pages of so many tokens that a token does not read."""

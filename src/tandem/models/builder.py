@@ -17,6 +17,7 @@ from tandem.config import rope as config_rope
 from tandem.config.model_config import STORED, drafts, moe_index
 from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALL, Share, Size, cuts_of, whole_of
+from tandem.config.stored import Table
 from tandem.config.vision import image_turns
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, ExpertStore
@@ -106,6 +107,22 @@ class Builder:
         """Ids [T] → rows [T, columns] of a matrix that stays in the mapped file, or where `ops` computes; in_ram: in
         CPU memory whatever computes."""
         return self.ops.lookup(self.checkpoint.lookup(name, (rows, columns)), rows, in_ram)
+
+    def table(self, module: str, shape: Table) -> Callable[[Tensor], Tensor]:
+        """Numbers of rows, int64 [n] → rows [n, width], of the stored type or float32. They are read where the plan
+        has the table, each time."""
+        done, total = 0, shape.rows * shape.width
+
+        def progress(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            self._report("reading a table of n-grams", done, max(done, total))
+
+        return self.checkpoint.table(module, (shape.rows, shape.width), self.plan.tables, progress)
+
+    def whole_numbers(self, name: str, size: int) -> Tensor:
+        """A small tensor of whole numbers, int64."""
+        return self.ops.resident(self.checkpoint.get(name, (size,), whole=True).to(torch.int64, copy=True))
 
     def linear(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.architectures import family_of
 from tandem.architectures.names import BLOCK_NAMES, DraftNames, Names
 from tandem.config import ModelConfig
+from tandem.config.layers import Streams
 from tandem.config.norm import Norm
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS, why_one_token
 from tandem.config.speculation.drafts import window_of
@@ -22,7 +23,7 @@ from tandem.models.batch import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer
 from tandem.models.passing import Pass, States
-from tandem.models.residual import OneStream, summed_up
+from tandem.models.residual import OneStream, Residual, norm_channels, summed_up
 
 
 class DraftLayer:
@@ -32,10 +33,10 @@ class DraftLayer:
         config, at = b.config, draft_names(b.config)
         assert config.drafter is not None
         norm, hyper = config.drafter.norm, config.drafter.layer.hyper
-        self.last_norm, self.eps = b.norm(f"{at.norm}.weight", norm, config.hidden), norm.eps
-        self.join = _Together(b, at, norm) if hyper is None else _Apart(b, at, norm, hyper.streams)
+        self.last_norm, self.eps = b.norm(f"{at.norm}.weight", norm, norm_channels(b, hyper)), norm.eps
+        self.join = _Together(b, at, norm) if hyper is None else _Apart(b, at, norm, hyper)
         self.layer = decoder_layer(b, len(config.layers), replace(names, layer=at.layer))
-        self.ending = OneStream(b.ops) if hyper is None else summed_up(b, hyper, at.streams)
+        self.ending: Residual = OneStream(b.ops) if hyper is None else summed_up(b, hyper, at.streams)
         self._in_slots = window_of(config.drafter.states(config.hidden)) > 0
         self.ids: Tensor | None = None  # of the tokens that are guessed; None: all
         if vocab := config.drafter.vocab:
@@ -106,7 +107,7 @@ class _Together:
     """One projection of both, each normed."""
 
     def __init__(self, b: Builder, at: DraftNames, norm: Norm) -> None:
-        self._norms, self._dtype = _Norms(b, at, norm), b.dtype
+        self._norms, self._dtype = _Norms(b, at, norm, b.config.hidden), b.dtype
         self._projection = b.linear([at.projection], [b.config.hidden], 2 * b.config.hidden)
 
     def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -116,25 +117,26 @@ class _Together:
 class _Apart:
     """A projection of each, both normed; the token's is added to every stream."""
 
-    def __init__(self, b: Builder, at: DraftNames, norm: Norm, streams: int) -> None:
-        self._norms, self._dtype, hidden = _Norms(b, at, norm), b.dtype, b.config.hidden
+    def __init__(self, b: Builder, at: DraftNames, norm: Norm, hyper: Streams) -> None:
+        self._wide = norm_channels(b, hyper)  # that are normed together: of a stream, or of all
+        self._norms, self._dtype, hidden = _Norms(b, at, norm, self._wide), b.dtype, b.config.hidden
         self._token = b.linear([at.projection], [hidden], hidden)
         self._streams = b.linear([at.hidden_projection], [hidden], hidden)
-        self._count = streams
+        self._count = hyper.streams
 
     def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        rows = hidden.contiguous().view(-1, embedded.shape[1])
-        token, streams = self._norms(embedded.to(self._dtype), rows)
-        wide: Tensor = self._streams(streams).unflatten(0, (-1, self._count))
+        token, streams = self._norms(embedded.to(self._dtype), hidden.contiguous().view(-1, self._wide))
+        wide: Tensor = self._streams(streams.view(-1, embedded.shape[1])).unflatten(0, (-1, self._count))
         return self._token(token)[:, None] + wide
 
 
 class _Norms:
-    """Of tokens and of hidden states."""
+    """Of tokens and of hidden states, of which so many channels are normed together."""
 
-    def __init__(self, b: Builder, at: DraftNames, norm: Norm) -> None:
-        names, self._ops, self._eps = (at.embedding_norm, at.hidden_norm), b.ops, norm.eps
-        self._weights = [b.norm(f"{name}.weight", norm, b.config.hidden) for name in names]
+    def __init__(self, b: Builder, at: DraftNames, norm: Norm, wide: int) -> None:
+        self._ops, self._eps = b.ops, norm.eps
+        sizes = {at.embedding_norm: b.config.hidden, at.hidden_norm: wide}
+        self._weights = [b.norm(f"{name}.weight", norm, size) for name, size in sizes.items()]
 
     def __call__(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         token, state = self._weights

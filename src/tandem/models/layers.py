@@ -16,9 +16,9 @@ from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import SureRead
 from tandem.kernels.ranks.group import Group
 from tandem.models.builder import Builder
-from tandem.models.operator import Operator, Routed, operator_of
+from tandem.models.operator import Operator, Routed, TakesStreams, operator_of
 from tandem.models.passing import Pass
-from tandem.models.residual import Residual, residual_of, scale_of
+from tandem.models.residual import Residual, norm_channels, residual_of, scale_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,15 @@ def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:
 
 def _block(b: Builder, index: int, at: int, names: Names) -> BuiltBlock:
     """The at-th of a layer."""
-    layer, block = names.at(index), layer_of(b.config, index).blocks[at]
+    layer, blocks = names.at(index), layer_of(b.config, index).blocks
+    block = blocks[at]
     operator = operator_of(b, index, names, block.body)
-    weight = b.norm(f"{layer}{names.norms[at]}.weight", block.norm, b.config.hidden)
+    if isinstance(operator, TakesStreams):
+        weight = b.norm(operator.norm_name, block.norm, operator.norm_channels)
+        return BuiltBlock(weight, block.norm.eps, operator, block.body.states(), operator.residual)
     before = index - 1 if at == 0 else None  # the layer that ends here
+    at -= len(blocks) - len([each for each in blocks if each.hyper == block.hyper])  # those before have other names
+    weight = b.norm(f"{layer}{names.norms[at]}.weight", block.norm, norm_channels(b, block.hyper))
     residual = residual_of(b, block.hyper, layer + names.streams[at], scale_of(b, before, names))
     post = _post(b, layer + names.post_norms[at], block.post)
     routed = operator if isinstance(operator, Routed) else None

@@ -22,7 +22,7 @@ from tandem.models.layers import DecoderLayer, decoder_layer
 from tandem.models.linear import Gathered, sure_reads
 from tandem.models.operator import Routed
 from tandem.models.passing import Pass, States
-from tandem.models.residual import OneStream, Residual, end_of, settle, widened
+from tandem.models.residual import OneStream, Residual, end_of, norm_channels, settle, widened
 from tandem.models.vision.tower import tower_of
 
 # Steps of few rows are recorded: in those, Python's part of the time is worth the memory of all their intermediate
@@ -237,7 +237,7 @@ def final_norm_of(b: Builder) -> Tensor:
     """The last norm's weight. What a head's columns are divided by, its inputs are instead."""
     name, hidden = "model.norm.weight", b.config.hidden
     if not b.config.unit_head:
-        return b.norm(name, b.config.norm, hidden)
+        return b.norm(name, b.config.norm, norm_channels(b, b.config.layers[-1].hyper))
     head = numbers(b.checkpoint.weight(head_name(b), (b.config.vocab, hidden)))
     lengths = torch.linalg.vector_norm(head, dim=0, dtype=torch.float32) + UNIT_EPS
     return b.ops.resident(b.checkpoint.get(name, (hidden,)).float().to(lengths.device) / lengths)

@@ -17,6 +17,7 @@ from tandem.kernels.step_rows import BlockRows, StepRows
 from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass, States
+from tandem.models.residual import Residual
 
 
 class Operator(Protocol):
@@ -52,6 +53,22 @@ class Routed(ABC):
     @abstractmethod
     def foresee(self, x: Tensor, p: Pass) -> None:
         """x: about what the next call will be given. Tells the experts who would be chosen; nobody is counted."""
+
+
+class TakesStreams(ABC):
+    """An operator that takes all residual streams, each normed, and adds to each of them."""
+
+    norm_name: str  # of the weights of all streams' norms, one behind the other ...
+    norm_channels: int  # ... and how many there are
+    residual: Residual  # what it has of the streams
+
+    @abstractmethod
+    def reads(self) -> list[SureRead]:
+        """As an `Operator`'s."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        """x [T, n, hidden] -> what each stream is given, of the same shape."""
 
 
 class SeesBlocks(ABC):

@@ -102,6 +102,11 @@ def end_of(b: Builder, names: Names) -> Residual:
     return ending
 
 
+def norm_channels(b: Builder, hyper: Streams | None) -> int:
+    """Of a block's norm."""
+    return b.config.hidden if hyper is None else hyper.norm_channels(b.config.hidden)
+
+
 def summed_up(b: Builder, hyper: Streams, name: str) -> Summing:
     """What follows the last of several streams' blocks. name: in front of its weights."""
     summing: Summing = part_of(hyper, "block").summed_up(b, hyper, name)

@@ -120,7 +120,7 @@ def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: St
     gpu = next(each for each in machine.gpus if plan.gpu.uuid in ("", each.uuid))
     there = -(-plan.gpu.experts // max(1, len(model.moe_layers)))
     experts = there * model.expert_bytes(plan.expert_format, stored.experts)
-    layer = model.dense_bytes(plan.dtype, stored, on_gpu=True) // len(model.layers) + experts
+    layer = model.dense_bytes(plan.dtype, stored, for_gpu=True) // len(model.layers) + experts
     table = model.vocab * model.hidden * DTYPE_BYTES[plan.dtype]
     needed = max(layer, table) + GPU_WORKSPACE_BYTES
     if needed > gpu.free_bytes:
@@ -170,7 +170,7 @@ class LayerStream:
         layers, top_k = self.config.moe_layers, self.config.moe.router.top_k
         on_cpu = [True] * len(layers)
         if self._gpu is not None:
-            on_cpu = [not bool(layer.all()) for layer in self._gpu.placement.on_gpu]
+            on_cpu = [not bool(layer.all()) for layer in self._gpu.placement.gpu_experts]
         if not who_defers(on_cpu)[layers.index(index)]:
             return None
         return Deferral(max(0, top_k - self.variant.late), top_k)

@@ -18,6 +18,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from drawn_chains import DrawnChains
+from gated_draft_models import GatedDrafted, gated_drafted
 from kernel_cases import INVARIANT_TIER
 from recorded_steps import tiny_engine
 from stream_draft_models import StreamDrafted, stream_drafted
@@ -26,7 +27,7 @@ from tiny import file_tensors
 
 FAMILIES = (
     "glm4_moe", "glm4_moe-plain", "deepseek_v3", "deepseek_v3-plain", "glm4_moe_lite", "deepseek_v32", "qwen3_next",
-    "qwen3_5_moe_text", "deepseek_v4", "deepseek_v4-every",
+    "qwen3_5_moe_text", "deepseek_v4", "deepseek_v4-every", "qwen4_exp",
 )  # fmt: skip
 PROMPTS = {"a": [7, 8, 9, 7, 8], "b": [40] * 20, "c": list(range(60, 99))}
 QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
@@ -74,10 +75,13 @@ def _run(layer: MtpModel, hidden: Tensor, positions: Tensor, cache: MtpCache, id
     )  # fmt: skip
 
 
-def drafted(source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()) -> Drafted | StreamDrafted:
+def drafted(
+    source: Path, path: Path, *, seed: int = 5, taught: Rows[list[int]] = ()
+) -> Drafted | StreamDrafted | GatedDrafted:
     """`source` with a draft layer, as `path`. taught: texts that it has learnt, so that it guesses them right."""
-    if json.loads((source / "config.json").read_text())["model_type"] == "deepseek_v4":
-        return stream_drafted(source, path, seed)
+    own = {"deepseek_v4": stream_drafted, "qwen4_exp_text": gated_drafted}
+    if (make := own.get(json.loads((source / "config.json").read_text())["model_type"])) is not None:
+        return make(source, path, seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     config = model.config
     config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -48,31 +49,35 @@ class Layer:
         slot_of = torch.tensor([e if e < on_gpu else -1 for e in range(EXPERTS)])
         self.gpu = FakeSlots(slot_of, self.cpu, self.bytes)
 
-    def check(self, under_way: bool = False) -> None:
+    def check(self, under_way: bool = False, in_file: Sequence[int] = ()) -> None:
         """Each expert in one place, unchanged; together they compute what the static layer does, to the bit. under_way:
-        one may be in CPU memory as well."""
-        here = self.gpu.table >= 0
+        one may be in CPU memory as well. in_file: who is in no memory."""
+        here, filed = self.gpu.table >= 0, torch.zeros(EXPERTS, dtype=torch.bool)
+        filed[list(in_file)] = True
         slots = self.gpu.table[here].tolist()
-        assert len(set(slots)) == len(slots)
-        assert 0 <= self.cpu.loaded - (EXPERTS - len(slots)) <= under_way
+        assert len(set(slots)) == len(slots) and not (here & filed).any()
+        assert 0 <= self.cpu.loaded - (EXPERTS - len(slots) - len(in_file)) <= under_way
         for expert in range(EXPERTS):
-            slot = int(self.gpu.table[expert])
-            found = self.gpu.memory[slot] if slot >= 0 else self.cpu.packed(expert)
-            assert torch.equal(found, self.bytes[expert]), expert
-        self._check_output(here)
+            if not filed[expert]:
+                slot = int(self.gpu.table[expert])
+                found = self.gpu.memory[slot] if slot >= 0 else self.cpu.packed(expert)
+                assert torch.equal(found, self.bytes[expert]), expert
+        self._check_output(here | filed)
 
-    def _check_output(self, here: Tensor) -> None:
+    def _check_output(self, elsewhere: Tensor) -> None:
         x = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(9)).bfloat16()
         ids, weights = torch.arange(EXPERTS, dtype=torch.int32)[:, None], torch.ones(EXPERTS, 1)
         expected = self.static.forward(x, ids, weights)
-        left = torch.where(here[:, None], -1, ids)  # what the hand-off gives the CPU
-        assert torch.equal(self.cpu.forward(x, left, weights), expected.where(~here[:, None], 0.0))
+        left = torch.where(elsewhere[:, None], -1, ids)  # what the hand-off gives the CPU
+        assert torch.equal(self.cpu.forward(x, left, weights), expected.where(~elsewhere[:, None], 0.0))
 
-    def exchange(self, layer: int, which: int, other: int) -> Exchange:
+    def exchange(self, layer: int, which: int, other: int, coming: int | None = None) -> Exchange:
+        """coming: an expert; else the other-th of those in CPU memory, where none is in its file."""
         there = (self.gpu.table >= 0).nonzero().flatten().tolist()
         elsewhere = (self.gpu.table < 0).nonzero().flatten().tolist()
         leaving = there[which % len(there)]
-        return Exchange(layer, int(self.gpu.table[leaving]), leaving, elsewhere[other % len(elsewhere)])
+        coming = elsewhere[other % len(elsewhere)] if coming is None else coming
+        return Exchange(layer, int(self.gpu.table[leaving]), leaving, coming)
 
 
 def made(

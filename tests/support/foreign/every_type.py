@@ -63,6 +63,11 @@ TOWER = settings(
 LATENT = settings(num_key_value_heads=4, head_dim=None)  # as many as heads; None: what the class says
 SPARSE = settings(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])
 RECURRENT = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+QWEN4 = settings(
+    indexer_n_heads=8, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=8, indexer_compress_ratio=4,
+    ple_layer_ids=[2], ngram_vocab_size_base=50, split_ngram_parts=2,
+)  # fmt: skip
+"""A key of the indexer as wide as a published head, whose channels all turn where nothing else is said."""
 GEMMA = settings(enable_moe_block=True, vocab_size_per_layer_input=VOCAB, global_head_dim=16)
 
 # what else a type needs
@@ -102,10 +107,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": settings(layer_types=["full_attention", "minimax_m3_sparse"] * 2),
     "mistral4": LATENT,
     "mistral_large4": LATENT,
-    "qwen4_exp": settings(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64,
-                          indexer_compress_ratio=4),
-    "qwen4_exp_text": settings(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64,
-                               indexer_compress_ratio=4),
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
     "step3p7": settings(
         share_expert_dim=28, num_sliding_attention_heads=6, layer_types=["full_attention", "sliding_attention"] * 2,
         moe_router_scaling_factor=1.7, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],

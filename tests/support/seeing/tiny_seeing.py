@@ -83,6 +83,33 @@ def save_drafted(source: Path, path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+OMNI = {
+    "model.visual.deepstack_merger_list": "thinker.visual.merger_list", "model.visual.": "thinker.visual.",
+    "model.language_model.": "thinker.model.", "lm_head": "thinker.lm_head", "merger.norm": "merger.ln_q",
+    "linear_fc1": "mlp.0", "linear_fc2": "mlp.2",
+}  # fmt: skip
+
+
+def save_omni(source: Path, path: Path) -> None:
+    """A Qwen3-VL by the names and keys of Qwen3-Omni, which computes the same."""
+    tensors = {_omni(name): each.contiguous().clone() for name, each in file_tensors(source).items()}
+    shutil.copytree(source, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    text = config["text_config"] | {"model_type": "qwen3_omni_moe_text", "norm_topk_prob": True}
+    thinker = config | {"model_type": "qwen3_omni_moe_thinker", "text_config": text, "audio_config": {"d_model": 4}}
+    whole = {"model_type": "qwen3_omni_moe", "thinker_config": thinker, "talker_config": {"hidden_size": 4}}
+    (path / "config.json").write_text(json.dumps(whole))
+
+
+def _omni(name: str) -> str:
+    merges = "merger" in name  # blocks have such names, too
+    for theirs, ours in OMNI.items():
+        if merges or "linear_fc" not in theirs:
+            name = name.replace(theirs, ours)
+    return name.replace("merger_list.0.norm", "merger_list.0.ln_q").replace("merger_list.1.norm", "merger_list.1.ln_q")
+
+
 def image(height: int, width: int, seed: int = 0) -> PixelSource:
     """Of patches that are all different."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

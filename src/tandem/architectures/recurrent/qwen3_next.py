@@ -81,11 +81,11 @@ def _mixers(keys: JsonKeys, layout: Layout) -> list[Mixer]:
         raise ConfigError(f"config.json: layer_types has no {FULL}")
     bias = keys.optional("attention_bias", False)
     attention = gqa(keys, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=0.25, plus_one=True)
-    attention, recurrent = replace(attention, gate=True), _delta_rule(keys, layout)
+    attention, recurrent = replace(attention, gate=True), delta_rule(keys, layout)
     return [attention if kind == FULL else recurrent for kind in kinds]
 
 
-def _delta_rule(keys: JsonKeys, layout: Layout) -> DeltaRule:
+def delta_rule(keys: JsonKeys, layout: Layout) -> DeltaRule:
     k_heads, v_heads = keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32)
     conv = keys.size("linear_conv_kernel_dim", 4)
     check_convolutions(keys)

@@ -144,7 +144,7 @@ def _parts(
     with PackedStart(config, directory, workers, None) as packed:  # which keeps nothing
         parts = config, plan, model, checkpoint, Tokenizer.load(directory), ops, packed, None
         start = make(*parts)
-        return start.on_cpu() if plan.gpu is None else start.on_gpu()
+        return start.cpu_parts() if plan.gpu is None else start.gpu_parts()
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ def chosen(shape: Shape, fmt: str, tiers: Iterable[str], tokens: Iterable[int]) 
         for count, rows in counts:
             yield Chosen(fmt, tier, count, rows, cpu_kernel(workspace, code, rows))
     for count, rows in counts:
-        yield Chosen(fmt, GPU, count, rows, _on_gpu(shape, layer, count))
+        yield Chosen(fmt, GPU, count, rows, _gpu_kernel(shape, layer, count))
 
 
-def _on_gpu(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
+def _gpu_kernel(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
     reads = []
     for codes, _, depth, padded, _, _, scales, scale, group, _ in layer.layout():
         if why := refusal(codes, scale, depth):

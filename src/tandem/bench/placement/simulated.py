@@ -1,8 +1,8 @@
 """`kt bench experts`: tokens per second by share of experts on the GPU and by strategy, for a given routing.
 
-On a GPU the model of `kt bench decode --config` decodes with its experts chosen by a trace (`on_gpu.py`). Without one,
-or with --simulate, the same placements and live policy run against the trace. A cost model (`experts/live/cost.py`)
-then says how long a step takes, and every result says "simulated".
+On a GPU the model of `kt bench decode --config` decodes with its experts chosen by a trace (`gpu_rows.py`). Without
+one, or with --simulate, the same placements and live policy run against the trace. A cost model
+(`experts/live/cost.py`) then says how long a step takes, and every result says "simulated".
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -
 
 
 def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
-    from tandem.bench.placement.on_gpu import measured_rows  # Triton is there only where a GPU is
+    from tandem.bench.placement.gpu_rows import measured_rows  # Triton is there only where a GPU is
 
     return measured_rows(request, traffic(request, named_config(request.config, request.layers)))
 

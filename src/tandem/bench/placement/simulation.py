@@ -11,6 +11,7 @@ from tandem.bench.placement.traces import expert_counts
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import Exchange, LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.residency import Residency, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Simulated:
 
 def simulate_static(trace: Tensor, placement: ExpertPlacement, cost: StepCost) -> Simulated:
     """trace int16 [tokens, layers, k]."""
-    return _result(_hits(trace, placement.on_gpu), torch.zeros(len(trace)), trace, cost)
+    return _result(_hits(trace, placement.gpu_experts), torch.zeros(len(trace)), trace, cost)
 
 
 def simulate_live(
@@ -33,15 +34,15 @@ def simulate_live(
 ) -> Simulated:
     """As the engine does: every `interval_steps` the policy sees what was used and says what moves; it is there at the
     next decision, which may be sooner than here."""
-    layers, experts = placement.on_gpu.shape
+    layers, experts = placement.gpu_experts.shape
     slot_of = torch.stack([placement.slots(layer) for layer in range(layers)])
-    policy = LivePolicy(slot_of, cost.expert_bytes, cost.reads_per_exchange, settings)
+    policy = LivePolicy(Residency(slot_of), cost.expert_bytes, cost.reads_per_exchange, settings)
     hits, moved = [], torch.zeros(len(trace))
     under_way: list[Exchange] = []
     first = 0
     while first < len(trace):
         part = trace[first : first + policy.interval_steps]
-        hits.append(_hits(part, policy.slot_of >= 0))
+        hits.append(_hits(part, torch.from_numpy(policy.residency.on(Tier.GPU))))
         policy.observe(expert_counts(part, experts).numpy(), len(part), len(part))
         if under_way:
             policy.done(*under_way)
@@ -52,10 +53,10 @@ def simulate_live(
     return Simulated(result.hit, result.tok_s, int(moved.sum()), policy.rests)
 
 
-def _hits(trace: Tensor, on_gpu: Tensor) -> Tensor:
+def _hits(trace: Tensor, gpu_experts: Tensor) -> Tensor:
     """Of every token, float32 [tokens]."""
     layers = torch.arange(trace.shape[1])[None, :, None]
-    return on_gpu[layers, trace.long()].sum((1, 2)).float()
+    return gpu_experts[layers, trace.long()].sum((1, 2)).float()
 
 
 def _result(hits: Tensor, moved: Tensor, trace: Tensor, cost: StepCost) -> Simulated:

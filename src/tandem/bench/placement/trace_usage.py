@@ -25,11 +25,11 @@ class TraceUsage:
     well, so that it takes its time. Nothing else is done between steps: counts lie ready, as the GPU has them ready
     when it serves, and hits are counted afterwards, by where experts were when they were used."""
 
-    def __init__(self, real: ExpertUsage, trace: Tensor, on_gpu: Tensor) -> None:
-        self._real, self._trace, self._on_gpu = real, trace, on_gpu.clone()
+    def __init__(self, real: ExpertUsage, trace: Tensor, gpu_experts: Tensor) -> None:
+        self._real, self._trace, self._gpu_experts = real, trace, gpu_experts.clone()
         self.tokens = 0  # of the trace, decoded so far
         self._counted = 0
-        self._counts = counts_after_each(trace, on_gpu.shape[1]).numpy()
+        self._counts = counts_after_each(trace, gpu_experts.shape[1]).numpy()
         self._moves: list[tuple[int, Changes]] = []  # tokens decoded before, in order
         self.hits = self.swaps = self.swap_rests = 0
 
@@ -46,12 +46,12 @@ class TraceUsage:
         for tokens, changes in self._moves:
             self._count_until(tokens)
             layers, experts, here = np.array(changes(), np.int64).T
-            self._on_gpu.numpy()[layers, experts] = here > 0
+            self._gpu_experts.numpy()[layers, experts] = here > 0
         self._moves.clear()
         self._count_until(self.tokens)
 
     def _count_until(self, tokens: int) -> None:
-        here, layers = self._on_gpu.numpy(), np.arange(len(self._on_gpu))[:, None]
+        here, layers = self._gpu_experts.numpy(), np.arange(len(self._gpu_experts))[:, None]
         self.hits += int(here[layers, self._trace[self._counted : tokens].numpy()].sum())
         self._counted = tokens
 

@@ -28,6 +28,7 @@ from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
+from tandem.experts.residency import Tier, on_tier
 from tandem.experts.usage.expert_usage import ExpertUsage
 
 TURN_TOKENS = 100
@@ -65,7 +66,7 @@ def placements(request: Request, seen: Traffic, share: float) -> dict[str, Exper
     for name in request.strategies:
         by = "uniform" if name == "dynamic" else name
         placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
-        here = placement.on_gpu.sum(1)
+        here = placement.gpu_experts.sum(1)
         if 0 < int(here.min()) <= int(here.max()) < experts:
             made[name] = placement
     return made if len(made) > 1 else {}
@@ -73,8 +74,8 @@ def placements(request: Request, seen: Traffic, share: float) -> dict[str, Exper
 
 def room_for(made: dict[str, ExpertPlacement]) -> ExpertPlacement:
     """As many slots in each layer as any of them needs."""
-    most = torch.stack([placement.on_gpu.sum(1) for placement in made.values()]).amax(0)
-    experts = next(iter(made.values())).on_gpu.shape[1]
+    most = torch.stack([placement.gpu_experts.sum(1) for placement in made.values()]).amax(0)
+    experts = next(iter(made.values())).gpu_experts.shape[1]
     return ExpertPlacement(torch.arange(experts) < most[:, None])
 
 
@@ -88,7 +89,7 @@ class Sides:
     def show(self, slots: Tensor, alone: bool) -> None:
         """slots int [layers, experts], -1: in CPU memory. alone: those on the GPU have no place in CPU memory, so that
         they may change places."""
-        wanted = slots < 0 if alone else torch.ones_like(self._in_memory)
+        wanted = on_tier(Tier.CPU, slots) if alone else torch.ones_like(self._in_memory)
         for index, layer in enumerate(self._layers):
             gpu: Any = layer.gpu  # GpuExperts
             gpu.slot_of[: self._experts] = slots[index]
@@ -103,7 +104,7 @@ class Sides:
     def shown(self) -> Tensor:
         """Where they are now, after exchanges."""
         slots = torch.stack([layer.gpu.slot_of[: self._experts] for layer in self._layers])
-        self._in_memory = slots < 0
+        self._in_memory = on_tier(Tier.CPU, slots)
         return slots
 
 
@@ -151,12 +152,12 @@ class OneModel:
 
     def _follow(self, plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
         for name, placement in self._made.items():
-            traced, switched = TraceUsage(usage, self._trace, placement.on_gpu), None
+            traced, switched = TraceUsage(usage, self._trace, placement.gpu_experts), None
             if name == "dynamic":
                 placed = dataclasses.replace(side, placement=placement)
                 live = live_experts(plan, placed, traced, registered(plan, placed))
                 switched = None if live is None else Switched(live)
-            slots = torch.stack([placement.slots(layer) for layer in range(len(placement.on_gpu))])
+            slots = torch.stack([placement.slots(layer) for layer in range(len(placement.gpu_experts))])
             self._contestants[name] = Contestant(slots, traced, switched)
         moving = [each.live for each in self._contestants.values() if each.live is not None]
         return cast(LiveExperts, moving[0]) if moving else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
 from tandem.checkpoint.source import Checkpoint, Lookup
+from tandem.checkpoint.tables.readers import ignored
 from tandem.config.ranks.shard import ALL
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
@@ -46,6 +48,11 @@ class TwoCheckpoints(ABC):
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         return self._of(name).lookup(name, shape)
+
+    def table(
+        self, module: str, shape: tuple[int, int], where: str = "map", progress: Callable[[int], None] = ignored
+    ) -> Lookup:
+        return self._of(module).table(module, shape, where, progress)
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
         return self._of(module).weight(module, shape, rows, columns)

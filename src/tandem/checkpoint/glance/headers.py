@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.source import Checkpoint
+from tandem.checkpoint.source import Checkpoint, Lookup
+from tandem.checkpoint.tables.readers import ignored
 from tandem.config import StoredFormats
 from tandem.config.ranks.shard import ALL
 from tandem.formats.codes import Weight
@@ -45,6 +46,11 @@ class HeadersOnly:
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         return self._of.lookup(name, shape)
+
+    def table(
+        self, module: str, shape: tuple[int, int], where: str = "map", progress: Callable[[int], None] = ignored
+    ) -> Lookup:
+        return self._of.table(module, shape)
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
         self._of.check(module, shape)

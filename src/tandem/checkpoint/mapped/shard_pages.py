@@ -10,7 +10,7 @@ from functools import cached_property
 from tandem.checkpoint.key_names import DRAFT
 from tandem.checkpoint.mapped.pages import Pages, Paging, joined
 from tandem.checkpoint.mapped.shards import Shards
-from tandem.checkpoint.parts import is_expert
+from tandem.checkpoint.parts import is_expert, is_table
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -54,7 +54,7 @@ class ShardPages:
         layers: dict[int, list[str]] = defaultdict(list)
         for name in self._shards.names():
             number = _NUMBER.search(name)
-            if number is not None and not name.startswith(DRAFT):
+            if number is not None and not name.startswith(DRAFT) and not is_table(name):
                 layers[int(number[1])].append(name)
         return layers
 

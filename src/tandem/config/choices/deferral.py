@@ -13,15 +13,15 @@ NEVER_LATE = "each layer's experts have a projection of their own behind them"
 
 
 def deferred_experts(
-    config: EngineConfig, model: ModelConfig, on_gpu: int, graph_sizes: tuple[int, ...]
+    config: EngineConfig, model: ModelConfig, gpu_experts: int, graph_sizes: tuple[int, ...]
 ) -> tuple[int, str]:
-    """How many, at most, of each token, and why (not). on_gpu: (layer, expert) pairs there."""
+    """How many, at most, of each token, and why (not). gpu_experts: (layer, expert) pairs there."""
     asked = config.kt_max_deferred_experts_per_token or 0
     if not asked:
         return 0, f"{FLAG} is not given"
     if model.moe.experts.latent:
         return 0, NEVER_LATE
-    if on_gpu >= model.routed_experts:
+    if gpu_experts >= model.routed_experts:
         return 0, "every expert is on the GPU"
     if len(model.moe_layers) < 2:
         return 0, "the last layer with experts never defers, and there is one"

@@ -22,7 +22,7 @@ def seeing(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 def why_blind(config: EngineConfig, model: ModelConfig) -> str:
     """Why no image is read; "": they are."""
     if model.tower is None:
-        return TEXT_ONLY
+        return model.blind or TEXT_ONLY
     if config.disable_vision:
         return f"{FLAG} was given"
     if config.tensor_parallel_size > 1:

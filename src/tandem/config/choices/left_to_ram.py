@@ -21,13 +21,13 @@ LARGER_FRACTIONS = (0.85, 0.9, LARGEST_FRACTION)
 ROUNDED = ("int8", "int4")  # what --kt-method makes of experts that are stored larger
 
 
-def short_of_ram(request: MemoryRequest, on_gpu: int, drafts_there: bool) -> str:
+def short_of_ram(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> str:
     """Why the experts that stay in CPU memory do not fit there; "": they do. Of experts and an embedding: what steps
     need beside them is not known yet. The default fraction leaves enough for it."""
     fraction = ram_fraction(request.config)
     steps = HOST_STEP_BYTES if fraction > DEFAULT_FRACTION else 0
     budget = request.machine.available_memory * fraction - steps
-    needed = _needed(request, on_gpu, drafts_there)
+    needed = _needed(request, gpu_experts, drafts_there)
     if needed <= budget:
         return ""
     beside = f", less {gib(steps)} for steps" if steps else ""
@@ -37,12 +37,12 @@ def short_of_ram(request: MemoryRequest, on_gpu: int, drafts_there: bool) -> str
     )
 
 
-def _needed(request: MemoryRequest, on_gpu: int, drafts_there: bool) -> int:
-    live, _ = live_placement(request.config, on_gpu, request.model)
+def _needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> int:
+    live, _ = live_placement(request.config, gpu_experts, request.model)
     drafts = 0 if drafts_there else draft_experts(request.model)
     embedding = embedding_bytes(request.model, request.dtype) if request.embedding_in_ram else 0
     share = HostShare(
-        on_gpu, expert_bytes(request), 0, 0, (), 0, 0, live, request.experts_are_there, drafts=drafts,
+        gpu_experts, expert_bytes(request), 0, 0, (), 0, 0, live, request.experts_are_there, drafts=drafts,
         embedding_bytes=embedding,
     )  # fmt: skip
     host = host_memory(request.model, share)
@@ -55,10 +55,10 @@ class WouldFit(Protocol):
         ...
 
 
-def ways_out(request: MemoryRequest, on_gpu: int, would_fit: WouldFit) -> Iterator[str]:
+def ways_out(request: MemoryRequest, gpu_experts: int, would_fit: WouldFit) -> Iterator[str]:
     """What loses nothing comes first. Each is tried."""
     asked, flag = asked_experts(request.config, request.model)
-    places = f"{on_gpu} of {request.model.routed_experts} are on the GPU"
+    places = f"{gpu_experts} of {request.model.routed_experts} are on the GPU"
     if asked is None:
         yield f"{places}, as many as fit there"
     elif would_fit(kt_gpu_experts_ratio=None, kt_num_gpu_experts=None):
@@ -94,12 +94,12 @@ def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None,
     return None, ""
 
 
-def live_placement(config: EngineConfig, on_gpu: int, model: ModelConfig) -> tuple[bool, str]:
+def live_placement(config: EngineConfig, gpu_experts: int, model: ModelConfig) -> tuple[bool, str]:
     """Whether experts move while serving, and why (not)."""
     if not config.kt_enable_dynamic_expert_update:
         return False, "--kt-enable-dynamic-expert-update is not given"
-    if on_gpu == 0:
+    if gpu_experts == 0:
         return False, "no expert is on the GPU, so there is no slot to move into"
-    if on_gpu >= model.routed_experts:
+    if gpu_experts >= model.routed_experts:
         return False, "every expert is on the GPU already"
     return True, "--kt-enable-dynamic-expert-update"

@@ -9,7 +9,7 @@ from tandem.config.model_config import STORED, ModelConfig
 from tandem.config.stored import StoredFormats
 
 
-def why_apart(request: MemoryRequest, on_gpu: bool) -> str:
+def why_apart(request: MemoryRequest, gpu: bool) -> str:
     """What keeps them apart; "": nothing.
 
     Shared experts that count as routed ones are where every token is computed: on the GPU, if there is one.
@@ -26,7 +26,7 @@ def why_apart(request: MemoryRequest, on_gpu: bool) -> str:
         other = "differs from routed ones" if differs else "is no multiple of a routed one"
         why = "has its own gate" if model.moe.shared_gate else other
         return f"the shared expert {why}"
-    return experts_kept_off(model, fmt, stored) if on_gpu else ""
+    return experts_kept_off(model, fmt, stored) if gpu else ""
 
 
 def _alike(model: ModelConfig, expert_format: str, dtype: str, stored: StoredFormats) -> bool:

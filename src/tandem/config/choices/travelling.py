@@ -14,8 +14,8 @@ from tandem.config.stored import StoredFormats
 
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
     """Why no expert can be on the GPU; "" where they can."""
-    if expert_format == STORED and stored.experts.not_on_gpu:
-        return f"the GPU kernels do not read {stored.experts.not_on_gpu}"
+    if expert_format == STORED and stored.experts.unread_by_gpu:
+        return f"the GPU kernels do not read {stored.experts.unread_by_gpu}"
     if model.moe.experts.width % 2:
         return f"the GPU kernels need experts of an even width, not {model.moe.experts.width}"
     return ""

@@ -9,10 +9,10 @@ from tandem.config.model_config import ModelConfig
 from tandem.config.stored import UNQUANTISED, StoredFormats
 
 
-def experts_seconds(on_cpu: float, on_gpu: float, nbytes: int, dram_gbps: float, gpu_gbps: float) -> float:
+def experts_seconds(cpu_reads: float, gpu_reads: float, nbytes: int, dram_gbps: float, gpu_gbps: float) -> float:
     """The least that reading so many experts of `nbytes` takes."""
-    on_gpu_seconds = on_gpu * nbytes / gpu_gbps if on_gpu else 0.0
-    return max(on_cpu * nbytes / dram_gbps, on_gpu_seconds) / 1e9
+    gpu_seconds = gpu_reads * nbytes / gpu_gbps if gpu_reads else 0.0
+    return max(cpu_reads * nbytes / dram_gbps, gpu_seconds) / 1e9
 
 
 def distinct_experts(model: ModelConfig, tokens: int) -> float:

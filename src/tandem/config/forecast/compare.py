@@ -20,7 +20,7 @@ class Row:
 
     method: str
     gpu_share: float | None
-    on_gpu: float = 0.0
+    planned_share: float = 0.0
     vram_bytes: int = 0
     ram_bytes: int = 0
     decode: Range | None = None
@@ -35,7 +35,7 @@ def compare(question: Question) -> list[Row]:
     shares: tuple[float | None, ...] = (None, *SHARES) if question.machine.gpus else (None,)
     methods: tuple[str | None, ...] = (None, *roundings(question.stored))
     rows = [_row(question, method, share) for method in methods for share in shares]
-    alike = {(row.method, round(row.on_gpu, 3)): row for row in rows if not row.why}
+    alike = {(row.method, round(row.planned_share, 3)): row for row in rows if not row.why}
     possible = sorted(alike.values(), key=lambda row: -(row.decode.middle if row.decode else 0.0))
     return [*possible, *(row for row in rows if row.why)]
 
@@ -57,11 +57,11 @@ def _row(question: Question, method: str | None, share: float | None) -> Row:
     predicted = question.predicted(plan)
     taken = {ledger.place: ledger.total_bytes for ledger in plan.ledgers}
     return Row(
-        name, share, _on_gpu(question, plan), taken.get(VRAM, 0), taken.get(RAM, 0), predicted.decode[1],
+        name, share, _planned_share(question, plan), taken.get(VRAM, 0), taken.get(RAM, 0), predicted.decode[1],
         predicted.prompt, method is not None,
     )  # fmt: skip
 
 
-def _on_gpu(question: Question, plan: Plan) -> float:
+def _planned_share(question: Question, plan: Plan) -> float:
     everyone = question.model.routed_experts
     return plan.gpu.experts / everyone if plan.gpu is not None and everyone else 0.0

@@ -91,7 +91,7 @@ class Case:
         model, dtype = self.model, self.plan.dtype
         if self.plan.gpu is None:
             return model.dense_bytes(dtype, self.stored)
-        return model.dense_bytes(dtype, self.stored, on_gpu=True)
+        return model.dense_bytes(dtype, self.stored, for_gpu=True)
 
     @property
     def dram_share(self) -> float:
@@ -156,17 +156,17 @@ def _range(tokens: float, parts: Mapping[str, float], bound: float) -> Range:
 
 
 def _decode(case: Case, batch: int, context: int) -> Range:
-    decode = _decode_on_cpu if case.plan.gpu is None else _decode_on_gpu
+    decode = _cpu_decode if case.plan.gpu is None else _gpu_decode
     parts = decode(case, batch, context) | case.sums(batch, batch)
     return _range(batch, parts, batch / _decode_bound(case, batch, context))
 
 
 def _decode_bound(case: Case, batch: int, context: int) -> float:
     """Seconds: all bytes at the memories' full speed, and nothing else."""
-    on_cpu, on_gpu = _sides(case, batch)
+    cpu_reads, gpu_reads = _sides(case, batch)
     others, speeds = case.dense_bytes + case.state_bytes(batch, context), case.speeds
     gbps = speeds.dram_gbps if case.plan.gpu is None else speeds.gpu_gbps
-    experts = experts_seconds(on_cpu, on_gpu, case.expert_bytes, speeds.dram_gbps, speeds.gpu_gbps)
+    experts = experts_seconds(cpu_reads, gpu_reads, case.expert_bytes, speeds.dram_gbps, speeds.gpu_gbps)
     return others / gbps / 1e9 + experts
 
 
@@ -176,27 +176,27 @@ def _sides(case: Case, batch: int) -> tuple[float, float]:
     return used * (1 - case.gpu_share), used * case.gpu_share
 
 
-def _decode_on_cpu(case: Case, batch: int, context: int) -> dict[str, float]:
-    on_cpu, _ = _sides(case, batch)
+def _cpu_decode(case: Case, batch: int, context: int) -> dict[str, float]:
+    cpu_reads, _ = _sides(case, batch)
     rate, model = case.speeds.dram_gbps * 1e9 * DRAM_SHARE, case.model
     return {
         "dense layers": case.dense_bytes / rate,
         "KV cache": case.state_bytes(batch, context) / rate,
-        "experts": on_cpu * case.expert_bytes / case.speeds.dram_gbps / 1e9 / case.dram_share,
+        "experts": cpu_reads * case.expert_bytes / case.speeds.dram_gbps / 1e9 / case.dram_share,
         "between layers": len(model.layers) * CPU_LAYER_SECONDS,
     }
 
 
-def _decode_on_gpu(case: Case, batch: int, context: int) -> dict[str, float]:
-    on_cpu, on_gpu = _sides(case, batch)
+def _gpu_decode(case: Case, batch: int, context: int) -> dict[str, float]:
+    cpu_reads, gpu_reads = _sides(case, batch)
     speeds, model, moe = case.speeds, case.model, len(case.model.moe_layers)
     doublings = (batch - 1).bit_length()
     dense = (
         case.dense_bytes / speeds.gpu_gbps / 1e9 + sum(map(_kernels, model.layers)) * speeds.kernel_seconds
     )
-    there = on_gpu * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
+    there = gpu_reads * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
     there += moe * EXPERT_KERNELS * speeds.kernel_seconds if case.gpu_share else 0.0
-    here = on_cpu * case.expert_bytes / speeds.dram_gbps / 1e9 / case.dram_share
+    here = cpu_reads * case.expert_bytes / speeds.dram_gbps / 1e9 / case.dram_share
     here += moe * HANDOFF_LAYER_SECONDS if case.gpu_share < 1 and moe else 0.0
     side = "experts in CPU memory" if here > there else "experts on the GPU"
     return {
@@ -249,10 +249,10 @@ def _chunk(case: Case, rows: int, before: int) -> dict[str, float]:
             "attention": attention / _cpu_attention_flops(case),
             "experts": on_cpu,
         }
-    return _chunk_on_gpu(case, rows, attention, on_cpu)
+    return _gpu_chunk(case, rows, attention, on_cpu)
 
 
-def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) -> dict[str, float]:
+def _gpu_chunk(case: Case, rows: int, attention_flops: float, on_cpu: float) -> dict[str, float]:
     """Whatever takes longest: the GPU, the host that starts its kernels, or experts that are in CPU memory. on_cpu:
     seconds that the CPU would take for those. A graph computes all of its rows, and the host starts nothing."""
     model, speeds, replayed = case.model, case.speeds, _replayed(case, rows)
@@ -269,7 +269,7 @@ def _chunk_on_gpu(case: Case, rows: int, attention_flops: float, on_cpu: float) 
     }
     there = case.gpu_share + (1 - case.gpu_share) * travelling
     ways = [
-        others | {"experts on the GPU": _experts_on_gpu(case, rows, there)},
+        others | {"experts on the GPU": _gpu_experts(case, rows, there)},
         {"starting kernels": starts},
         {"experts over the bus": elsewhere} if travelling == 1.0 else others | {"experts in CPU memory": elsewhere},
     ]
@@ -305,7 +305,7 @@ def _may_be_shared(case: Case, rows: int) -> bool:
     return prompt_graph_rows(split_sizes(gpu.prompt_sizes), rows) > 0
 
 
-def _experts_on_gpu(case: Case, rows: int, share: float) -> float:
+def _gpu_experts(case: Case, rows: int, share: float) -> float:
     """Codes are decoded for each tile of few rows. With more they become bfloat16 in scratch, and products read that.
     Rows are brought together before, and added after."""
     model, speeds = case.model, case.speeds

@@ -11,8 +11,8 @@ from tandem.config.choices.cached import cached_notices, cached_text
 from tandem.config.choices.decision import Decision
 from tandem.config.choices.deferral import deferral_notices
 from tandem.config.choices.deterministic import deterministic, tier_reason
+from tandem.config.choices.gpu_choices import gpu_choices
 from tandem.config.choices.left_to_ram import expert_bytes
-from tandem.config.choices.on_gpu import on_gpu
 from tandem.config.choices.shared_experts import why_apart
 from tandem.config.choices.threads import Threads, plan_threads
 from tandem.config.engine_config import EngineConfig
@@ -83,7 +83,7 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
         config, model, machine, dtype, expert_format, running, stored, in_place, most, tight.embedding_in_ram,
         tight.gpu_fraction,
     )  # fmt: skip
-    memory, gpu_plan = (size_memory(request), None) if gpu is None else on_gpu(request, gpu, log)
+    memory, gpu_plan = (size_memory(request), None) if gpu is None else gpu_choices(request, gpu, log)
     page, num_pages, window_pages = _pages(request, memory, log)
     step_tokens = _step_tokens(config, tight, memory.context_length, running, gpu_plan, log)
     kv_bytes = request.kv_bytes(num_pages * page)
@@ -239,10 +239,10 @@ def _pages(request: MemoryRequest, memory: MemoryPlan, log: list[Decision]) -> t
     return page, pages, windows
 
 
-def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, on_gpu: bool) -> int:
+def _most_step_tokens(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -> int:
     """Most tokens of a step, whatever memory allows."""
     chunk = config.chunked_prefill_size
-    usual = long_step_tokens(model) if on_gpu else prefill_tokens(on_gpu)
+    usual = long_step_tokens(model) if gpu else prefill_tokens(gpu)
     return max(running, usual if chunk is None else chunk if chunk > 0 else model.max_positions)
 
 
@@ -274,10 +274,10 @@ def _radix(config: EngineConfig, model: ModelConfig, log: list[Decision]) -> boo
     return on
 
 
-def _fuse_shared(request: MemoryRequest, on_gpu: bool, log: list[Decision]) -> bool:
+def _fuse_shared(request: MemoryRequest, gpu: bool, log: list[Decision]) -> bool:
     if request.model.moe.shared is None:
         return False
-    why = why_apart(request, on_gpu)
+    why = why_apart(request, gpu)
     if why:
         log.append(Decision("shared experts", "apart", why))
     else:

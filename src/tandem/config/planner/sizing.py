@@ -38,7 +38,7 @@ from tandem.config.memory import (
 )
 from tandem.config.model_config import draft_experts
 from tandem.config.ranks.shard import ALONE
-from tandem.config.speculation.choice import check_drafts_on_gpu
+from tandem.config.speculation.choice import check_gpu_drafts
 from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
 
 KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
@@ -116,7 +116,7 @@ def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     room = GpuRoom(request, gpu)
     found = _divided(room, 0)
-    check_drafts_on_gpu(request.config, request.model)
+    check_gpu_drafts(request.config, request.model)
     if found.experts >= request.model.routed_experts:
         return _with_long_steps(room, found)
     if why_not := streams_not(request, gpu):
@@ -177,11 +177,11 @@ def _undisturbed(smaller: GpuMemory | None, found: GpuMemory) -> GpuMemory | Non
 
 
 class RamTooSmall(GpuTooSmall):
-    """The experts that a GPU leaves do not fit into CPU memory. on_gpu: experts that would be there."""
+    """The experts that a GPU leaves do not fit into CPU memory. gpu_experts: experts that would be there."""
 
-    def __init__(self, reason: str, room: GpuRoom, on_gpu: int) -> None:
+    def __init__(self, reason: str, room: GpuRoom, gpu_experts: int) -> None:
         super().__init__(reason)
-        self.room, self.on_gpu = room, on_gpu
+        self.room, self.gpu_experts = room, gpu_experts
 
 
 def explained(error: DoesNotFit) -> DoesNotFit:
@@ -189,7 +189,7 @@ def explained(error: DoesNotFit) -> DoesNotFit:
     if not isinstance(error, RamTooSmall):
         return error
     room = error.room
-    ways = ways_out(room.request, error.on_gpu, lambda **changes: fits(room, **changes) is not None)
+    ways = ways_out(room.request, error.gpu_experts, lambda **changes: fits(room, **changes) is not None)
     return GpuTooSmall("; ".join([str(error), *ways]))
 
 

@@ -88,14 +88,14 @@ class Room:
             yield from (replace(each, running=step.running, chunk=step.chunk) for each in self.easy())
 
 
-def room_of(config: EngineConfig, model: ModelConfig, running: int, on_gpu: bool) -> Room:
+def room_of(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -> Room:
     """running: sequences together where nothing is given up."""
-    usual = prefill_tokens(on_gpu)
+    usual = prefill_tokens(gpu)
     fewer = tuple(each for each in FEWER if each < running) if config.max_running_requests is None else ()
     fixed = config.chunked_prefill_size is not None or config.enable_deterministic_inference
     shorter = () if fixed else tuple(each for each in SHORTER if each < usual)
-    embedding = (False, True) if on_gpu and model.foreign is None else (False,)
-    tight = on_gpu and config.mem_fraction_static is None and TIGHT_FRACTION > GPU_FRACTION
+    embedding = (False, True) if gpu and model.foreign is None else (False,)
+    tight = gpu and config.mem_fraction_static is None and TIGHT_FRACTION > GPU_FRACTION
     return Room(embedding, (0.0, TIGHT_FRACTION) if tight else (0.0,), (None, *fewer), (None, *shorter))
 
 

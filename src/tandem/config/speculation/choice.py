@@ -74,7 +74,7 @@ def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return replace(model, drafter=model.drafts)
 
 
-def check_drafts_on_gpu(config: EngineConfig, model: ModelConfig) -> None:
+def check_gpu_drafts(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError where the kernels that are asked for cannot compute a draft layer's rows."""
     asked, kernels = config.speculative_algorithm, config.attention_backend
     if own_kernels(model.attentions):

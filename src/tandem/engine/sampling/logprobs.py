@@ -32,7 +32,9 @@ def score_prompt(chunk: Chunk, logits: FloatRows) -> None:
     for position, row in enumerate(logits, start=first + 1):
         if position < sequence.prompt_len:
             assert position == len(sequence.prompt_logprobs)
-            sequence.prompt_logprobs.append(token_logprob(row, sequence.tokens[position], top))
+            token = sequence.tokens[position]
+            piece = sequence.images is not None and sequence.images.rows.is_piece(position)  # which no row predicts
+            sequence.prompt_logprobs.append(TokenLogprob(token, None) if piece else token_logprob(row, token, top))
 
 
 def _log_sum_exp(logits: FloatRow) -> float:

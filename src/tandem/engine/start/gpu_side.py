@@ -26,6 +26,7 @@ from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.live_experts import LiveExperts, Usage
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
+from tandem.experts.residency import Residency
 from tandem.experts.streams.bus import CudaBus
 from tandem.experts.streams.measured import measured_rates
 from tandem.experts.streams.stream import Cuts, ExpertStream, Followed, Layers, streamed_layer
@@ -129,7 +130,7 @@ def live_experts(
     settings, copies = PolicySettings(), copies or CudaCopies(side.ops.device)
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
     largest = max(layer.gpu.bytes_per_expert for layer in layers if layer)
-    policy = LivePolicy(slot_of, largest, READS_PER_EXCHANGE, settings)
+    policy = LivePolicy(Residency(slot_of), largest, READS_PER_EXCHANGE, settings)
     usage.copy = copies.in_order
     at_once = settings.bytes_per_step * settings.interval_steps
     exchange = LiveExchange(layers, tables, copies, at_once, meanwhile=side.handoff.meanwhile)

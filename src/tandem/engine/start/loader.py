@@ -185,7 +185,7 @@ def _loaded(
     if model.vision is not None:
         model = replace(model, vision=model.vision.capped(plan.image_tokens))
     start = Start(config, plan, model, checkpoint, stored.tokenizer(config), ops, packed, progress, meeting)
-    parts = start.on_cpu() if plan.gpu is None else start.on_gpu()
+    parts = start.cpu_parts() if plan.gpu is None else start.gpu_parts()
     if meeting is not None:  # however long one reads: a rank that captured graphs alone would give up
         meeting.share("loaded", b"-", math.inf)
     return parts
@@ -205,12 +205,12 @@ class Start:
     progress: models.Progress | None
     meeting: Meeting | None = None  # with the other ranks
 
-    def on_cpu(self) -> EngineParts:
+    def cpu_parts(self) -> EngineParts:
         usage = expert_usage(self.config, self.plan, self.model_config)
         model = self.packed.built(lambda: self._model(self.ops, self.cpu_store(), usage))
         return self._parts(model, usage)
 
-    def on_gpu(self) -> EngineParts:
+    def gpu_parts(self) -> EngineParts:
         from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
             begin_step,
             expert_stream,
@@ -224,8 +224,8 @@ class Start:
         gpu = gpu_side(self.plan, self.model_config, self.ops)
         group = None if self.meeting is None else gpu_group(self.meeting, gpu.ops.device)
         gpu.ops.group = group
-        on_gpu = gpu.placement.on_gpu
-        usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, on_gpu)
+        gpu_experts = gpu.placement.gpu_experts
+        usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, gpu_experts)
         self.packed.confirm()  # experts are copied to where they live
         parts = self._parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
         order_posts(self.plan, gpu)

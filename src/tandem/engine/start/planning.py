@@ -134,7 +134,7 @@ def _stored_experts(path: Path, model: ModelConfig) -> StoredFormat:
 def without_streams(config: EngineConfig, plan: Plan) -> Plan:
     """The same where experts turn out not to travel to the GPU: long steps would take seconds on the CPU."""
     asked = config.chunked_prefill_size is not None or config.max_prefill_tokens is not None
-    most = max(prefill_tokens(on_gpu=True), plan.max_running_requests)
+    most = max(prefill_tokens(gpu=True), plan.max_running_requests)
     if asked or plan.gpu is None or not plan.gpu.ring_bytes or plan.max_step_tokens <= most:
         return plan
     return replace(plan, max_step_tokens=most)

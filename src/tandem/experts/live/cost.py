@@ -34,10 +34,10 @@ class StepCost:
         """Reads of an expert from CPU memory that take as long as one exchange."""
         return READS_PER_EXCHANGE + self.exchange_seconds * self.dram_gbps * 1e9 / self.expert_bytes
 
-    def seconds(self, on_cpu: Tensor, on_gpu: Tensor, exchanges: Tensor) -> Tensor:
+    def seconds(self, cpu_reads: Tensor, gpu_reads: Tensor, exchanges: Tensor) -> Tensor:
         """Of steps, from the experts that they read on both sides and the exchanges made, [steps] each."""
-        cpu = (on_cpu + 2 * exchanges) * (self.expert_bytes / (self.dram_gbps * 1e9))
-        gpu = on_gpu * (self.expert_bytes / (self.hbm_gbps * 1e9))
+        cpu = (cpu_reads + 2 * exchanges) * (self.expert_bytes / (self.dram_gbps * 1e9))
+        gpu = gpu_reads * (self.expert_bytes / (self.hbm_gbps * 1e9))
         pcie = exchanges * (self.expert_bytes / (self.pcie_gbps * 1e9))
         longest = torch.maximum(torch.maximum(cpu, gpu), pcie)
         return self.gpu_step_seconds + longest + exchanges * self.exchange_seconds

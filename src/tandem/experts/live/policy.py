@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tandem import _core
+from tandem.experts.residency import Residency, Tier
 from tandem.experts.usage.expert_usage import Counted
 
 _log = logging.getLogger(__name__)
@@ -83,18 +84,18 @@ class PolicySettings:
 
 
 class LivePolicy:
-    """slot_of int [layers, experts]: where each routed expert is at first, -1 in CPU memory. Experts that must not move
-    and layers that have none on one of both sides are simply never exchanged."""
+    """residency: where each routed expert is, which `done` and `stranded` change. Experts in their file, those that
+    must not move, and layers that have none on one of both sides are simply never exchanged."""
 
     def __init__(
-        self, slot_of: Tensor, expert_bytes: float, reads_per_exchange: float, settings: PolicySettings
+        self, residency: Residency, expert_bytes: float, reads_per_exchange: float, settings: PolicySettings
     ) -> None:
-        self.settings, self._cost = settings, reads_per_exchange
-        self._slot_of = slot_of.numpy().astype(np.int64)
-        self._home: Floats = (self._slot_of >= 0).astype(np.float32)
+        self.settings, self._cost, self.residency = settings, reads_per_exchange, residency
+        here = residency.on(Tier.GPU)
+        self._home: Floats = here.astype(np.float32)
         self._better = np.zeros(self._home.shape, np.int8)  # here but not at home: 1; the other way: -1
         self._counts: Floats = np.zeros_like(self._home)
-        self._may = np.where(self._slot_of >= 0, LEAVE, COME).astype(np.int8)
+        self._may = np.where(here, LEAVE, np.where(residency.on(Tier.CPU), COME, STAY)).astype(np.int8)
         self._ended: set[int] = set()  # layers
         # Step after which those may leave that came.
         self._young: deque[tuple[int, tuple[Exchange, ...]]] = deque()
@@ -131,7 +132,7 @@ class LivePolicy:
     @property
     def slot_of(self) -> Tensor:
         """int64 [layers, experts]: the placement, as far as exchanges were `done`."""
-        return torch.from_numpy(self._slot_of)
+        return torch.from_numpy(self.residency.slots)
 
     def observe(self, counts: Counted, tokens: int, steps: int) -> None:
         """counts int32 or int64 [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps."""
@@ -145,7 +146,7 @@ class LivePolicy:
         experts is done in pieces, in the course of a step, and by `looked` what is left."""
         self._step += steps
         self._grow_up()
-        arrays = self._counts, counts, seen, self._better, self._may, self._slot_of
+        arrays = self._counts, counts, seen, self._better, self._may, self.residency.slots
         rules = self.settings.kept(tokens), *self.settings.rules(self._cost)
         self._look = _Look(_core.UseDecision(*arrays, *rules), tokens, steps)
         return self._look.decision
@@ -182,7 +183,7 @@ class LivePolicy:
         return list(map(Exchange._make, found))
 
     def done(self, *exchanges: Exchange) -> None:
-        _core.note_exchanges(exchanges, self._slot_of, self._better, self._may)
+        _core.note_exchanges(exchanges, self.residency.slots, self._better, self._may)
         for layer in self._ended.intersection(exchange.layer for exchange in exchanges):
             self._may[layer] = STAY
         self._young.append((self._step + self.settings.dwell_steps, exchanges))
@@ -197,7 +198,7 @@ class LivePolicy:
     def stranded(self, exchange: Exchange) -> None:
         """The leaving expert is in CPU memory, and so is the other; the slot is lost."""
         layer, _, leaving, _ = exchange
-        self._slot_of[layer, leaving] = -1
+        self.residency.sink(layer, leaving)
         self._better[layer, leaving] -= 1
 
     def ended(self, layer: int) -> None:
@@ -212,7 +213,7 @@ class LivePolicy:
     def _best(self, room: int) -> list[tuple[int, int, int, int]]:
         resting = self._home, (1.0, 0.0, 1.0)
         scores, rules = resting if self.resting else (self._counts, self.settings.rules(self._cost))
-        return _core.pick_exchanges(scores, self._may, self._slot_of, *rules, room)
+        return _core.pick_exchanges(scores, self._may, self.residency.slots, *rules, room)
 
 
 class _Judge:

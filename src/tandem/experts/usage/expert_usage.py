@@ -102,11 +102,11 @@ class ExpertUsage:
         *,
         device: torch.device | None = None,
         padded: bool = False,
-        on_gpu: Tensor | None = None,
+        gpu_experts: Tensor | None = None,
         chosen: tuple[int, int] | None = None,
     ) -> None:
-        """padded: steps have rows that do not count, as CUDA graphs do; needed on a GPU. on_gpu bool [layers, experts],
-        default: none. chosen: (rows, top_k) of a step at most, to keep its ids."""
+        """padded: steps have rows that do not count, as CUDA graphs do; needed on a GPU. gpu_experts bool [layers,
+        experts]: who is there, default: nobody. chosen: (rows, top_k) of a step at most, to keep its ids."""
         kind = torch.int32 if padded else torch.int64
         self._arrays = torch.zeros(3, layers, experts, dtype=kind, device=device)
         self._rows = torch.zeros(1, dtype=torch.int32, device=device) if padded else None
@@ -116,7 +116,7 @@ class ExpertUsage:
         self._less = torch.full((1, 1), -1, dtype=kind, device=device)
         self._last = torch.zeros(2, layers, experts, dtype=kind)
         self._totals = torch.zeros(2, layers, experts, dtype=torch.int64)
-        self._on_gpu = torch.zeros(layers, experts, dtype=torch.bool) if on_gpu is None else on_gpu
+        self._gpu_experts = torch.zeros(layers, experts, dtype=torch.bool) if gpu_experts is None else gpu_experts
         self._lent = True  # whether somebody may keep it
         self._gpu_totals = torch.zeros(2, layers, dtype=torch.int64)  # by the last `read`
         # Counts when an expert left the GPU, less those when one came: with the counts of all that are there now, this
@@ -188,7 +188,7 @@ class ExpertUsage:
         now = torch.stack((now[_TOKENS], now[_READS] + now[_SEEN] + passed))
         self._totals += (now - self._last).long()
         self._last = now
-        self._gpu_totals = torch.from_numpy(self._left) + (self._totals * self._on_gpu).sum(2)
+        self._gpu_totals = torch.from_numpy(self._left) + (self._totals * self._gpu_experts).sum(2)
         return UsageTotals(self._totals[0].clone(), self._totals[1].clone())
 
     @property
@@ -203,11 +203,11 @@ class ExpertUsage:
         return SideTotals(gpu[0], cpu[0], gpu[1] * self.expert_bytes, cpu[1] * self.expert_bytes)
 
     @property
-    def on_gpu(self) -> Tensor:
+    def gpu_experts(self) -> Tensor:
         """bool [layers, experts]: where each is from the next step on. What was returned never changes."""
         self._note_all()
         self._lent = True
-        return self._on_gpu
+        return self._gpu_experts
 
     def ask(self) -> Asked:
         """Counts of the steps until now, which arrive beside the next one."""
@@ -237,8 +237,8 @@ class ExpertUsage:
             return
         done, self._news = self._news[: len(self._news) - keep], self._news[len(self._news) - keep :]
         if self._lent:
-            self._on_gpu, self._lent = self._on_gpu.clone(), False
-        here = self._on_gpu.numpy()
+            self._gpu_experts, self._lent = self._gpu_experts.clone(), False
+        here = self._gpu_experts.numpy()
         for asked, changes in done:
             change = np.array(changes(), np.int64).reshape(-1, 3).T
             here[change[0], change[1]] = change[2] > 0

@@ -50,7 +50,7 @@ class _Pass(NamedTuple):
     """One step, in the modes that keep steps."""
 
     counts: Tensor  # int32 [layers, experts]
-    on_gpu: Tensor
+    gpu_experts: Tensor
     rows: tuple[Rows, ...]
     chosen: Tensor | None
 
@@ -113,7 +113,7 @@ class ExpertRecorder:
         if self.options.mode in DETAILED:
             chosen = self._usage.chosen(count, wrong) if self.options.mode == "per_token" else None
             new = self._count(self._book).int()
-            self._book.steps.append(_Pass(new, self._usage.on_gpu, tuple(rows), chosen))
+            self._book.steps.append(_Pass(new, self._usage.gpu_experts, tuple(rows), chosen))
 
     def after_failure(self) -> None:
         """A step has failed: what it counted is no part of the next one."""
@@ -132,7 +132,7 @@ class ExpertRecorder:
         if whole is None:
             raise RequestError("nothing has been recorded; call /start_expert_distribution_record first")
         self._book = self._fresh() if self.recording else None
-        return self._thread.submit(self._write, whole, self._usage.on_gpu, self._session)
+        return self._thread.submit(self._write, whole, self._usage.gpu_experts, self._session)
 
     def _fresh(self) -> _Book:
         self._seen = self._usage.read().tokens
@@ -153,11 +153,11 @@ class ExpertRecorder:
         first.add(second)
         return first
 
-    def _write(self, book: _Book, on_gpu: Tensor, session: int) -> Path:
+    def _write(self, book: _Book, gpu_experts: Tensor, session: int) -> Path:
         directory = self.options.directory
         path = directory / f"{FILE_PREFIX}{time.time():.6f}.pt"
         try:
-            write_usage(path, self._record(book, on_gpu))
+            write_usage(path, self._record(book, gpu_experts))
         except Exception as error:
             with self._lock:
                 if session == self._session:
@@ -165,8 +165,8 @@ class ExpertRecorder:
             raise EngineError(_unwritable(directory, error)) from error
         return path
 
-    def _record(self, book: _Book, on_gpu: Tensor) -> UsageRecord:
-        wanted = on_gpu if self.options.gpu_experts else None
+    def _record(self, book: _Book, gpu_experts: Tensor) -> UsageRecord:
+        wanted = gpu_experts if self.options.gpu_experts else None
         whole = UsageRecord(
             book.counts[None], self.options.mode, self._model, book.tokens, book.passes, self._layers, wanted
         )
@@ -181,7 +181,7 @@ def _by_pass(whole: UsageRecord, steps: Sequence[_Pass]) -> UsageRecord:
         whole,
         counts=torch.stack([step.counts for step in steps]),
         pass_tokens=torch.tensor([sum(r.length for r in step.rows) for step in steps], dtype=torch.int32),
-        on_gpu=None if whole.on_gpu is None else torch.stack([step.on_gpu for step in steps]),
+        gpu_experts=None if whole.gpu_experts is None else torch.stack([step.gpu_experts for step in steps]),
     )
     chosen = [step.chosen for step in steps if step.chosen is not None]
     if not chosen:

@@ -28,7 +28,7 @@ class UsageRecord:
     tokens: int = 0  # tokens in all
     passes: int = 0  # steps in all; more than len(counts) where they were added up or too many to keep
     layers: tuple[int, ...] = ()  # decoder layers of the counts; (): not known
-    on_gpu: Tensor | None = None  # bool [layers, experts] at the end, or [passes, layers, experts]
+    gpu_experts: Tensor | None = None  # bool [layers, experts] at the end, or [passes, layers, experts]
     pass_tokens: Tensor | None = None  # int32 [passes]
     topk_ids: Tensor | None = None  # int16 [tokens, layers, top_k], all passes one after the other
     requests: Tensor | None = None  # int32 [tokens]: numbers in the order of arrival
@@ -67,7 +67,7 @@ def _stored(record: UsageRecord) -> dict[str, Any]:
         "mode": record.mode, "model": record.model, "rank": 0, "tokens": record.tokens, "passes": record.passes,
         "moe_layers": torch.tensor(record.layers, dtype=torch.int32),
     }  # fmt: skip
-    optional = {name: getattr(record, name) for name in _TENSORS} | {"gpu_experts": record.on_gpu}
+    optional = {name: getattr(record, name) for name in _TENSORS} | {"gpu_experts": record.gpu_experts}
     return stored | {name: tensor for name, tensor in optional.items() if tensor is not None}
 
 
@@ -114,14 +114,14 @@ def _checked(path: str | Path, found: object) -> Tensor:
 
 def _described(path: str | Path, counts: Tensor, stored: dict[str, Any]) -> UsageRecord:
     """With what else the file says, as far as it fits."""
-    layers, on_gpu = stored.get("moe_layers"), stored.get("gpu_experts")
+    layers, gpu_experts = stored.get("moe_layers"), stored.get("gpu_experts")
     known = layers.tolist() if isinstance(layers, Tensor) and layers.shape == counts.shape[1:2] else ()
-    if isinstance(on_gpu, Tensor) and on_gpu.shape[-2:] != counts.shape[-2:]:
-        raise ConfigError(f"{path}: gpu_experts is {list(on_gpu.shape)}, logical_count {list(counts.shape)}")
+    if isinstance(gpu_experts, Tensor) and gpu_experts.shape[-2:] != counts.shape[-2:]:
+        raise ConfigError(f"{path}: gpu_experts is {list(gpu_experts.shape)}, logical_count {list(counts.shape)}")
     tensors = {name: t for name in _TENSORS if isinstance(t := stored.get(name), Tensor)}
     return UsageRecord(
         counts, str(stored.get("mode", "stat")), str(stored.get("model", "")), int(stored.get("tokens", 0)),
-        int(stored.get("passes", 0)), tuple(known), on_gpu if isinstance(on_gpu, Tensor) else None, **tensors,
+        int(stored.get("passes", 0)), tuple(known), gpu_experts if isinstance(gpu_experts, Tensor) else None, **tensors,
     )  # fmt: skip
 
 

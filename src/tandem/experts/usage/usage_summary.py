@@ -60,7 +60,7 @@ def summary(record: UsageRecord) -> UsageSummary:
     experts = counts.shape[1]
     relative = counts / counts.sum(1, keepdim=True).clamp(min=1e-300) * experts
     numbers = record.layers or tuple(range(len(counts)))
-    gpu_experts, gpu_tokens = on_gpu(record)
+    gpu_experts, gpu_tokens = gpu_shares(record)
     return UsageSummary(
         tuple(_layer(number, row) for number, row in zip(numbers, counts, strict=True)), experts,
         tuple(CurvePoint(share, *_served(counts, share)) for share in SHARES), gpu_experts, gpu_tokens, relative,
@@ -78,11 +78,11 @@ def by_chance(counts: Tensor) -> Tensor:
     return torch.poisson(mean, generator=torch.Generator().manual_seed(CHANCE_SEED))
 
 
-def on_gpu(record: UsageRecord) -> tuple[float | None, float | None]:
+def gpu_shares(record: UsageRecord) -> tuple[float | None, float | None]:
     """Shares of experts on a GPU and of tokens routed to them."""
-    if record.on_gpu is None:
+    if record.gpu_experts is None:
         return None, None
-    mask = record.on_gpu.double()
+    mask = record.gpu_experts.double()
     counts = record.counts.double() if mask.dim() == record.counts.dim() else record.total
     if mask.shape != counts.shape:
         raise ConfigError(f"its gpu_experts is {list(mask.shape)}, its counts {list(counts.shape)}")

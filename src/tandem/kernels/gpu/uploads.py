@@ -23,11 +23,11 @@ PINNED_BYTES = 256 << 20  # at most, of a buffer: PyTorch keeps pinned memory fo
 class Staging:
     """Two buffers in CPU memory, taken in turn; pinned unless large, or on a CPU (tests)."""
 
-    def __init__(self, nbytes: int, on_gpu: bool) -> None:
-        pinned = on_gpu and nbytes <= PINNED_BYTES
+    def __init__(self, nbytes: int, gpu: bool) -> None:
+        pinned = gpu and nbytes <= PINNED_BYTES
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)]
         self._plain = [torch.from_numpy(buffer.numpy()) for buffer in self._buffers]  # what the core takes
-        self._arrived = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
+        self._arrived = [torch.cuda.Event() for _ in self._buffers] if gpu else []
         self._turn = 0
 
     def send(self, nbytes: int, fill: Callable[[Tensor], object], to: Callable[[Tensor], object]) -> None:

@@ -20,7 +20,7 @@ class CpuDelta:
         gates = 2 * shape.v_heads
         self._shape = _core.DeltaShape(
             shape.k_heads, shape.v_heads, shape.k_dim, shape.v_dim, shape.conv, columns_of(shape),
-            shape.channels + shape.values, gates,
+            shape.channels + shape.values, gates, shape.gate == "sigmoid",
         )  # fmt: skip
 
     def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:

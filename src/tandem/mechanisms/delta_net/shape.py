@@ -27,6 +27,7 @@ class DeltaRule:
     conv: int
     norm: Norm
     layout: Literal["heads", "kinds"]
+    gate: Literal["silu", "sigmoid"] = "silu"  # what a head's normed result is multiplied with, of its gate
 
     @property
     def channels(self) -> int:

@@ -178,7 +178,8 @@ class TorchDelta:
         s = self.shape
         y = seen.to(self.wide)
         y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)).to(seen.dtype)
-        gate = F.silu(z.reshape(len(z), s.v_heads, s.v_dim).to(self.wide))
+        gates = z.reshape(len(z), s.v_heads, s.v_dim).to(self.wide)
+        gate = F.silu(gates) if s.gate == "silu" else gates.sigmoid()
         return ((self.weights.norm.to(seen.dtype) * y) * gate).to(seen.dtype)
 
 

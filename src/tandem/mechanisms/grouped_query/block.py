@@ -12,6 +12,7 @@ from tandem.config.ranks.shard import Size
 from tandem.kernels.gates import in_whole_vectors
 from tandem.kernels.ops import NO_NORMS, HeadNorms, SureRead
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.mechanisms.mean_index.block import BlockChoice
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
@@ -43,6 +44,7 @@ class Attention:
             self.q_norm = b.norm(f"{name}.q_norm.weight", shape.norm, normed[0])
             self.k_norm = b.norm(f"{name}.k_norm.weight", shape.norm, normed[1])
         self.turned = self._norm_turned(b) if shape.qk_norm == "turned" else None
+        self.choice = None if shape.index is None else BlockChoice(b, shape.index, f"{name}.indexer")
 
     def _norm_turned(self, b: Builder) -> Tensor:
         """What turns keeps its length, so that norms without weights may come before. In a score, the weights of q's
@@ -53,15 +55,12 @@ class Attention:
         return both
 
     def reads(self) -> list[SureRead]:
-        return sure_reads(self.qkv, *([] if self.own_gate is None else [self.own_gate]), self.out)
+        choice = [] if self.choice is None else self.choice.reads()
+        return [*choice, *sure_reads(self.qkv, *([] if self.own_gate is None else [self.own_gate]), self.out)]
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        s, qkv, norms, ((k_pages, v_pages),) = (
-            self.shape,
-            self.qkv(x),
-            HeadNorms(self.q_norm, self.k_norm, self.shape.norm.eps),
-            states,
-        )
+        s, (k_pages, v_pages) = self.shape, states[0]
+        qkv, norms = self.qkv(x), HeadNorms(self.q_norm, self.k_norm, self.shape.norm.eps)
         batch = p.batch if s.sees_all else p.batch.windowed
         if s.clip:
             qkv, norms = self._clipped(qkv), NO_NORMS
@@ -70,7 +69,10 @@ class Attention:
         q = self.ops.rope_store(qkv, self.rope, batch, k_pages, v_pages, s.heads, norms)
         if self.turned is not None:
             q = q * self.turned
-        seen = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
+        if self.choice is None:
+            seen = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
+        else:
+            seen = self.choice.index.attend(q, k_pages, v_pages, self.choice(x, p, states), s.scale)
         if self.own_gate is not None:
             seen = self._own_gated(seen, self.own_gate(x))
         return self.out(self.ops.gated(seen, self._gates(qkv)) if s.gate else seen)

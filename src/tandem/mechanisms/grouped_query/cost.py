@@ -10,7 +10,7 @@ from tandem.config.rope import Rope
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
-from tandem.mechanisms.cost import Keys, Limit, Output, pairs
+from tandem.mechanisms.cost import Keys, Limit, Output, cost_of, pairs
 from tandem.mechanisms.grouped_query.shape import Gqa
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
@@ -34,7 +34,8 @@ class Cost(cost.Cost[Gqa]):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        return (self.shape.rope,)
+        index = self.shape.index
+        return (self.shape.rope,) if index is None else (self.shape.rope, *cost_of(index).ropes)
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
         return gqa_scratch_bytes(self.shape, step)
@@ -53,10 +54,21 @@ class Cost(cost.Cost[Gqa]):
         return replace(self.shape, cached=dtype)
 
     def flops(self, rows: int, before: int, per_head: bool) -> float:
-        channels = self.shape.heads * (self.shape.head_dim + self.shape.value_dim)
-        return 2.0 * pairs(rows, before, self.shape.window or before + rows) * channels
+        s, end = self.shape, before + rows
+        channels, most = s.heads * (s.head_dim + s.value_dim), s.window or end
+        if s.index is None:
+            return 2.0 * pairs(rows, before, most) * channels
+        looked = 2.0 * pairs(rows, before, min(end, s.index.most)) * channels
+        return looked + cost_of(s.index).flops(rows, before, per_head)
+
+    def unread(self, context: int) -> int:
+        s = self.shape
+        spared = 0 if s.index is None else max(0, context - s.index.most)
+        return spared * s.kv_heads * (s.head_dim + s.value_dim)
 
     def why_no_gpu(self) -> str:
+        if self.shape.index is not None and (chooses := cost_of(self.shape.index).why_no_gpu()):
+            return chooses
         wide = self.shape.head_dim > MAX_HEAD
         why = f"the GPU kernels read heads of at most {MAX_HEAD} channels, not {self.shape.head_dim}"
         return why if wide else super().why_no_gpu()

@@ -9,6 +9,7 @@ from tandem.config.norm import Norm
 from tandem.config.rope import Rope
 from tandem.config.state import Array, Pages, State
 from tandem.errors import ConfigError
+from tandem.mechanisms.mean_index.shape import MeanIndex
 
 QkNorm = Literal["none", "head", "width", "turned"]
 OwnGate = Literal["none", "softplus", "sigmoid"]
@@ -53,6 +54,7 @@ class Gqa:
     factor: float = 0.0  # of the softmax; 0: head_dim ** -0.5
     cached: str = "act"  # dtype of keys and values in pages
     kv_copies: int = 1  # so many neighbouring ranks have the same KV heads
+    index: MeanIndex | None = None  # a token looks at some others; None: at all that it sees
 
     def __post_init__(self) -> None:
         if not 0 <= self.values.dim <= self.head_dim:
@@ -84,8 +86,10 @@ class Gqa:
     def params(self, hidden: int) -> int:
         q = self.heads * (2 if self.gate else 1) * self.head_dim + self.gate_rows
         v = 0 if self.values.from_keys else self.kv_heads * self.value_dim
-        return hidden * (q + self.kv_heads * self.head_dim + v + self.heads * self.value_dim)
+        index = 0 if self.index is None else self.index.params(hidden)
+        return index + hidden * (q + self.kv_heads * self.head_dim + v + self.heads * self.value_dim)
 
     def states(self) -> tuple[State, ...]:
         k, v = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
-        return (Pages((Array("k", k, self.cached), Array("v", v, self.cached)), window=self.window),)
+        pages = Pages((Array("k", k, self.cached), Array("v", v, self.cached)), window=self.window)
+        return (pages,) if self.index is None else (pages, *self.index.states())

@@ -31,6 +31,14 @@ class Hyper:
         """Of a block, float32."""
         return self.weights * self.streams * hidden
 
-    def matrix_bytes(self, hidden: int) -> int:
-        """Of a block, as packed: rows are filled up to whole vectors."""
+    def end_params(self, hidden: int) -> int:
+        """Of what follows the last block: too few to count."""
+        return 0
+
+    def norm_channels(self, hidden: int) -> int:
+        """Of a block's norm."""
+        return hidden
+
+    def matrix_bytes(self, hidden: int, each: int) -> int:
+        """Of a block, as packed in float32: rows are filled up to whole vectors. each: of the activations' numbers."""
         return 4 * -(-self.weights // LANES) * LANES * self.streams * hidden

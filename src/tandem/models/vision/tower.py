@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,17 @@ from tandem.models.builder import Builder
 from tandem.models.draft_layer import TensorNames
 from tandem.models.vision.patches import Turns, normed, order_of, patches_of, positions_of, turned, turns_of
 
-PREFIX = "model.visual."
+
+@dataclass(frozen=True, slots=True)
+class TowerNames:
+    """What a checkpoint calls it: in front of all names, the mergers of blocks, and the modules of a merger."""
+
+    prefix: str = "model.visual."
+    deep: str = "deepstack_merger_list"
+    merger: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2")
+
+
+SPELLINGS = TowerNames(), TowerNames("visual.", "merger_list", ("ln_q", "mlp.0", "mlp.2"))  # the second is Qwen3-Omni's
 CPU_ROWS = 256  # of a piece where this process computes: as long as a layer of a prompt's chunk
 
 Encoding = Generator[None, None, Tensor]
@@ -29,13 +39,14 @@ class VisionTower:
 
     def __init__(self, b: Builder, tower: Tower) -> None:
         self.tower, self.dtype, self._ops = tower, b.dtype, b.ops
-        p, hidden = tower.processor, tower.hidden
-        self._patch = b.convolution(f"{PREFIX}patch_embed.proj", hidden, 3, p.temporal, p.patch, p.patch)
-        self._learned = b.float_tensor(f"{PREFIX}pos_embed.weight", tower.side**2, hidden)
-        self._blocks = [_Block(b, tower, f"{PREFIX}blocks.{i}.") for i in range(tower.depth)]
-        self._merger = _Merger(b, tower, f"{PREFIX}merger.", early=True)
+        p, hidden, names = tower.processor, tower.hidden, names_of(b.checkpoint) or TowerNames()
+        prefix = names.prefix
+        self._patch = b.convolution(f"{prefix}patch_embed.proj", hidden, 3, p.temporal, p.patch, p.patch)
+        self._learned = b.float_tensor(f"{prefix}pos_embed.weight", tower.side**2, hidden)
+        self._blocks = [_Block(b, tower, f"{prefix}blocks.{i}.") for i in range(tower.depth)]
+        self._merger = _Merger(b, tower, f"{prefix}merger.", names.merger, early=True)
         deep = range(len(tower.deep))
-        self._deep = [_Merger(b, tower, f"{PREFIX}deepstack_merger_list.{i}.", early=False) for i in deep]
+        self._deep = [_Merger(b, tower, f"{prefix}{names.deep}.{i}.", names.merger, early=False) for i in deep]
 
     @property
     def device(self) -> torch.device:
@@ -116,12 +127,13 @@ class _Block:
 class _Merger:
     """Patches of a token side by side, to the text's width."""
 
-    def __init__(self, b: Builder, tower: Tower, name: str, early: bool) -> None:
-        """early: the norm is of patches, not of what they become together."""
+    def __init__(self, b: Builder, tower: Tower, name: str, modules: tuple[str, str, str], early: bool) -> None:
+        """modules: as of `TowerNames`. early: the norm is of patches, not of what they become together."""
+        norm, up, down = (name + module for module in modules)
         self._wide = tower.hidden * tower.processor.merge**2
-        self._early, self._norm = early, _Norm(b, f"{name}norm", tower.hidden if early else self._wide, tower.eps)
-        self._up: Linear = b.linear([f"{name}linear_fc1"], [self._wide], self._wide, bias=True)
-        self._down: Linear = b.linear([f"{name}linear_fc2"], [tower.out], self._wide, bias=True)
+        self._early, self._norm = early, _Norm(b, norm, tower.hidden if early else self._wide, tower.eps)
+        self._up: Linear = b.linear([up], [self._wide], self._wide, bias=True)
+        self._down: Linear = b.linear([down], [tower.out], self._wide, bias=True)
 
     def run(self, x: Tensor, tiles: list[slice]) -> Encoding:
         """x [patches, hidden] → [tokens, out]; stops after each tile of rows."""
@@ -140,9 +152,13 @@ def _tiles(rows: int, most: int) -> Iterator[slice]:
 
 def with_stored_tower(model: ModelConfig, checkpoint: TensorNames) -> ModelConfig:
     """The model, without a tower that its config.json has and the files do not."""
-    if model.tower is None or checkpoint.has_matrix(f"{PREFIX}blocks.0.attn.qkv"):
-        return model
-    return replace(model, tower=None)
+    return replace(model, tower=None) if model.tower is not None and names_of(checkpoint) is None else model
+
+
+def names_of(checkpoint: TensorNames) -> TowerNames | None:
+    """Of the spellings the one whose first block is there."""
+    there = (names for names in SPELLINGS if checkpoint.has_matrix(f"{names.prefix}blocks.0.attn.qkv"))
+    return next(there, None)
 
 
 def tower_of(b: Builder) -> VisionTower | None:

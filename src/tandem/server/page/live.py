@@ -76,7 +76,7 @@ def _plain(traffic: ExpertTraffic) -> dict[str, Any] | None:
     if not traffic.layers:
         return None
     shape = len(traffic.layers), traffic.experts
-    here = np.frombuffer(traffic.on_gpu, np.uint8).reshape(shape) + ord("0")
+    here = np.frombuffer(traffic.gpu_experts, np.uint8).reshape(shape) + ord("0")
     return {
         "layers": traffic.layers,
         "tokens": np.frombuffer(traffic.tokens, "<i8").reshape(shape).tolist(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import EngineError, RankLost
-from tandem.kernels.gpu.ranks.lane import BF16, COPY, F32, SHORT_BYTES, Lane, graph_seconds
+from tandem.kernels.gpu.ranks.lane import BF16, COPY, F32, SHORT_BYTES, TWO_SHOT_BYTES, Lane, graph_seconds
 from tandem.kernels.gpu.ranks.lane_memory import LANES
 from tandem.kernels.ranks.meeting import Meeting
 
@@ -60,8 +60,8 @@ class GpuGroup:
             yield name, lane
 
     def _is_right(self, lane: Lane) -> bool:
-        """Whether sums of both kinds of messages are. Memory of peers may be reachable and not be what was written."""
-        for nbytes in (16, TRIED_BYTES, SHORT_BYTES[lane.name], (4 << 20) + 16):
+        """Whether sums of all kinds of messages are. Memory of peers may be reachable and not be what was written."""
+        for nbytes in (16, TRIED_BYTES, SHORT_BYTES[lane.name], (1 << 20) + 16, self._two_shots()):
             each = [self._example(rank, nbytes) for rank in range(self._ranks)]
             expected = self._example(0, nbytes).float()
             for other in each[1:]:
@@ -72,6 +72,10 @@ class GpuGroup:
                 if not torch.equal(own, expected.to(torch.bfloat16)):
                     return False
         return True
+
+    def _two_shots(self) -> int:
+        """Bytes of a sum in two shots, where there are such."""
+        return -(-TWO_SHOT_BYTES // (16 * self._ranks)) * 16 * self._ranks
 
     def _example(self, rank: int, nbytes: int) -> Tensor:
         values = torch.arange(nbytes // 2, device=self._device) * (2 * rank + 1) % 251

@@ -126,14 +126,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // The same for many units of 16 bytes, piece after piece. The memories of long messages are others; behind their lines
-// lie the numbers of pieces, [block][half][rank].
-extern "C" __global__ void __launch_bounds__(kThreads)
-    long_sum(const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int kind,
-             u64 numbers_at) {
+// lie the numbers of pieces, [block][half][rank]. SCATTER: x has `units` for each rank, and this one sums only its own.
+template <bool SCATTER>
+__device__ void long_message(const uint4* x, uint4* out, uint4* const* memories, u32* state, u32* counts, u32* told,
+                             u64 units, int kind, u64 numbers_at) {
   __shared__ int whole;
   wait_for_previous();
   start_next();
-  uint4* const memories[kMostRanks] = OF_RANKS;
+  if (SCATTER) out += kRank * units;
   const u64 each = (units + gridDim.x - 1) / gridDim.x, first = each * blockIdx.x;
   const u64 last = first + each < units ? first + each : units;
   u32 number = counts[blockIdx.x];
@@ -145,14 +145,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const u64 i = start + k * kThreads + threadIdx.x;
-      if (i < last) own[k] = x[i];
+      if (i < last) own[k] = x[(SCATTER ? kRank * units : 0) + i];
     }
 #pragma unroll
     for (int other = 0; other < kRanks; ++other)
 #pragma unroll
-      for (int k = 0; k < kEach; ++k)
-        if (other != kRank && start + k * kThreads + threadIdx.x < last)
-          memories[other][(piece + kRank) * kLines + k * kThreads + threadIdx.x] = own[k];
+      for (int k = 0; k < kEach; ++k) {
+        const u64 i = start + k * kThreads + threadIdx.x;
+        if (other != kRank && i < last)
+          memories[other][(piece + kRank) * kLines + k * kThreads + threadIdx.x] =
+              SCATTER ? x[other * units + i] : own[k];
+      }
     __threadfence_system();
     __syncthreads();
 #pragma unroll
@@ -192,3 +195,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x == 0) counts[blockIdx.x] = number;
 }
+
+#define LONG_MESSAGE(name, scatter)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(kThreads) name(                                                         \
+      const uint4* x, uint4* out, MEMORIES, u32* state, u32* counts, u32* told, u64 units, int kind, u64 numbers_at) { \
+    uint4* const memories[kMostRanks] = OF_RANKS;                                                                      \
+    long_message<scatter>(x, out, memories, state, counts, told, units, kind, numbers_at);                             \
+  }
+LONG_MESSAGE(long_sum, false)
+LONG_MESSAGE(scatter_sum, true)

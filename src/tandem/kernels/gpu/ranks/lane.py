@@ -22,6 +22,8 @@ THREADS, LINES, LINE_BYTES = 512, 2048, 16  # of a block, and of a piece of a lo
 SHORT_BLOCKS, LONG_BLOCKS = 64, 128
 SHORT_BYTES = {"peer": 256 << 10, "host": 128 << 10}
 """Messages up to here carry a number in every line: twice the bytes, one way less. SHORT_BLOCKS have room for them."""
+TWO_SHOT_BYTES = 4 << 20
+"""Sums of more than two ranks from here on go in two shots: each rank sums its part, then all gather the parts."""
 COPY, BF16, F32 = range(3)
 PATIENCE, STATE_WORDS = 2, 4
 
@@ -32,8 +34,8 @@ def source(rank: int, ranks: int) -> str:
 
 @cache
 def kernels(device_index: int | None, rank: int, ranks: int) -> list[Any]:
-    """short_sum and long_sum, on a device; None: the current one."""
-    return compiled(source(rank, ranks), ("short_sum", "long_sum"), device_index)
+    """short_sum, long_sum and scatter_sum, on a device; None: the current one."""
+    return compiled(source(rank, ranks), ("short_sum", "long_sum", "scatter_sum"), device_index)
 
 
 def graph_seconds(run: Callable[[], object], times: int, replays: int = 5) -> float:
@@ -58,7 +60,7 @@ class Lane:
     def __init__(self, lane: str, meeting: Meeting, device: torch.device) -> None:
         """It has no patience before `be_patient`. Raises EngineError on every rank where one of them cannot use it."""
         self.name, self.ranks, self.rank, self.device = lane, meeting.ranks, meeting.rank, device
-        self._short, self._long = kernels(device.index, self.rank, self.ranks)
+        self._short, self._long, self._scatter = kernels(device.index, self.rank, self.ranks)
         pieces = 2 * self.ranks * LINE_BYTES  # of a block, and a line
         self._numbers = LONG_BLOCKS * LINES * pieces
         self._long_at = SHORT_BLOCKS * THREADS * pieces
@@ -73,20 +75,34 @@ class Lane:
         self._state[PATIENCE:] = torch.tensor([int(seconds * 1e9)]).view(torch.int32).to(self.device)
 
     def send(self, x: Tensor, out: Tensor, kind: int) -> None:
-        """x: contiguous, of a multiple of 16 bytes. Starts the kernel on the current stream."""
+        """x: contiguous, of a multiple of 16 bytes. Starts kernels on the current stream."""
         nbytes = x.numel() * x.element_size()
+        part = nbytes // self.ranks
         if nbytes <= SHORT_BYTES[self.name]:
-            blocks, start, kernel = -(-nbytes // (8 * THREADS)), 0, self._short
-            sizes: list[Any] = [np.uint32(nbytes // 8), np.int32(kind)]
+            blocks, sizes = -(-nbytes // (8 * THREADS)), (np.uint32(nbytes // 8), np.int32(kind))
+            self._launch(self._short, blocks, 0, x.data_ptr(), out.data_ptr(), sizes)
+        elif kind == COPY or not self.in_two_shots(nbytes):
+            self._launch_long(self._long, x.data_ptr(), out.data_ptr(), nbytes, kind)
         else:
-            blocks, start, kernel = min(LONG_BLOCKS, -(-nbytes // (16 * LINES))), self._long_at, self._long
-            sizes = [np.uint64(nbytes // 16), np.int32(kind), np.uint64(self._numbers)]
+            self._launch_long(self._scatter, x.data_ptr(), out.data_ptr(), part, kind)
+            self._launch_long(self._long, out.data_ptr() + self.rank * part, out.data_ptr(), part, COPY)
+
+    def in_two_shots(self, nbytes: int) -> bool:
+        """Whether a sum so long is. With two ranks one shot moves as many bytes."""
+        return self.ranks > 2 and nbytes >= TWO_SHOT_BYTES and nbytes % (16 * self.ranks) == 0
+
+    def _launch_long(self, kernel: Any, x: int, out: int, nbytes: int, kind: int) -> None:
+        blocks = min(LONG_BLOCKS, -(-nbytes // (16 * LINES)))
+        sizes = np.uint64(nbytes // 16), np.int32(kind), np.uint64(self._numbers)
+        self._launch(kernel, blocks, self._long_at, x, out, sizes)
+
+    def _launch(self, kernel: Any, blocks: int, start: int, x: int, out: int, sizes: tuple[Any, ...]) -> None:
+        """x, out: addresses. start: of the messages' memory in a lane's."""
         memories = [each + start for each in self._memory.addresses] + [0] * (MOST_GPU_RANKS - self.ranks)
         launch(
             kernel, blocks, THREADS, torch.cuda.current_stream(self.device).cuda_stream,
-            x.data_ptr(), out.data_ptr(), *memories, self._state.data_ptr(),
-            self._counts[0 if start == 0 else 1].data_ptr(), self._told.data_ptr(), *sizes,
-            overlap=can_overlap(self.device),
+            x, out, *memories, self._state.data_ptr(), self._counts[0 if start == 0 else 1].data_ptr(),
+            self._told.data_ptr(), *sizes, overlap=can_overlap(self.device),
         )  # fmt: skip
 
     def check(self) -> None:

@@ -66,7 +66,7 @@ def _row(
     moving: list[LiveExperts | None] = []
 
     def follow(plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
-        usages.append(TraceUsage(usage, trace, side.placement.on_gpu))
+        usages.append(TraceUsage(usage, trace, side.placement.gpu_experts))
         moving.append(live_experts(plan, side, usages[0], registered(plan, side)))
         return moving[0]
 

@@ -1,4 +1,4 @@
-"""`on_gpu`: every choice that only a GPU asks for."""
+"""`gpu_choices`: every choice that only a GPU asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.config.planner.sizing import size_gpu
 from tandem.errors import ConfigError
 
 
-def on_gpu(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
+def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
     """What the GPU gets and how it is used; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
     config, model = request.config, request.model
     m = size_gpu(request, gpu)

@@ -1,0 +1,107 @@
+"""`StoredRows`: where the rows of a table lie, and what their bytes stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.mapped.shard import TORCH_DTYPES
+from tandem.checkpoint.mapped.tensors import MappedTensors
+from tandem.checkpoint.parts import Part
+from tandem.errors import CheckpointError
+
+_SHARD = re.compile(r"\.shard_(\d+)\.weight$")
+READABLE = ("BF16", "F16", "F32", "F8_E4M3")
+
+Decode = Callable[[Tensor], Tensor]
+"""uint8 [n, row bytes] → numbers [n, width], of the stored type, or float32 where a scale belongs to them."""
+
+
+class Piece(NamedTuple):
+    """Rows of a table that lie one behind the other in a file, from byte `begin` on."""
+
+    path: Path
+    begin: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """A table as its files have it. name: for messages."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    row_bytes: int
+    decode: Decode
+
+    @property
+    def rows(self) -> int:
+        return sum(piece.rows for piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> StoredRows:
+    """Of the table `module`, [rows, width], in one tensor or in several, `shard_0`, `shard_1`, ….
+
+    Raises CheckpointError: it is absent, of another shape, or stored in a way that cannot be read row by row.
+    """
+    names = _names(tensors, module)
+    parts = [tensors.part(name) for name in names]
+    for part in parts:
+        if part.dtype not in READABLE or part.dtype != parts[0].dtype:
+            raise part.wrong(f"is stored as {part.dtype}; a table is read as one of {', '.join(READABLE)}")
+        if len(part.shape) != 2 or part.shape[1] != shape[1]:
+            raise part.wrong(f"has shape {part.shape}, but config.json implies rows of {shape[1]}")
+    if sum(part.shape[0] for part in parts) != shape[0]:
+        count = sum(part.shape[0] for part in parts)
+        raise parts[-1].wrong(f"ends a table of {count} rows, but config.json implies {shape[0]}")
+    pieces = tuple(
+        Piece(part.file, tensors.byte_range(name)[0], part.shape[0]) for name, part in zip(names, parts, strict=True)
+    )
+    dtype = TORCH_DTYPES[parts[0].dtype]
+    return StoredRows(module, pieces, shape[1] * dtype.itemsize, _decode(tensors, module, parts[0], dtype))
+
+
+def _names(tensors: MappedTensors, module: str) -> list[str]:
+    if f"{module}.weight" in tensors:
+        return [f"{module}.weight"]
+    found = dict(_shards(tensors, module))
+    if not found:
+        raise CheckpointError(f"{tensors.path} has no tensor {module}.weight, and no {module}.shard_0.weight")
+    if missing := set(range(len(found))) - set(found):
+        raise CheckpointError(f"{tensors.path} has no tensor {module}.shard_{min(missing)}.weight")
+    return [found[i] for i in range(len(found))]
+
+
+def _shards(tensors: MappedTensors, module: str) -> Iterator[tuple[int, str]]:
+    for name in tensors.names():
+        number = _SHARD.search(name)
+        if number is not None and name == f"{module}{number[0]}":
+            yield int(number[1]), name
+
+
+def _decode(tensors: MappedTensors, module: str, part: Part, dtype: torch.dtype) -> Decode:
+    if part.dtype != "F8_E4M3":
+        return partial(_viewed, dtype=dtype)
+    name = f"{module}.weight_scale"
+    if name not in tensors:
+        raise part.wrong(f"is stored as {part.dtype}, but {name} is missing")
+    return partial(_scaled, scale=tensors.get(name, (1,)).float())
+
+
+def _viewed(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.view(dtype)
+
+
+def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
+    return rows.view(torch.float8_e4m3fn).float() * scale

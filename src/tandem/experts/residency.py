@@ -1,0 +1,105 @@
+"""`Residency`: where every routed expert of a model is: a slot on the GPU, a slot in CPU memory, or its file.
+
+The file is the home of every expert, and never changes; memory has copies. So `drop` writes nothing back. Kernels,
+graphs and the hand-off see one number of an expert: its slot on the GPU, or `NO_SLOT`, "the host computes it". What
+that means is asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.errors import EngineError
+
+NO_SLOT = -1  # on the GPU
+NOBODY = -1  # in place of an expert's id: skipped
+
+
+class Tier(IntEnum):
+    """A memory that experts are computed from, or wait in."""
+
+    GPU = 0
+    CPU = 1
+    FILE = 2
+
+
+class Residency:
+    """Of [layers, experts]. One thread changes it, by four transitions: `load` file → CPU, `drop` CPU → file, `rise`
+    CPU → GPU, `sink` GPU → CPU. Each raises EngineError, and changes nothing, where the expert is elsewhere or the slot
+    is taken."""
+
+    def __init__(self, slots: Tensor, in_file: Tensor | None = None) -> None:
+        """slots int [layers, experts]: on the GPU, or `NO_SLOT`; in_file bool: of these, who is in no memory."""
+        self.slots: npt.NDArray[np.int64] = slots.numpy().astype(np.int64)  # C++ reads it, and `note_exchanges` writes
+        self._in_file = np.zeros(self.slots.shape, bool) if in_file is None else in_file.numpy().copy()
+        if (self._in_file & (self.slots >= 0)).any():
+            raise EngineError("an expert has a slot on the GPU and is said to be in its file alone")
+
+    def tier(self, layer: int, expert: int) -> Tier:
+        if self.slots[layer, expert] >= 0:
+            return Tier.GPU
+        return Tier.FILE if self._in_file[layer, expert] else Tier.CPU
+
+    def on(self, tier: Tier) -> npt.NDArray[np.bool_]:
+        """Whose tier this is, [layers, experts]."""
+        gpu = self.slots >= 0
+        return gpu if tier is Tier.GPU else self._in_file.copy() if tier is Tier.FILE else ~gpu & ~self._in_file
+
+    def load(self, layer: int, expert: int) -> None:
+        self._leave(layer, expert, Tier.FILE)
+        self._in_file[layer, expert] = False
+
+    def drop(self, layer: int, expert: int) -> None:
+        self._leave(layer, expert, Tier.CPU)
+        self._in_file[layer, expert] = True
+
+    def rise(self, layer: int, expert: int, slot: int) -> None:
+        """To that slot of the layer's on the GPU."""
+        self._leave(layer, expert, Tier.CPU)
+        if slot < 0 or (self.slots[layer] == slot).any():
+            raise EngineError(f"slot {slot} of MoE layer {layer} is no free one")
+        self.slots[layer, expert] = slot
+
+    def sink(self, layer: int, expert: int) -> None:
+        self._leave(layer, expert, Tier.GPU)
+        self.slots[layer, expert] = NO_SLOT
+
+    def _leave(self, layer: int, expert: int, tier: Tier) -> None:
+        if (found := self.tier(layer, expert)) is not tier:
+            raise EngineError(f"expert {expert} of MoE layer {layer} is in {found.name}, not in {tier.name}")
+
+
+def experts_on(tier: Tier, slots: Tensor) -> list[int]:
+    """Of a layer without experts in its file. slots int [experts]: on the GPU, or `NO_SLOT`."""
+    return on_tier(tier, slots).nonzero().flatten().tolist()
+
+
+def on_tier(tier: Tier, slots: Tensor) -> Tensor:
+    """bool, as slots: who is on the GPU, or computed by the host."""
+    return slots >= 0 if tier is Tier.GPU else slots < 0
+
+
+def left_to_host(ids: Tensor, slots: Tensor) -> Tensor:
+    """ids of chosen experts, `NOBODY` for those that have a slot on the GPU."""
+    return torch.where(slots >= 0, NOBODY, ids)
+
+
+def packed_slots(here: Tensor) -> Tensor:
+    """int32 [experts]: slots one behind the other for those whose bool [experts] is set, else `NO_SLOT`."""
+    return torch.where(here, here.cumsum(0) - 1, NO_SLOT).int()
+
+
+def slots_in_use(slots: Tensor) -> int:
+    """How many slots a layer has on the GPU, whose experts' are [experts]."""
+    return int(slots.max()) + 1
+
+
+def count_on(tier: Tier, slots: Tensor | Sequence[int]) -> int:
+    """How many of a layer's experts are there."""
+    return int(on_tier(tier, torch.as_tensor(slots)).sum())

@@ -1,0 +1,1 @@
+"""Residual streams that never mix."""

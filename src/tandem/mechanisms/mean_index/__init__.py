@@ -1,0 +1,1 @@
+"""Indexers whose blocks of tokens have the mean of their keys."""

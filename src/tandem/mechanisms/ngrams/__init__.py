@@ -1,0 +1,1 @@
+"""N-grams of tokens, out of a table that is read by row."""

@@ -1,0 +1,66 @@
+"""N-grams of tokens in the residual streams, written in `Ops` only; what lies between its matrices is in `torch.py`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem.architectures.names import Names
+from tandem.errors import CheckpointError
+from tandem.kernels.ops import SureRead
+from tandem.mechanisms.gated_streams.block import WholeStreams, normed_each
+from tandem.mechanisms.ngrams.shape import Ngram
+from tandem.mechanisms.ngrams.torch import Hashes, convolved, gated_values, hashed, last_ids
+from tandem.models.builder import Builder
+from tandem.models.linear import sure_reads
+from tandem.models.operator import TakesStreams
+from tandem.models.passing import Pass, States
+
+
+class NgramBlock(TakesStreams):
+    """One product makes a key of each stream and a value, of what a token's hashes name."""
+
+    def __init__(self, b: Builder, shape: Ngram, name: str) -> None:
+        """name: of the module that holds its own."""
+        self.shape, self.ops, self.dtype, name = shape, b.ops, b.dtype, name + "."
+        self.norm_name, self.norm_channels = f"{name}norm_query.weight", shape.channels
+        self.residual = WholeStreams(b.ops)
+        at = f"{name}ple_embedding."
+        self.hashes = Hashes(
+            b.whole_numbers(f"{at}layer_multipliers", shape.longest),
+            b.whole_numbers(f"{at}ngram_heads_vocab_sizes", shape.hashes),
+            b.whole_numbers(f"{at}ngram_heads_offsets", shape.hashes),
+        )
+        self._check(b, at)
+        self.find = b.table(f"{at}ngram_embedding", shape.table)
+        sizes = [shape.channels, shape.hidden]
+        self.projected = b.linear([f"{name}key_proj", f"{name}value_proj"], sizes, shape.width)
+        self.key_norm, self.given_norm = (
+            b.norm(f"{name}norm_{which}.weight", shape.norm, shape.channels) for which in ("key", "conv")
+        )
+        taps = b.float_tensor(f"{name}conv1d.weight", shape.channels, 1, shape.taps)
+        self.taps = b.ops.resident(taps[:, 0].T.contiguous())
+
+    def _check(self, b: Builder, at: str) -> None:
+        """Raises CheckpointError where numbers of rows would lie outside the table."""
+        rows, hashes = self.shape.table.rows, self.hashes
+        if int(hashes.offsets.min()) < 0 or int((hashes.offsets + hashes.sizes).max()) > rows:
+            raise CheckpointError(f"{b.checkpoint.path_of(at)}: {at}ngram_heads_* name rows beyond the table's {rows}")
+
+    def reads(self) -> list[SureRead]:
+        return sure_reads(self.projected)
+
+    def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
+        """x [T, n, hidden]: the streams, normed -> what each is given, [T, n, hidden]."""
+        s, ((ids,), (given,)) = self.shape, states
+        rows = hashed(last_ids(p.batch.input_ids, p.rows, ids, s), self.hashes, s.heads)
+        found = self.find(rows.flatten()).view(len(rows), s.width).to(self.dtype)
+        keys, values = self.projected(found).split((s.channels, s.hidden), 1)
+        keys = normed_each(self.ops, keys.unflatten(1, (s.streams, s.hidden)), self.key_norm, s.norm.eps)
+        gated = gated_values(keys, x, values)
+        new = normed_each(self.ops, gated, self.given_norm, s.norm.eps).flatten(1)
+        mixed: Tensor = gated + convolved(new, p.rows, given, self.taps, s.dilation).view(gated.shape)
+        return mixed
+
+
+def operator(b: Builder, index: int, names: Names, shape: Ngram) -> NgramBlock:
+    return NgramBlock(b, shape, names.at(index) + names.ngram)

@@ -1,0 +1,75 @@
+"""N-grams in torch: which rows of a table a token reads, how their sums are gated, and a dilated convolution."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.gates import in_whole_vectors
+from tandem.kernels.step_rows import StepRows
+from tandem.mechanisms.ngrams.shape import Ngram
+
+LEAST_GATE = 1e-6
+CONVOLVED_ROWS = 256  # at a time: four rows of all streams each are gathered for one
+
+
+class Hashes(NamedTuple):
+    """int64: a multiplier of each place of an n-gram [longest]; of each hash how many rows of the table are its own,
+    and the first of them, [hashes]."""
+
+    multipliers: Tensor
+    sizes: Tensor
+    offsets: Tensor
+
+
+def last_ids(ids: Tensor, rows: StepRows, ring: Tensor, shape: Ngram) -> Tensor:
+    """ids int64 [T] → int64 [T, longest]: each row's own, then those before it, newest first; `stop` for those that
+    its segment lacks. ring [slots, R, 1] takes the ids in."""
+    known, at = rows.taken_in(ring, ids[:, None].to(ring.dtype), shape.longest)
+    there = rows.positions[:, None] >= torch.arange(shape.longest)
+    found = torch.where(there, known[at][..., 0], float(shape.stop)).long()
+    ended = (found[:, 1:] == shape.stop).cumsum(1) > 0
+    return torch.cat((found[:, :1], found[:, 1:].masked_fill(ended, shape.stop)), 1)
+
+
+def hashed(found: Tensor, hashes: Hashes, heads: int) -> Tensor:
+    """`last_ids` [T, longest] → numbers of the table's rows, int64 [T, hashes]."""
+    products = found * hashes.multipliers
+    mixed, each = products[:, 0], list[Tensor]()
+    for place in range(1, found.shape[1]):
+        mixed = mixed ^ products[:, place]
+        each.append(mixed[:, None].expand(-1, heads))
+    return torch.cat(each, 1) % hashes.sizes + hashes.offsets
+
+
+def gated_values(keys: Tensor, asked: Tensor, values: Tensor) -> Tensor:
+    """keys and asked [T, n, hidden], both normed; values [T, hidden] → what each stream is given, [T, n, hidden]."""
+    products = (keys * asked).sum(-1) / keys.shape[2] ** 0.5
+    roots = products.abs().clamp_min(LEAST_GATE).sqrt() * products.sign()
+    gates = in_whole_vectors(torch.sigmoid, roots)
+    given: Tensor = gates[..., None] * values[:, None]
+    return given
+
+
+def convolved(new: Tensor, rows: StepRows, ring: Tensor, taps: Tensor, dilation: int) -> Tensor:
+    """silu of a causal convolution of each channel of new [T, C], whose taps lie `dilation` tokens apart. taps float32
+    [taps, C], the newest token's last. ring [slots, R, C], with room for all tokens from tap to tap, takes in the new
+    rows."""
+    span = (len(taps) - 1) * dilation + 1
+    known, at = rows.taken_in(ring, new, span)
+    at = at[:, ::dilation]
+    there = rows.positions[:, None] >= dilation * torch.arange(len(taps))
+    pieces = [_convolved(known, at[i : i + CONVOLVED_ROWS], there[i : i + CONVOLVED_ROWS], taps)
+              for i in range(0, len(new), CONVOLVED_ROWS)]  # fmt: skip
+    return in_whole_vectors(F.silu, torch.cat(pieces).to(new.dtype))
+
+
+def _convolved(known: Tensor, at: Tensor, there: Tensor, taps: Tensor) -> Tensor:
+    """float32 [t, C]. at, there [t, taps]: where the tokens lie, newest first, and whether they do."""
+    mixed = known[at[:, 0]].float() * taps[-1]
+    for back in range(1, len(taps)):
+        mixed += torch.where(there[:, back, None], known[at[:, back]].float(), 0.0) * taps[-1 - back]
+    return mixed

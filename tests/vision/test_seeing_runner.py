@@ -1,0 +1,68 @@
+"""Images in a GPU's runner whose graphs a CPU runs again: what is replayed, what is not, and where an image is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fake_model import run, token_ids
+from replayed_graphs import NotedHandoff, NotedStart, without_gpu
+from seeing_requests import ONE, PLAIN, PROMPTS, check, request
+from tandem.config import EngineConfig
+from tandem.config.gpu_plan import GpuPlan
+from tandem.engine.engine import Engine
+from tandem.engine.start.loader import load_parts
+from tiny_seeing import save_seeing
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("seeing") / "qwen3_vl_moe"
+    save_seeing("qwen3_vl_moe", made)
+    return made
+
+
+def replayed(patch: pytest.MonkeyPatch, path: Path) -> tuple[Engine, list[str]]:
+    calls: list[str] = []
+    config = EngineConfig.from_keywords(
+        str(path), dtype="float32", kt_cpuinfer=2, page_size=4, max_total_tokens=400, device="cpu"
+    )
+    parts = load_parts(config)
+    without_gpu(patch, calls)
+    gpu = GpuPlan("none", 0, "uniform", None, (1, 2, 4), 1.0)
+    plan = replace(parts.plan, gpu=gpu, max_step_tokens=64)
+    hooks = NotedStart(calls, True, False)
+    engine = Engine.from_parts(replace(parts, plan=plan, handoff=NotedHandoff(calls), begin_step=hooks))
+    engine._scheduler.pace.slice_seconds = lambda: 0.0
+    return engine, calls
+
+
+def test_answers_behind_images_are_replayed(monkeypatch, path) -> None:
+    engine, calls = replayed(monkeypatch, path)
+    outputs = run(engine, *(request(name, asked) for name, asked in PROMPTS.items()))
+    for name, asked in PROMPTS.items():
+        assert outputs[name, 0][-1].finish_reason == "length", outputs[name, 0][-1]
+        check(path, asked, token_ids(outputs[name, 0]))
+    assert any(call.startswith("replay") for call in calls) and engine.stats().images == 2
+    engine.close()
+
+
+def test_an_image_is_read_on_the_stream_of_prompts(monkeypatch, path) -> None:
+    engine, calls = replayed(monkeypatch, path)
+    engine.add(request("plain", PLAIN, max_tokens=60))
+    while not engine.step():
+        pass
+    engine.add(request("one", ONE))
+    engine.step()
+    calls.clear()
+    engine.step()
+    beside = calls[calls.index("posts end") :]
+    assert "replay 1" in calls and beside[-2:] == ["aside after", "back"]
+    calls.clear()
+    found = run(engine)
+    first = calls[: calls.index("hold")]  # of the pass over its pieces
+    assert first[-1] == "aside after"
+    check(path, ONE, token_ids(found["one", 0]))
+    engine.close()
