@@ -30,7 +30,7 @@ async def with_images(
     """Raises RequestError, ApiError 400 and 429, EngineError."""
     if not body.image_data:
         return [Shown(ids) for ids in prompts]
-    if not state.chat.sees:
+    if state.images is None:
         raise not_available("image_data")
     listed = _listed(body.image_data, len(prompts), batched)
     return [await _shown(state, ids, *each) for ids, each in zip(prompts, listed, strict=True)]

@@ -69,7 +69,7 @@ class ServerState:
         self._tokenizer: TextTokenizer | None = None
         self._prompts: PromptReader | None = None
         self._chat: ChatModel | None = None
-        self.images: ImageReader | None = None  # of a model with a tower
+        self.images: ImageReader | None = None  # of a model that sees
         self._engine: EngineReady | None = None
         self.files = ModelFiles()
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
@@ -94,9 +94,9 @@ class ServerState:
             self._prompts = PromptReader(self._tokenizer)
             self._prompts.start()
             parsers = self.config.tool_call_parser, self.config.reasoning_parser
-            if ready.vision is not None:
-                self.images = ImageReader(ready.vision, ready.plan.image_tokens)
-            self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=self.images)
+            reader = None if ready.vision is None else ImageReader(ready.vision, ready.plan.image_tokens)
+            self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=reader)
+            self.images = reader if self._chat.sees else None
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
         if self.images is not None:
             self.images.limit = self._prompts.limit
