@@ -27,8 +27,10 @@ const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 const files = new DataTransfer();
 files.items.add(new File([bytes], name, { type: kind }));
 const options = { bubbles: true, cancelable: true };
-if (how === "paste") document.getElementById("input").dispatchEvent(new ClipboardEvent("paste", { ...options, clipboardData: files }));
-else document.getElementById("chat").dispatchEvent(new DragEvent("drop", { ...options, dataTransfer: files }));
+const pasted = () => new ClipboardEvent("paste", { ...options, clipboardData: files });
+const dropped = () => new DragEvent("drop", { ...options, dataTransfer: files });
+if (how === "paste") document.getElementById("input").dispatchEvent(pasted());
+else document.getElementById("chat").dispatchEvent(dropped());
 """
 
 
@@ -94,8 +96,8 @@ def test_a_picture_is_kept_and_goes_with_the_next_turn(browser: Browser) -> None
     browser.up()
     drawn(browser, ".message.user .picture", 1)
     seen = browser.run(
-        "const real = window.fetch; let body; window.fetch = (path, options) => { if (options.body) body = options.body;"
-        "return real(path, options); };"
+        "const real = window.fetch; let body; window.fetch = (path, options) => {"
+        "if (options.body) body = options.body; return real(path, options); };"
         "document.getElementById('input').value = 'And now?'; document.getElementById('composer').requestSubmit();"
         "while (!body) await new Promise((resolve) => setTimeout(resolve, 10)); return JSON.parse(body).messages;"
     )
@@ -121,15 +123,18 @@ def test_a_deleted_conversation_has_no_pictures_left(browser: Browser) -> None:
     drawn(browser, ".attached .picture", 1)
     browser.say("Look")
     browser.answered()
-    left = (
-        "const open = await new Promise((resolve) => { const asked = indexedDB.open('tandem', 1);"
-        "asked.onsuccess = () => resolve(asked.result); }); const store = open.transaction('pictures').objectStore('pictures');"
-        "return new Promise((resolve) => { const all = store.count(); all.onsuccess = () => { open.close(); resolve(all.result); }; });"
-    )
+    left = """
+    const done = (asked) => new Promise((resolve) => { asked.onsuccess = () => resolve(asked.result); });
+    const open = await done(indexedDB.open("tandem", 1));
+    const count = await done(open.transaction("pictures").objectStore("pictures").count());
+    open.close();
+    return count;
+    """
     before = browser.run(left)
     assert before >= 1
     browser.script("window.confirm = () => true")
-    browser.script("document.querySelector(\"#conversations button[title='Delete']\").click()")  # seen by a pointer over it
+    delete = "#conversations button[title='Delete']"  # which only a pointer over it shows
+    browser.script("document.querySelector(arguments[0]).click()", delete)
     browser.until(lambda: browser.run(left) == before - 1)
 
 
