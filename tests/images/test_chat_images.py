@@ -68,8 +68,8 @@ def test_a_text_is_as_if_no_model_saw():
                 assert (await server.post(CHAT, messages=messages)).status_code == 200
                 said[sees].append(server.last.request.prompt_ids)
                 assert server.last.request.images == ()
-            if server.state._images is not None:
-                assert server.state._images._process._process is None
+            if server.state.images is not None:
+                assert server.state.images._process._process is None
 
         run_seeing(scenario, sees=sees)
     assert said[True] == said[False]
@@ -81,7 +81,7 @@ def test_the_same_image_is_decoded_once_and_has_one_key():
             await server.post(CHAT, messages=[user(image_part(RED), image_part(BLUE))])
         keys = [[span.key for span in shown.request.images] for shown in server.seen]
         assert keys[0] == keys[1] == keys[2] and len(set(keys[0])) == 2
-        counts = server.state._images.counts
+        counts = server.state.images.counts
         assert (counts.decoded, counts.again) == (2, 4)
         metrics = (await server.client.get("/metrics")).text
         assert 'tandem_images_total{outcome="decoded"} 2.0' in metrics
@@ -284,7 +284,7 @@ def test_images_that_fill_the_context_are_refused_before_all_are_decoded():
         answer = await server.post(CHAT, messages=[user(*parts)])
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-        assert server.state._images.counts.decoded == 3
+        assert server.state.images.counts.decoded == 3
 
     run_seeing(scenario, context=300)
 
@@ -294,16 +294,16 @@ def test_too_many_that_wait_get_429(monkeypatch):
 
     async def scenario(server: Seeing) -> None:
         await server.post(CHAT, messages=[user(image_part(BLUE))])
-        process = server.state._images._process._process
+        process = server.state.images._process._process
         os.kill(process.pid, signal.SIGSTOP)
         first = asyncio.create_task(server.post(CHAT, messages=[user(image_part(RED))]))
-        while not server.state._images._waiting:
+        while not server.state.images._waiting:
             await asyncio.sleep(0)
         answer = await server.post(CHAT, messages=[user(image_part(RED))])
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
         assert (await server.post(CHAT, messages=[user("text")])).status_code == 200
         os.kill(process.pid, signal.SIGCONT)
-        assert (await first).status_code == 200 and server.state._images._waiting == 0
+        assert (await first).status_code == 200 and server.state.images._waiting == 0
 
     run_seeing(scenario)
 
@@ -322,7 +322,7 @@ def test_pixels_in_use_are_bounded(monkeypatch):
 def test_a_killed_decoder_loses_nothing():
     async def scenario(server: Seeing) -> None:
         await server.post(CHAT, messages=[user(image_part(BLUE))])
-        os.kill(server.state._images._process._process.pid, signal.SIGKILL)
+        os.kill(server.state.images._process._process.pid, signal.SIGKILL)
         answer = await server.post(CHAT, messages=[user(image_part(RED))])
         assert answer.status_code == 200 and server.last.pixels == [pixels(RED)]
 
@@ -334,19 +334,19 @@ def test_a_client_that_leaves_is_not_waited_for():
 
     async def scenario(server: Seeing) -> None:
         await server.post(CHAT, messages=[user(image_part(BLUE))])
-        process = server.state._images._process._process
+        process = server.state.images._process._process
         os.kill(process.pid, signal.SIGSTOP)
         parts = [image_part(png(64, 64, seed)) for seed in range(5, 15)]
         leaving = asyncio.create_task(server.post(CHAT, messages=[user(*parts)]))
-        while not server.state._images._process._turn.locked():
+        while not server.state.images._process._turn.locked():
             await asyncio.sleep(0)
         leaving.cancel()
         os.kill(process.pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
             await leaving
         assert (await server.post(CHAT, messages=[user(image_part(RED))])).status_code == 200
-        assert server.state._images._waiting == 0
-        assert server.state._images.counts.decoded <= 3  # blue, red, and the one that was begun
+        assert server.state.images._waiting == 0
+        assert server.state.images.counts.decoded <= 3  # blue, red, and the one that was begun
 
     run_seeing(scenario)
 
@@ -367,7 +367,7 @@ def test_pixels_live_as_long_as_their_request(monkeypatch):
         server.finish(server.seen[0].request)
         assert (await running).status_code == 200
         del running
-        assert span.key not in server.state._images._held
+        assert span.key not in server.state.images._held
 
     run_seeing(scenario)
 

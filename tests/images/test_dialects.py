@@ -178,7 +178,7 @@ def test_counts_are_those_of_the_prompt_and_nothing_is_decoded():
         blocks = [{"role": "user", "content": [block(), {"type": "text", "text": "?"}]}]
         claude = (await server.post("/v1/messages/count_tokens", messages=blocks)).json()
         codex = (await server.post("/v1/responses/input_tokens", **codex_image())).json()
-        assert server.state._images.counts.decoded == 0 and not server.seen
+        assert server.state.images.counts.decoded == 0 and not server.seen
         await server.post(CHAT, **body)
         assert counted["count"] == len(server.last.request.prompt_ids)
         assert counted["tokens"] == server.last.request.prompt_ids
@@ -220,3 +220,37 @@ def test_clients_are_told():
             assert studio["type"] == ("vlm" if sees else "llm")
 
         run_seeing(scenario, sees=sees)
+
+
+PROMPT = f"<|turn|>user:See {SEEN}<|done|>"
+
+
+def test_generate_takes_images_for_the_placeholders_of_its_text():
+    async def scenario(server: Seeing) -> None:
+        for given in (BARE, [BARE], [[BARE]], url(RED)):
+            answer = await server.post("/generate", text=PROMPT, image_data=given)
+            assert answer.status_code == 200, answer.text
+            assert server.last.pixels == [PIXELS] and server.last.text == PROMPT
+        answer = await server.post("/generate", text=[PROMPT, "none", PROMPT * 2], image_data=[BARE, None, [BARE] * 2])
+        assert answer.status_code == 200, answer.text
+        assert [len(shown.pixels) for shown in server.seen[-3:]] == [1, 0, 2]
+
+    run_seeing(scenario)
+
+
+def test_generate_names_what_is_wrong_with_images():
+    async def scenario(server: Seeing) -> None:
+        for text, given, said in (
+            ("no place", BARE, "write it once for each"), (PROMPT, [BARE, BARE], "write it once for each"),
+            (PROMPT, [ADDRESS], "image_data[0]: send the image itself"),
+            ([PROMPT], [BARE, BARE], "2 entries for 1 prompts"), (PROMPT, [BARE, None], "texts in base64"),
+        ):  # fmt: skip
+            answer = await server.post("/generate", text=text, image_data=given)
+            assert answer.status_code == 400 and said in answer.text, answer.text
+
+    async def blind(server: Seeing) -> None:
+        answer = await server.post("/generate", text="x", image_data=BARE)
+        assert answer.status_code == 400 and "image_data is not available" in answer.text
+
+    run_seeing(scenario)
+    run_seeing(blind, sees=False)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from pictures import png, turned
-from seeing_server import END, PAD, SEEN, SEES_ALL, START, image_part, url, user
+from seeing_model import save_chatting
+from seeing_server import PAD, SEEN, image_part, url, user
 from server_harness import ServerProcess, running, spawn_real
 from tandem.engine.images.decode import decoded
 from tandem.engine.images.question import Ask
 from tandem.engine.vision.spans import PixelSource
-from tiny_seeing import PROCESSOR, prompt, reference, save_seeing
+from tiny_seeing import PROCESSOR, prompt, reference
 
 ANSWER = 8
 RED, BLUE = png(61, 43, 1), png(40, 24, 2)
@@ -26,16 +26,7 @@ RED, BLUE = png(61, 43, 1), png(40, 24, 2)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("seeing") / "qwen3_vl_moe"
-    save_seeing("qwen3_vl_moe", path)
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    controls = (PAD, "<|video_pad|>", START, END)
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in controls])
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = json.loads((path / "tokenizer_config.json").read_text()) | {"chat_template": SEES_ALL}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = json.loads((path / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = 1024
-    (path / "config.json").write_text(json.dumps(config))
+    save_chatting(path)
     return path
 
 

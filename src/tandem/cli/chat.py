@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -21,11 +22,12 @@ _LOADING = "the server is loading its model …"
 HELP = '''  /help           this list
   /reset          forget what was said
   /system TEXT    set the system prompt and start afresh; alone: show it
+  /image FILE     show a picture with the next message, if the model sees
   /exit           leave (also Ctrl+D)
   Ctrl+C          stop the answer
 Several lines are one message when they are pasted, when each but the last ends in a
 backslash, or between """ and """.'''
-_COMMANDS = ("/help", "/reset", "/system", "/exit", "/quit", "/bye")
+_COMMANDS = ("/help", "/reset", "/system", "/image", "/exit", "/quit", "/bye")
 
 
 def chat(
@@ -125,6 +127,8 @@ class Conversation:
             self._console.print("[dim]forgotten[/]")
         elif name == "/system":
             self._system(rest.strip())
+        elif name == "/image":
+            self._image(rest.strip())
         elif name == "/help":
             self._console.print(HELP, markup=False)
         else:
@@ -136,6 +140,18 @@ class Conversation:
             self._client.system = text
             self._client.reset()
         self._console.print(f"system prompt: {self._client.system or '(none)'}", markup=False, style="dim")
+
+    def _image(self, path: str) -> None:
+        from tandem.cli.chat_client import ChatError
+
+        with contextlib.suppress(ValueError):  # terminals write the path of what is dropped as a shell wants it
+            [path] = shlex.split(path)
+        try:
+            count = self._client.attach(path)
+        except ChatError as error:
+            self._console.print(f"error: {error}\n", style="red", markup=False)
+        else:
+            self._console.print(f"[dim]{count} with the next message[/]")
 
     def _answer(self, question: str) -> None:
         from tandem.cli.chat_client import ChatError, Thought

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -48,7 +51,8 @@ class ChatClient:
     max_tokens: int | None = None
     system: str | None = None
     model: str | None = None  # named in requests; None: the only one there is
-    history: list[dict[str, str]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # data URLs, shown with the next question
     speed: Speed = field(default_factory=Speed)
     _http: httpx.Client = field(init=False, repr=False)
 
@@ -101,11 +105,29 @@ class ChatClient:
     def reset(self) -> None:
         """Forgets what was said; the system prompt stays."""
         self.history.clear()
+        self.images.clear()
+
+    def attach(self, path: str) -> int:
+        """Shows a picture with the next question: here its file is read, for the server opens none. How many there are
+        now. Raises ChatError."""
+        try:
+            data = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ChatError(f"{path or 'no file'} cannot be read ({error.strerror}); give a picture's path") from error
+        kind = mimetypes.guess_type(path)[0] or "image/png"
+        self.images.append(f"data:{kind};base64,{base64.b64encode(data).decode()}")
+        return len(self.images)
+
+    def _content(self, question: str) -> str | list[dict[str, Any]]:
+        """With the pictures that were attached: before the text, as models saw them in training."""
+        shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        self.images = []
+        return [*shown, {"type": "text", "text": question}] if shown else question
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """Pieces of the answer. When the caller stops early, what was said so far stays in the history and the
         server stops generating; when the server refuses, the question is taken back. Raises ChatError."""
-        self.history.append({"role": "user", "content": question})
+        self.history.append({"role": "user", "content": self._content(question)})
         pieces: list[str] = []
         try:
             for piece in self._stream():

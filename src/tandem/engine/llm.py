@@ -11,6 +11,7 @@ import msgspec
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.offline.calls import Calls
+from tandem.engine.offline.images import Pictures
 from tandem.engine.offline.input import (
     Message,
     Prompt,
@@ -27,6 +28,7 @@ from tandem.engine.start.progress import Progress
 from tandem.engine.start.sampling_defaults import sampling_defaults
 from tandem.engine.text import prompt as prompts
 from tandem.engine.text.reasoning_format import begun_text, detect_reasoning_format
+from tandem.engine.vision.spans import ImageSpan
 
 
 class LLM:
@@ -60,6 +62,8 @@ class LLM:
         self.engine.grammars.be_patient()
         self.sampling_defaults = defaults
         self._calls = Calls(self.engine)
+        model, plan = self.engine.model_config, self.engine.plan
+        self._pictures = Pictures(model.vision, plan.image_tokens, plan.blind or "this model reads text only")
 
     @overload
     def generate(
@@ -113,10 +117,15 @@ class LLM:
     ) -> list[Generation] | Iterator[Piece]:
         """One conversation, or a list of them, through the model's chat template. Control tokens that messages spell
         are text. continue_final_message: the answer goes on with the last message, an assistant's, and a grammar
-        counts its text. Raises as `generate`."""
+        counts its text. Parts of type "image" have a path, bytes or an image of Pillow's in `image`. Raises as
+        `generate`."""
+        shown = [
+            self._pictures.taken_out([dict(message) for message in conversation])
+            for conversation in listed_conversations(messages)
+        ]
         made = [
             self._prompt(conversation, add_generation_prompt, continue_final_message, template_variables)
-            for conversation in listed_conversations(messages)
+            for conversation, _ in shown
         ]
         params = [
             self._behind(prompt, one)
@@ -124,16 +133,20 @@ class LLM:
                 made, sampling_for_each(sampling, len(made), self.sampling_defaults), strict=True
             )
         ]
-        ids = [self._chat_ids(prompt) for prompt in made]
+        placed = [
+            self._pictures.placed(self._chat_ids(prompt), found)
+            for prompt, (_, found) in zip(made, shown, strict=True)
+        ]
+        ids, images = [each for each, _ in placed], [spans for _, spans in placed]
         if stream:
-            return self._streamed(ids, params)
-        return self._run([prompt.text.replace(prompt.sign, "") for prompt in made], ids, params, progress)
+            return self._streamed(ids, params, images)
+        texts = [prompt.text.replace(prompt.sign, "") for prompt in made]
+        return self._run(texts, ids, params, progress, images)
 
     def _prompt(
-        self, conversation: list[Message], begins: bool, goes_on: bool, variables: dict[str, Any]
+        self, messages: list[dict[str, Any]], begins: bool, goes_on: bool, variables: dict[str, Any]
     ) -> prompts.Prompt:
         tokenizer = self.engine.tokenizer
-        messages = [dict(message) for message in conversation]
         one = prompts.draft(messages, variables, tokenizer.guard, tokenizer.own_markers, goes_on)
         text = tokenizer.apply_chat_template(
             one.messages, add_generation_prompt=begins and not goes_on, **one.variables
@@ -158,9 +171,14 @@ class LLM:
         return tokenizer.encode(prompt.text, add_special_tokens=False)
 
     def _run(
-        self, texts: Sequence[str | None], ids: list[list[int]], params: list[SamplingParams], progress: bool
+        self,
+        texts: Sequence[str | None],
+        ids: list[list[int]],
+        params: list[SamplingParams],
+        progress: bool,
+        images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[Generation]:
-        names = self._calls.begin(ids, params)
+        names = self._calls.begin(ids, params, images)
         results = {
             name: Generation(text, prompt_ids, [Completion() for _ in range(one.n)])
             for name, text, prompt_ids, one in zip(names, texts, ids, params, strict=True)
@@ -179,15 +197,19 @@ class LLM:
         self._calls.end(names)
         return list(results.values())
 
-    def _streamed(self, ids: list[list[int]], params: list[SamplingParams]) -> Iterator[Piece]:
+    def _streamed(
+        self, ids: list[list[int]], params: list[SamplingParams], images: Sequence[tuple[ImageSpan, ...]] = ()
+    ) -> Iterator[Piece]:
         """The requests begin now. A stream that is dropped ends them, which only one that has begun can."""
-        pieces = self._pieces(ids, params)
+        pieces = self._pieces(ids, params, images)
         next(pieces, None)
         return pieces
 
-    def _pieces(self, ids: list[list[int]], params: list[SamplingParams]) -> Iterator[Piece]:
+    def _pieces(
+        self, ids: list[list[int]], params: list[SamplingParams], images: Sequence[tuple[ImageSpan, ...]]
+    ) -> Iterator[Piece]:
         """The first is empty."""
-        names = self._calls.begin(ids, params)
+        names = self._calls.begin(ids, params, images)
         place = {name: index for index, name in enumerate(names)}
         try:
             yield Piece()

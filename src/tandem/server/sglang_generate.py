@@ -20,6 +20,7 @@ from tandem.server.generation import DONE, Answer, Generation, Writing, comment,
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
 from tandem.server.openai_sampling import NARROWING, dry_breakers, logit_bias, new_id, stop_strings
+from tandem.server.sglang_images import Shown, with_images
 from tandem.server.sglang_schema import FinishReason, MetaInfo, SglangAnswer, SglangRequest, SglangSampling
 from tandem.server.state import ServerState
 
@@ -34,6 +35,7 @@ class _Ask:
     """One prompt of the batch and what it asks for."""
 
     request: GenerateRequest
+    shown: Shown  # keeps the pixels of its images
     logprobs: bool
     start: int  # first prompt token whose log-probability is reported; -1: none
     top: int
@@ -65,18 +67,19 @@ def _names(body: SglangRequest) -> dict[str, str]:
 
 async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:
     prompts, batched = await _prompts(state, body)
-    count = len(prompts)
+    shown = await with_images(state, body, prompts, batched)
+    count = len(shown)
     params = _spread(body.sampling_params, SglangSampling(), count, "sampling_params")
     wanted = _spread(body.return_logprob, False, count, "return_logprob")
     starts = _spread(body.logprob_start_len, -1, count, "logprob_start_len")
     tops = _spread(body.top_logprobs_num, 0, count, "top_logprobs_num")
     asks = []
     for prompt, rid, p, logprobs, start, top in zip(
-        prompts, _ids(body.rid, count), params, wanted, starts, tops, strict=True
+        shown, _ids(body.rid, count), params, wanted, starts, tops, strict=True
     ):
-        sampling = _sampling(state, p, len(prompt), top if logprobs else None, top if start >= 0 else None)
-        request = GenerateRequest(id=rid, prompt_ids=prompt, sampling=sampling)
-        asks.append(_Ask(request, logprobs, start, top))
+        sampling = _sampling(state, p, len(prompt.ids), top if logprobs else None, top if start >= 0 else None)
+        request = GenerateRequest(id=rid, prompt_ids=prompt.ids, sampling=sampling, images=prompt.images)
+        asks.append(_Ask(request, prompt, logprobs, start, top))
     return asks, batched
 
 

@@ -44,9 +44,11 @@ class SglangSampling(GrammarFields, kw_only=True):
 
 
 class SglangRequest(msgspec.Struct, kw_only=True):
-    """POST /generate. Exactly one of `text` and `input_ids`; a list of prompts is a batch."""
+    """POST /generate. Exactly one of `text` and `input_ids`; a list of prompts is a batch. `image_data`: images in
+    base64, one for each placeholder in the text; of a batch a list for each prompt."""
 
     text: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    image_data: str | list[str | list[str] | None] | None = None
     input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
     sampling_params: SglangSampling | list[SglangSampling] | None = None
     rid: RequestId | list[RequestId] | None = None

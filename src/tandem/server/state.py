@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from tandem.config.choices.images import TEXT_ONLY
 from tandem.config.engine_config import EngineConfig
 from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
@@ -68,12 +69,12 @@ class ServerState:
         self._tokenizer: TextTokenizer | None = None
         self._prompts: PromptReader | None = None
         self._chat: ChatModel | None = None
-        self._images: ImageReader | None = None
+        self.images: ImageReader | None = None  # of a model that sees
         self._engine: EngineReady | None = None
         self.files = ModelFiles()
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
         self.metrics.watch_sleep(self.client.sleep)
-        self.metrics.watch_images(lambda: self._images.counts if self._images else None)
+        self.metrics.watch_images(lambda: self.images.counts if self.images else None)
 
     @property
     def draining(self) -> bool:
@@ -93,12 +94,12 @@ class ServerState:
             self._prompts = PromptReader(self._tokenizer)
             self._prompts.start()
             parsers = self.config.tool_call_parser, self.config.reasoning_parser
-            if ready.vision is not None:
-                self._images = ImageReader(ready.vision, ready.plan.image_tokens)
-            self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=self._images)
+            reader = None if ready.vision is None else ImageReader(ready.vision, ready.plan.image_tokens)
+            self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=reader)
+            self.images = reader if self._chat.sees else None
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))
-        if self._images is not None:
-            self._images.limit = self._prompts.limit
+        if self.images is not None:
+            self.images.limit = self._prompts.limit
         self._engine = ready
 
     @property
@@ -120,19 +121,20 @@ class ServerState:
     def close(self) -> bool:
         """The server ends. True: a thread is still at a long prompt."""
         self.traces.close()
-        if self._images is not None:
-            self._images.close()
+        if self.images is not None:
+            self.images.close()
         return self._prompts is not None and self._prompts.close()
 
     def sight(self, unread: list[str]) -> Sight:
         """What the model takes of messages. unread: gets the places of what it does not."""
-        return Sight(unread, self.chat.sees)
+        blind = self.engine.plan.blind
+        return Sight(unread, self.chat.sees, blind="" if blind == TEXT_ONLY else blind)
 
     def pixels_of(self, requests: Sequence[GenerateRequest]) -> list[Pixels]:
         """Whoever has them keeps them where the engine looks for them."""
-        if self._images is None:
+        if self.images is None:
             return []
-        return [pixels for request in requests for pixels in self._images.held(request.images)]
+        return [pixels for request in requests for pixels in self.images.held(request.images)]
 
     @property
     def model_name(self) -> str:
@@ -212,7 +214,7 @@ class ServerState:
                 engine_limits.validate(request.sampling, self.engine.vocab_size)
                 checked = request.sampling
             self.check_ids(request.prompt_ids)
-            check_images(request.images, request.prompt_ids, self.engine.vision)
+            check_images(request.images, request.prompt_ids, self.engine.vision, self.engine.plan.blind)
             engine_limits.answer_limit(request, *room)
 
     def submit(

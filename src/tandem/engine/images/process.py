@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from tandem.engine.children import exit_reason
 from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.images.limits import WORKER_SECONDS
 from tandem.engine.images.question import TOO_LARGE, Ask, Decoded
+from tandem.engine.vision.spans import KEY_BYTES
 from tandem.errors import EngineError, RequestError
 
 _ATTEMPTS = 2  # the process may have died for another reason than this image
@@ -27,6 +29,12 @@ class Resized(NamedTuple):
 
     found: Decoded
     pixels: bytes
+
+    def key(self, processor: Processor) -> bytes:
+        """Equal for equal pixels that are read alike."""
+        digest = hashlib.sha256(f"{processor} {self.found.height} {self.found.width} ".encode())
+        digest.update(self.pixels)
+        return digest.digest()[:KEY_BYTES]
 
 
 class ImageProcess:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import BusyError
 
 
@@ -17,15 +18,18 @@ class Calls:
         self._outputs: dict[str, deque[TokenOutput]] = {}  # of requests that a call waits for
         self._left: list[str] = []  # that nobody waits for any more
 
-    def begin(self, ids: list[list[int]], params: list[SamplingParams]) -> list[str]:
-        """Their names, in order. Raises RequestError; then none of them is left."""
+    def begin(
+        self, ids: list[list[int]], params: list[SamplingParams], images: Sequence[tuple[ImageSpan, ...]] = ()
+    ) -> list[str]:
+        """Their names, in order. images: of each prompt, if any has some. Raises RequestError; then none of them is
+        left."""
         names: list[str] = []
-        for prompt_ids, one in zip(ids, params, strict=True):
+        for prompt_ids, one, spans in zip(ids, params, images or [()] * len(ids), strict=True):
             self._requests += 1
             names.append(str(self._requests))
             self._outputs[names[-1]] = deque()
             try:
-                self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one))
+                self._add(GenerateRequest(id=names[-1], prompt_ids=prompt_ids, sampling=one, images=spans))
             except BaseException:
                 self.end(names)
                 self.flush()

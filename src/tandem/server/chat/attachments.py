@@ -34,11 +34,12 @@ _MOST_NAME = 200
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What a model takes of a message. images: it sees them. unread: gets the places of what it is only told of.
-    refuses: that is refused instead."""
+    refuses: that is refused instead. blind: why a model that could see does not."""
 
     unread: list[str]
     images: bool = False
     refuses: bool = False
+    blind: str = ""
 
     def of_turn(self, refused: bool) -> Sight:
         return replace(self, refuses=refused)
@@ -89,6 +90,8 @@ class Attachment:
         text = f"{where}: only {served} served here, not {self.kind[:40]!r}"
         if sight.images and _KINDS[self.kind][0] == "a video":
             text += "; send frames as images, with their times as text"
+        if sight.blind and self.kind in _IMAGES:
+            text += f": {sight.blind}"
         return ApiError(400, text, param=where, code="not_available")
 
 

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from tandem.engine.images.placeholders import with_rows
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.text.prompt import Prompt
 from tandem.engine.text.reasoning_format import detect_reasoning_format
@@ -30,10 +31,11 @@ from tandem.server.chat.formats.tool_format import (
 )
 from tandem.server.chat.held_tools import held_tools
 from tandem.server.chat.history import earlier_calls
-from tandem.server.chat.image_fit import fit_images, with_rows
+from tandem.server.chat.image_fit import fit_images
 from tandem.server.chat.rendering import PromptRenderer, Speaking, TemplateTokenizer
 from tandem.server.chat.template_fit import Render, TemplateFit, fit_template
 from tandem.server.chat.turns import Turns, fit_turns
+from tandem.server.errors import ApiError
 from tandem.server.prompts.images import ImageReader, Seen, Unreadable
 from tandem.server.prompts.reader import PromptReader
 
@@ -132,7 +134,11 @@ class ChatModel:
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
         if self._images is None or not shown:
             return ids, ()
-        ids, firsts = with_rows(ids, self._images.placeholder, [one.rows for one in shown])
+        try:
+            ids, firsts = with_rows(ids, self._images.placeholder, [one.rows for one in shown])
+        except ValueError as error:
+            text = f"the model's chat template wrote {error}; send fewer messages"
+            raise ApiError(500, text, kind="server_error", code="chat_template_failed") from error
         if counting:
             return ids, ()
         return ids, tuple(one.span(first) for one, first in zip(shown, firsts, strict=True))

@@ -36,6 +36,7 @@ class LiveView:
                 "at": time.monotonic(),
                 "model": state.model_name,
                 "engine": self._engine(),
+                "vision": state.images is not None,
                 "open_answers": state.client.open_answers,
                 "stats": state.client.stats,
                 "experts": self._experts,

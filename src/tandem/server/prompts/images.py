@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from tandem.config.vision import Grid, Processor, Tower
 from tandem.engine.images.process import ImageProcess, Resized
 from tandem.engine.limits import TokenLimit, too_long
-from tandem.engine.vision.spans import KEY_BYTES, ImageSpan, PixelSource
+from tandem.engine.vision.spans import ImageSpan, PixelSource
 from tandem.errors import RequestError
 from tandem.server.chat.content import Image
 from tandem.server.errors import overloaded
@@ -44,9 +44,7 @@ class Pixels:
         self._file = os.memfd_create("image", os.MFD_CLOEXEC)
         with open(self._file, "wb", closefd=False) as file:
             file.write(resized.pixels)
-        digest = hashlib.sha256(f"{processor} {found.height} {found.width} ".encode())
-        digest.update(resized.pixels)
-        self.key = digest.digest()[:KEY_BYTES]
+        self.key = resized.key(processor)
         path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.source = PixelSource(height=found.height, width=found.width, path=path)
 

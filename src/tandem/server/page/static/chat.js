@@ -3,6 +3,7 @@
 import { stream } from "./api.js";
 import { $, download, make } from "./dom.js";
 import { MessageView } from "./message.js";
+import { Attached, drop as dropPictures, withPictures } from "./pictures.js";
 import * as store from "./store.js";
 
 const NEAR_END = 80; // pixels: so near to the end the page follows what is written
@@ -10,7 +11,7 @@ const NEAR_END = 80; // pixels: so near to the end the page follows what is writ
 export class Chat {
   /** wantsKey(): the server has refused the key. notice(text): something that the user should know. */
   constructor({ wantsKey, notice }) {
-    Object.assign(this, { wantsKey, notice, running: null, views: [] });
+    Object.assign(this, { wantsKey, notice, running: null, views: [], attached: new Attached(notice) });
     $("composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     $("input").addEventListener("keydown", (event) => this.key(event));
     $("input").addEventListener("input", fit);
@@ -71,7 +72,7 @@ export class Chat {
   delete(conversation) {
     if (!confirm(`Delete “${store.titleOf(conversation)}”?`)) return;
     if (this.running?.conversation.id === conversation.id) this.stop(true);
-    store.drop(conversation.id);
+    forget(conversation);
     if (conversation.id !== this.shown.id) this.drawList();
     else this.open(store.conversations()[0] ?? store.newConversation());
   }
@@ -79,7 +80,7 @@ export class Chat {
   deleteAll() {
     if (!confirm("Delete all conversations of this browser?")) return;
     this.stop(true);
-    store.conversations().forEach((each) => store.drop(each.id));
+    store.conversations().forEach(forget);
     this.begin();
   }
 
@@ -119,12 +120,15 @@ export class Chat {
 
   // --- asking
 
-  send() {
+  async send() {
+    await this.attached.ready;
     const content = $("input").value.trim();
-    if (!content || this.running || $("send").disabled) return; // Enter comes here, too, while the engine starts
+    if (this.running || $("send").disabled) return; // Enter comes here, too, while the engine starts
+    if (!content && !this.attached.ids.length) return;
+    const pictures = this.attached.taken();
     $("input").value = "";
     fit();
-    this.shown.messages.push({ role: "user", content });
+    this.shown.messages.push({ role: "user", content, ...(pictures.length ? { pictures } : {}) });
     this.answer();
   }
 
@@ -170,6 +174,7 @@ export class Chat {
   async read(body, running) {
     const { message, abort } = running;
     try {
+      body.messages = await Promise.all(body.messages.map(withContent));
       await stream(body, abort.signal, (chunk) => this.take(chunk, running));
     } catch (error) {
       if (error.name === "AbortError") message.stopped = true;
@@ -238,13 +243,23 @@ function request(messages) {
   return body;
 }
 
-function plain({ role, content, reasoning, calls, call }) {
+function plain({ role, content, pictures, reasoning, calls, call }) {
   if (role === "tool") return { role, tool_call_id: call, content };
-  if (role === "user") return { role, content };
+  if (role === "user") return { role, content, pictures };
   const said = { role, content: content || (calls ? null : "") };
   if (reasoning) said.reasoning_content = reasoning;
   if (calls) said.tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
   return said;
+}
+
+/** With its pictures in place of their ids. */
+async function withContent({ pictures, ...message }) {
+  return pictures ? { ...message, content: await withPictures(message.content, pictures) } : message;
+}
+
+function forget(conversation) {
+  store.drop(conversation.id);
+  dropPictures(conversation.messages.flatMap((message) => message.pictures ?? []));
 }
 
 function fit() {

@@ -54,6 +54,7 @@ function show(point) {
   if (!up) banner(`${sentence(why)} This page goes on by itself.`);
   else if (Date.now() > saidUntil) banner("");
   $("send").disabled = !up && !asleep;
+  if (up || asleep) chat.attached.show(Boolean(point.vision));
   $("empty-text").textContent = up || asleep ? `${point.model} answers.` : "The engine is not ready yet.";
 }
 

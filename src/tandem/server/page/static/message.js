@@ -2,6 +2,7 @@
 
 import { copy, make, number } from "./dom.js";
 import { Markdown } from "./markdown.js";
+import { thumbnail } from "./pictures.js";
 
 export class MessageView {
   /** actions: {again(), result(call, text)}; `again` is missing where the message is not the last. */
@@ -14,7 +15,9 @@ export class MessageView {
   }
 
   buildSaid() {
-    const { role, content } = this.message;
+    const { role, content, pictures = [] } = this.message;
+    if (pictures.length) this.node.append(make("div", { class: "shown" }, ...pictures.map((id) => thumbnail(id))));
+    if (!content && pictures.length) return;
     const body = make("div", { class: role === "tool" ? "result" : "said" }, content);
     this.node.append(body);
   }

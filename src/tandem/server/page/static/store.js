@@ -48,7 +48,7 @@ export const drop = (id) => localStorage.removeItem(PREFIX + id);
 
 export function titleOf(conversation) {
   const first = conversation.messages.find((message) => message.role === "user");
-  const line = (conversation.title || first?.content || "New conversation").trim().split("\n")[0];
+  const line = (conversation.title || first?.content || (first ? "A picture" : "New conversation")).trim().split("\n")[0];
   return line.length > 60 ? `${line.slice(0, 59)}…` : line;
 }
 
@@ -56,7 +56,8 @@ export function asMarkdown(conversation) {
   const names = { user: "You", assistant: "Model", tool: "Tool" };
   const said = conversation.messages.map((message) => {
     const calls = (message.calls ?? []).map((call) => `\n\n\`${call.name}(${call.arguments})\``).join("");
-    return `## ${names[message.role]}\n\n${message.content}${calls}\n`;
+    const pictures = (message.pictures ?? []).map(() => "*a picture*\n\n").join("");
+    return `## ${names[message.role]}\n\n${pictures}${message.content}${calls}\n`;
   });
   return `# ${titleOf(conversation)}\n\n${said.join("\n")}`;
 }
