@@ -4,8 +4,8 @@
 
 Lines of a table:
 
-    module tandem.config.norm tandem.spec.norm   moves a file or folder, and what names it: imports, strings, paths such as
-                                                 `config/norm.py` in prose
+    module tandem.config.norm tandem.spec.norm   moves a file or folder, and what names it: imports, strings, paths
+                                                 such as `config/norm.py` in prose
     export tandem.config Norm tandem.spec.norm   where a name of a package that goes away lives
     name spared reserved                         a word of code
 

@@ -21,7 +21,7 @@ from tandem.config.forecast.advice import LEAST_KEPT, Question
 from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
 from tandem.config.forecast.prediction import WIDTH, WORTH
 from tandem.config.forecast.report import Report, report
-from tandem.config.gpu_plan import needs_gpu, usable_gpu
+from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, needs_gpu, usable_gpu
 from tandem.config.gpu_scratch import (
     LEAST_ROW_BYTES,
     MOST_ROW_BYTES,
@@ -112,23 +112,23 @@ SMALL = MachineWish("16GB@600GB/s", "96GB", "120GB/s", 16, "avx2", "25GB/s")
 
 
 def test_a_gpu_is_not_taken_for_a_context_that_nobody_can_use() -> None:
-    """800 tokens there, 54,565 without it, at a third of the speed; who asks for the GPU gets it."""
+    """2,338 tokens there, 54,565 without it, at a third of the speed; who asks for the GPU gets it."""
     found = told("glm-4.5-air", SMALL, kt_method="INT4")
     plan = found.plan
     assert plan is not None and plan.gpu is None and plan.context_length > 50000
-    assert "on a GPU of 16 GiB@600GB/s a context of 800 tokens would be what fits" in plan.idle
+    assert "on a GPU of 16 GiB@600GB/s a context of 2338 tokens would be what fits" in plan.idle
     larger, here = found.to_use_gpu
     assert larger.change == "a GPU with 24 GB" and here.change == "--device cuda"
-    assert here.brings.startswith("decoding 2.") and here.brings.endswith("a context of 800 tokens")
+    assert here.brings.startswith("decoding 2.") and here.brings.endswith("a context of 2338 tokens")
     question = asked("glm-4.5-air", SMALL, kt_method="INT4")
-    assert question.plan(device="cuda").context_length == 800
+    assert question.plan(device="cuda").context_length == 2338
     short = question.plan(context_length=2048)
     assert short.gpu is not None and short.context_length == 2048  # as it was asked for
 
 
 def test_a_short_context_is_taken_for_much_speed_alone() -> None:
-    """9,094 tokens of 40,960 for answers that are 1.4 times as fast, and prompts 18 times; it had been 5,510."""
-    question = asked("qwen3-30b-a3b", replace(SMALL, gpus="6GB@200GB/s", ram="32GB"), kt_method="INT4")
+    """12,915 tokens of 40,960 for answers that are 1.4 times as fast, and prompts 18 times."""
+    question = asked("qwen3-30b-a3b", replace(SMALL, gpus="5.5GB@200GB/s", ram="32GB"), kt_method="INT4")
     plan, alone = question.plan(), question.plan(device="cpu")
     assert plan.gpu is not None and USABLE_CONTEXT <= plan.context_length < 16384 < alone.context_length
     assert prod(middles(question, plan)) > WIDTH**2 * prod(middles(question, alone))
@@ -156,7 +156,7 @@ def test_which_context_is_worth_which_speed(gpu: tuple[int, float], cpu: tuple[i
 
 def test_flags_that_were_given_are_kept() -> None:
     flags = {"max_running_requests": 8, "chunked_prefill_size": 2048, "mem_fraction_static": 0.9}
-    plan = asked("qwen3.5-35b-a3b", replace(LAPTOP, gpus="10GB"), kt_method="INT4", **flags).plan()
+    plan = asked("qwen3.5-35b-a3b", replace(LAPTOP, gpus="9GB"), kt_method="INT4", **flags).plan()
     assert plan.gpu is not None and (plan.max_running_requests, plan.max_step_tokens) == (8, 2048)
     assert "embedding" in value(plan) and "%" not in value(plan)
     assert reason(plan, "running requests") == "--max-running-requests"
@@ -241,6 +241,39 @@ def test_rows_of_experts_are_counted_as_the_gpu_has_room_for_them() -> None:
     at_once = experts_at_once(4096, 14336, expert_scratch_bytes(gpu.memory_bytes))
     parts = -(-8 // ring_of(model.expert_bytes("int4"), at_once).experts)
     assert taken == prompt_graph_bytes(model, plan.gpu.prompt_sizes, parts, 0, LEAST_ROW_BYTES)
+
+
+def workspace(question: Question, plan: Plan) -> int:
+    """Bytes for steps, but for what is no expert's row."""
+    taken = {entry.name: entry.nbytes for entry in plan.ledgers[0].entries}
+    scratch = expert_scratch_bytes(question.machine.gpus[0].memory_bytes)
+    return taken["workspace"] + taken["attention sums"] - scratch - GPU_WORKSPACE_BYTES
+
+
+def test_rows_are_counted_for_the_steps_that_a_plan_takes() -> None:
+    """8192 tokens where experts travel, 2048 where they do not, and chunks that are given or taken for room."""
+    question, each = asked("qwen3-30b-a3b", WORKSTATION, kt_method="INT4"), 8 * pair_bytes(2048, 768)
+    changes: dict[int, dict[str, Any]] = {
+        8192: {}, 2048: {"kt_gpu_prefill_token_threshold": 0}, 1024: {"chunked_prefill_size": 1024},
+    }  # fmt: skip
+    for tokens, flags in changes.items():
+        plan = question.plan(**flags)
+        assert plan.gpu is not None and plan.max_step_tokens == tokens
+        assert workspace(question, plan) == tokens * each
+    small = asked("qwen3-30b-a3b", replace(SMALL, gpus="5.5GB@200GB/s", ram="32GB"), kt_method="INT4")
+    cut = small.plan()
+    assert "chunks of 1024 tokens" in value(cut) and workspace(small, cut) == 1024 * each
+    assert question.plan(kt_gpu_prefill_token_threshold=0).gpu.experts > question.plan().gpu.experts  # type: ignore[union-attr]
+
+
+def test_what_is_easy_is_given_up_before_chunks() -> None:
+    """With the embedding on a GPU of 24 GB DeepSeek-V3 would have room for chunks of 256 tokens, at half the speed."""
+    room = room_of(EngineConfig.from_keywords("m"), named_subject("deepseek-v3")[0], 64, True)
+    assert [each.embedding_in_ram for each in room.tightest()] == [True, False]
+    question = asked("deepseek-v3", SERVER, mem_fraction_static=0.95)
+    plan, short = question.plan(), question.plan(chunked_prefill_size=256)
+    assert plan.max_step_tokens == 4096 and plan.gpu is not None and plan.gpu.embedding_in_ram
+    assert prod(middles(question, plan)) > 2 * prod(middles(question, short))
 
 
 def test_sizing_runs_a_few_times_a_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def hashes(source: Path) -> set[tuple[str, str]]:
 
 def differences(source: Path, directory: Path) -> dict[str, float]:
     """To the reference, relative to its largest logit, by what computed."""
-    paths = [str(each) for each in (source, SUPPORT, ADDED)]
+    paths = [str(each) for each in (source, SUPPORT, SUPPORT / "foreign", ADDED)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(ADDED / "run_quilted.py"), str(directory)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)

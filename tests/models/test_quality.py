@@ -21,7 +21,6 @@ from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.cli.quality_run import Request, measure
 from tandem.config import ModelConfig, Plan, StoredFormats
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.gpus import Gpu
 from tandem.engine.state.arrays import allocate
 from tandem.engine.text.tokenizer import Tokenizer
@@ -34,7 +33,7 @@ from tandem.quality import text as texts
 from tandem.quality.compare import Head
 from tandem.quality.measures import Divergence, divergences, kept_rows, losses, top_tokens
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
-from tandem.quality.stream import LayerStream, Variant
+from tandem.quality.stream import WORKSPACE_BYTES, LayerStream, Variant
 from tiny import VARIANTS, file_tensors
 from windows import some_windows
 
@@ -110,7 +109,7 @@ def test_a_layer_that_the_gpu_has_no_room_for_is_refused_before_anything_is_read
     """512 experts of 2048 x 4096 in bf16: 24 GiB a layer."""
     moe = replace(MOE, experts=Experts(512, 4096), router=replace(MOE.router, num_experts=512))
     model, path = replace(model_of(moe), hidden=2048), Path("nowhere")
-    experts, needed = 24 * GIB * share, 24 * GIB * share + GPU_WORKSPACE_BYTES
+    experts, needed = 24 * GIB * share, 24 * GIB * share + WORKSPACE_BYTES
 
     def planned(free: float) -> Plan:
         here = replace(machine(), gpus=(Gpu("H100", 80 * GIB, int(free), "gen5 x16"),), gpu_missing=())

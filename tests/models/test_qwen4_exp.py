@@ -20,10 +20,11 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs
 
 from hub_copies import keys_of
 from plans import machine, with_gpu
-from sessions import Session, ours, prompts, reference, worst
+from sessions import Session, ours, plan, prompts, reference, worst
 from tandem import _core
 from tandem.architectures.recurrent.qwen4_exp import primes
 from tandem.bench.architectures import CONFIGS, named_config
+from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.errors import CheckpointError, ConfigError
@@ -34,6 +35,7 @@ from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
+from tandem.models import build
 from tandem.models.passing import Pass
 from tiny import BOS, EOS, VOCAB, save_tokenizer, settings
 
@@ -249,8 +251,8 @@ def test_text_beside_images(beside_images: Path) -> None:
 
 
 def test_images_are_named_and_left_out(beside_images: Path) -> None:
-    plan = resolve(EngineConfig(model="m"), load_model_config(beside_images), machine())
-    assert any("vision_config" in notice and "images" in notice for notice in plan.notices)
+    made = resolve(EngineConfig(model="m"), load_model_config(beside_images), machine())
+    assert any("vision_config" in notice and "images" in notice for notice in made.notices)
 
 
 @pytest.mark.parametrize(("without", "message"), [
@@ -376,3 +378,12 @@ def test_bits_are_the_same_in_every_batch(tiny_models) -> None:
     rest = [together.step([(1, [t]), (0, a[9 + i : 10 + i])])[1] for i, t in enumerate(range(len(a) - 9))]
     assert torch.equal(torch.cat([both, *rest]), first)
     assert reference(path)[0].shape == first.shape
+
+
+def test_made_up_weights_run(tiny_models) -> None:
+    """As benches have them, whatever the sizes."""
+    config = ModelConfig.load(tiny_models["qwen4_exp-tables"])
+    session = Session(tiny_models["qwen4_exp-tables"])
+    session.model = build(config, plan(), SyntheticCheckpoint(), TorchOps())  # type: ignore[arg-type]
+    logits = session.step([(0, prompts()[0])])[0]
+    assert logits.shape == (len(prompts()[0]), config.vocab) and bool(logits.isfinite().all())

@@ -13,14 +13,14 @@ from gpu import needs_cuda
 from seeing_requests import ONE, TWO, request
 from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
-from tiny_seeing import IMAGE, SEEING, Prompt, image, oracle, patches, prompt, reference, save_seeing, text
+from tiny_seeing import FAMILIES, IMAGE, Prompt, image, oracle, patches, prompt, reference, save_seeing, text
 from walking import encoded, pixels_of
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 LONG = prompt(text(9), image(48, 64, 5), text(20, 4), image(24, 40, 6), text(15, 3))  # 48 and 15 pieces
 
 
-@pytest.fixture(scope="module", params=list(SEEING))
+@pytest.fixture(scope="module", params=FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("seeing") / request.param
     save_seeing(request.param, made)

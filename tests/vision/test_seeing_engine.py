@@ -17,7 +17,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest
 from tandem.engine.vision.spans import PixelSource
 from tandem.errors import RequestError
-from tiny_seeing import SEEING, Prompt, image, oracle, prompt, save_drafted, save_seeing, text
+from tiny_seeing import FAMILIES, Prompt, image, oracle, prompt, save_drafted, save_seeing, text
 
 PAGE = 4
 
@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", SEEING)
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_answers_are_those_of_transformers(saved, variant: str, way: str) -> None:
     path, asked = saved(variant), PROMPTS
     engine = engine_of(path, **WAYS[way])
@@ -81,7 +81,7 @@ def test_a_draft_layer_guesses_behind_images(saved, tmp_path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("variant", SEEING)
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_answers_of_one_prompt_share_its_images(saved, variant: str) -> None:
     path = saved(variant)
     engine = engine_of(path)
@@ -96,7 +96,7 @@ def cached(engine: Engine, asked: Prompt) -> int:
     return run(engine, request("b", asked))["b", 0][-1].cached_tokens
 
 
-@pytest.mark.parametrize("variant", SEEING)
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_a_prompt_that_begins_alike_is_found_up_to_the_middle_of_an_image(saved, variant: str) -> None:
     """A model with states goes on at snapshots alone."""
     path = saved(variant)
@@ -116,7 +116,7 @@ def test_a_prompt_that_begins_alike_is_found_up_to_the_middle_of_an_image(saved,
     engine.close()
 
 
-@pytest.mark.parametrize("variant", SEEING)
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_pictures_of_equal_size_share_nothing(saved, variant: str) -> None:
     path = saved(variant)
     engine = engine_of(path)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fake_model import run, token_ids
 from replayed_graphs import NotedHandoff, NotedStart, without_gpu
@@ -13,6 +14,8 @@ from seeing_requests import ONE, PLAIN, PROMPTS, check, request
 from tandem.config import EngineConfig
 from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.engine import Engine
+from tandem.engine.protocol import SamplingParams
+from tandem.engine.sequence import Chunk, Sequence, show
 from tandem.engine.start.loader import load_parts
 from tiny_seeing import save_seeing
 
@@ -59,10 +62,25 @@ def test_an_image_is_read_on_the_stream_of_prompts(monkeypatch, path) -> None:
     calls.clear()
     engine.step()
     beside = calls[calls.index("posts end") :]
-    assert "replay 1" in calls and beside[-2:] == ["aside after", "back"]
-    calls.clear()
+    assert "replay 1" in calls and "aside after" in beside
     found = run(engine)
-    first = calls[: calls.index("hold")]  # of the pass over its pieces
-    assert first[-1] == "aside after"
     check(path, ONE, token_ids(found["one", 0]))
+    engine.close()
+
+
+def test_a_pass_with_pieces_waits_for_what_put_them_together(monkeypatch, path) -> None:
+    """That was done on the stream of steps, for which other passes do not wait."""
+    engine, calls = replayed(monkeypatch, path)
+    for asked, wanted in ((ONE, "aside after"), (PLAIN, "aside")):
+        sequence = Sequence(
+            "a", 0, list(asked.ids), SamplingParams(), arrival=0, max_len=64, page_size=4, seed=0
+        )
+        show([sequence], asked.images, engine.model_config.vision)
+        if sequence.images is not None:
+            sequence.images.features[0] = torch.zeros(10, 3, 72)
+        sequence.add_pages(list(range(16)))
+        calls.clear()
+        task = engine._runner.pause([Chunk(sequence, 12, 0)])
+        assert calls[calls.index("hold") - 1] == wanted
+        task.drop()
     engine.close()

@@ -92,6 +92,8 @@ def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
     """The least of what layers read. Those that look back no farther than a window turn as well at any position."""
     attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, Attention)]
     far = [each for each in attentions if each.sees_all] or attentions
+    if not far:  # nothing turns
+        return keys.size("max_position_embeddings", 32768)
     return min(positions_of(rope_keys(keys), each.rope) for each in far)
 
 

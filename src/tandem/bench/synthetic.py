@@ -37,6 +37,13 @@ POOL_WEIGHTS = 1 << 26
 CODED_ROWS = 1024, 512, 256, 128  # multiples of all blocks of scales
 NUMBERS = "weights_proj", "in_proj_ba", "in_proj_b", "in_proj_a"  # whatever else is stored as codes
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised
+HASH_ROWS = 47
+HASHES = {
+    "layer_multipliers": (0x9E3779B1, 2), "ngram_heads_vocab_sizes": (HASH_ROWS, 0),
+    "ngram_heads_offsets": (0, HASH_ROWS),
+}  # fmt: skip
+"""Of n-grams: the first, and what each has more than the one before. They name rows of any table."""
+
 FAR = 400.0
 """Times as large as others embedded tokens are, where many tokens must choose different experts. What made-up layers
 add is alike for all tokens. Beside small embeddings it soon decides: all tokens of a prompt choose among 30 of 128
@@ -63,6 +70,8 @@ class SyntheticCheckpoint:
         return self.has_matrix(name)
 
     def get(self, name: str, shape: tuple[int, ...], *, whole: bool = False) -> Tensor:
+        if whole and (hashes := HASHES.get(name.rpartition(".")[2])) is not None:
+            return hashes[0] + hashes[1] * torch.arange(math.prod(shape))
         if whole:  # a token's row names as many different experts
             return torch.arange(math.prod(shape)).remainder(8 * shape[-1]).view(shape)
         size, first = math.prod(shape), crc32(name.encode()) % 4096 * 64  # the same on all ranks
@@ -92,6 +101,11 @@ class SyntheticCheckpoint:
     def lookup(self, name: str, shape: tuple[int, int]) -> Lookup:
         table = self.get(name, shape)
         return lambda ids: table.index_select(0, ids) * self._embedded
+
+    def table(self, module: str, shape: tuple[int, int], where: str = "map", progress: object = None) -> Lookup:
+        """Rows of the pool, again and again: finding them costs less than in a table that caches cannot hold."""
+        rows = self._pool[: len(self._pool) // shape[1] * shape[1]].view(-1, shape[1])
+        return lambda numbers: rows.index_select(0, numbers % len(rows))
 
     def nbytes(self) -> int:
         return 0

@@ -8,6 +8,7 @@ reading a layer's pages ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from tandem.checkpoint.quant_hints import quant_hints
 from tandem.checkpoint.stored_matrix import Stored
 from tandem.checkpoint.survey import stored_formats, survey
 from tandem.checkpoint.tables.readers import ignored, lookup_of
-from tandem.checkpoint.tables.stored_rows import stored_rows
+from tandem.checkpoint.tables.stored_rows import stored_rows, stored_tables
 from tandem.config import StoredFormats
 from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
@@ -89,7 +90,8 @@ class Checkpoint(MappedTensors):
 
     def formats(self) -> StoredFormats:
         """What experts and dense matrices are stored as, for the planner."""
-        return stored_formats((module, stored.format, n) for module, (stored, n) in self._survey.items())
+        found = stored_formats((module, stored.format, n) for module, (stored, n) in self._survey.items())
+        return replace(found, tables=stored_tables(self))
 
     def modules(self) -> Mapping[str, Parts]:
         """Every module (a name without `.weight`): the headers of its tensors by their role."""

@@ -18,10 +18,11 @@ from tandem.checkpoint.gguf_rows import NUMBERS, WHOLE, GGUFRows, weights_of
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.mapped.cut import own_columns
 from tandem.checkpoint.mapped.pages import Pages, Paging
+from tandem.checkpoint.parts import is_table
 from tandem.checkpoint.survey import stored_formats
 from tandem.checkpoint.tables.readers import ignored, lookup_of
 from tandem.checkpoint.tables.stored_rows import Piece, StoredRows
-from tandem.config import StoredFormats
+from tandem.config import StoredFormat, StoredFormats
 from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
@@ -106,7 +107,15 @@ class GGUFCheckpoint:
         names = (name for name in self._rows.places if name.endswith(".weight") and len(self._rows.shape(name)) == 2)
         modules = ((name.removesuffix(".weight"), math.prod(self._rows.shape(name))) for name in names)
         found = stored_formats((module, self.format(module), weights) for module, weights in modules)
-        return replace(found, experts=replace(found.experts, unlike=self._unlike()))
+        return replace(found, experts=replace(found.experts, unlike=self._unlike()), tables=self._tables())
+
+    def _tables(self) -> StoredFormat:
+        """What tables that are read by row are stored as."""
+        names = [name for name in self._rows.places if is_table(name) and name.endswith(".weight")]
+        if not names:
+            return StoredFormat()
+        tensor = self._rows.place(names[0]).tensor
+        return StoredFormat(name=tensor.kind.lower(), bytes_per_weight=tensor.nbytes / math.prod(tensor.shape))
 
     def _unlike(self) -> str:
         """The first layer whose gates and ups have different types."""

@@ -96,7 +96,7 @@ def _kind(module: str) -> str:
         return "shared"
     if is_expert(module):
         return "experts"
-    if module.endswith(NUMBERS):
+    if module.endswith(NUMBERS) or is_table(f"{module}."):  # neither is computed from codes
         return "numbers"
     return "embedding" if module.endswith("embed_tokens") else "dense"
 

@@ -205,6 +205,10 @@ class EngineConfig:
         "auto", "Use bf16 experts in the file's pages; auto: in memory, if tight.",
         group=CPU, choices=("auto", "always", "never"),
     )  # fmt: skip
+    tables: str = flag(
+        "auto", "Where tables of n-grams are: in memory, in files, or on the disk past the page cache.",
+        group=CPU, choices=("auto", "ram", "map", "disk"),
+    )  # fmt: skip
     kt_max_deferred_experts_per_token: int | None = flag(
         None, "Most CPU experts of a token that are added one layer late (lossy).", group=GPU, minimum=0
     )

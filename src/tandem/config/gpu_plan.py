@@ -15,7 +15,6 @@ from tandem.config.cuda_graphs import captured_sizes, settled_sizes
 from tandem.config.engine_config import EngineConfig
 from tandem.config.forecast.ledger import VRAM, Entry, Ledger, ledger
 from tandem.config.gpu_scratch import (
-    LEAST_ROW_BYTES,
     StepSize,
     expert_row_bytes,
     expert_scratch_bytes,
@@ -29,7 +28,6 @@ from tandem.config.memory import (
     MemoryPlan,
     MemoryRequest,
     gib,
-    long_step_tokens,
     wanted_context,
 )
 from tandem.config.model_config import ModelConfig, draft_experts, embedding_bytes, rope_bytes
@@ -39,8 +37,7 @@ from tandem.mechanisms.cost import cost_of
 
 MAX_HEAD = 256  # channels of a key
 GPU_FRACTION = 0.9  # of free GPU memory
-GPU_WORKSPACE_BYTES = 2 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
-EXPERT_WORKSPACE_BYTES = 512 << 20  # of it, for unpacked experts
+GPU_WORKSPACE_BYTES = 1 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
 MAX_PATIENCE_SECONDS = 30.0
 SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
 GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
@@ -107,8 +104,9 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> s
 
 def without_kernels(model: ModelConfig) -> str:
     """Why there are no GPU kernels for it, whatever the machine; "": there are."""
-    whys = (cost_of(mixer).why_no_gpu() for mixer in model.mixers)
-    return next(filter(None, whys), "") or why_unread(model, MAX_HEAD)
+    streams = (block.hyper for layer in model.layers for block in layer.blocks if block.hyper is not None)
+    parts = dict.fromkeys([*model.mixers, *model.bodies, *streams])
+    return next(filter(None, (cost_of(part).why_no_gpu() for part in parts)), "") or why_unread(model, MAX_HEAD)
 
 
 def needs_gpu(config: EngineConfig) -> str:
@@ -132,7 +130,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
     prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
-    unpacking = unpacking_bytes(gpu, request.model, request.config.chunked_prefill_size)
+    unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
     others = GPU_WORKSPACE_BYTES - sums + unpacking
     entries = [
         Entry("dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"),
@@ -172,19 +170,22 @@ def workspace_bytes(request: MemoryRequest) -> int:
     return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
 
 
-def unpacking_bytes(gpu: Gpu, model: ModelConfig, chunk: int | None = None) -> int:
-    """For experts of long prompts and their rows, beyond what any GPU's workspace has for them."""
-    experts = max(0, expert_scratch_bytes(gpu.memory_bytes) - EXPERT_WORKSPACE_BYTES)
-    tokens = long_step_tokens(model) if chunk is None else chunk if chunk > 0 else model.max_positions
+def unpacking_bytes(gpu: Gpu, model: ModelConfig, tokens: int) -> int:
+    """For unpacked experts of steps of so many tokens, and for these experts' rows."""
     pairs = tokens * (model.moe.router.top_k + model.moe.fusible_shared)
     rows = pairs * pair_bytes(model.expert_channels, model.moe.experts.width)
-    return experts + max(0, min(rows, expert_row_bytes(gpu.memory_bytes)) - LEAST_ROW_BYTES)
+    return expert_scratch_bytes(gpu.memory_bytes) + min(rows, expert_row_bytes(gpu.memory_bytes))
+
+
+def step_rows(request: MemoryRequest, tokens: int) -> int:
+    """Of a step, at most. tokens: if nothing was asked."""
+    chunk = request.config.chunked_prefill_size
+    return tokens if chunk is None else chunk if chunk > 0 else wanted_context(request)[0]
 
 
 def scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> int:
     """That layers share. tokens: of a step, if nothing was asked."""
-    context, chunk = wanted_context(request)[0], request.config.chunked_prefill_size
-    rows = tokens if chunk is None else chunk if chunk > 0 else context
+    context, rows = wanted_context(request)[0], step_rows(request, tokens)
     hyper, hidden, kinds = request.model.layers[0].hyper, request.model.hidden, set(request.model.mixers)
     streams = 0 if hyper is None else hyper.streams
     size = StepSize(rows, context, request.max_running_requests)

@@ -71,6 +71,7 @@ class MemoryRequest:
     step_tokens: int = 0  # at most; 0: layers that see a window keep all tokens, too
     embedding_in_ram: bool = False  # beside a GPU, which reads its rows there
     gpu_fraction: float = 0.0  # of free GPU memory; 0.0: as the flag says, or GPU_FRACTION
+    table_bytes: int = 0  # of tables that are read by row, in memory
 
     @cached_property
     def page(self) -> int:
@@ -136,9 +137,9 @@ class MemoryRequest:
     @cached_property
     def weight_bytes(self) -> int:
         if not self.experts_are_there:
-            return self.bytes_with(self.expert_format)
+            return self.table_bytes + self.bytes_with(self.expert_format)
         dense = self.model.dense_bytes(self.dtype, self.stored)
-        return dense + (self.bytes_with(self.expert_format) - dense) // PAGE_TABLE_SHARE
+        return self.table_bytes + dense + (self.bytes_with(self.expert_format) - dense) // PAGE_TABLE_SHARE
 
     @property
     def experts_are_there(self) -> bool:
@@ -239,7 +240,8 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
     others = request.slot_bytes + GRAMMAR_BYTES + request.rope_bytes + sum(entry.nbytes for entry in images)
     entries = [
         Entry("dense weights", dense, "attention, shared and dense layers, head"),
-        Entry("experts", memory.weight_bytes - dense, experts),
+        Entry("experts", memory.weight_bytes - dense - request.table_bytes, experts),
+        Entry("tables", request.table_bytes, "of n-grams, read by row"),
         Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
         Entry("states", request.slot_bytes, "of sequences, whatever their length"),
         Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
@@ -309,7 +311,7 @@ def _way_out(request: MemoryRequest, least: int) -> str:
     ways = list(_ways_out(request, request.weight_bytes + request.workspace_bytes + request.kv_bytes(tokens)))
     if ways:
         return "; ".join(ways)
-    least = request.bytes_with("int4")
+    least = request.bytes_with("int4") + request.table_bytes
     if request.weight_bytes <= least:
         return "Free some memory or use a larger machine"
     return f"Even with --kt-method INT4 it takes {gib(least)}: free some memory or use a larger machine"
@@ -318,7 +320,9 @@ def _way_out(request: MemoryRequest, least: int) -> str:
 def _ways_out(request: MemoryRequest, needed: int) -> Iterator[str]:
     if share := _share(request, needed):
         yield f"{share} fits without loss"
-    smaller = {method: request.bytes_with(method.lower()) for method in ("INT8", "INT4")}
+    if request.table_bytes:
+        yield "--tables map leaves tables in their files"
+    smaller = {method: request.bytes_with(method.lower()) + request.table_bytes for method in ("INT8", "INT4")}
     lossy = {method: nbytes for method, nbytes in smaller.items() if nbytes < request.weight_bytes}
     for method, nbytes in lossy.items():
         if needed - request.weight_bytes + nbytes <= request.budget_bytes:

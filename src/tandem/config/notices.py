@@ -23,7 +23,7 @@ def notices(
 ) -> list[str]:
     """gpu: the one that is used; no_gpu: why none is."""
     found = [*config.notices(), *_unread(model), *_foreign(config, model), *_overridden(config), *_pages(config, model)]
-    found += speculation_notices(config, model)
+    found += [*speculation_notices(config, model), *_tables(config, model)]
     if gpu is None:
         return [*found, *_idle_on_cpu(config, no_gpu)]
     return [*found, *_idle_flags(config, model), *_idle_gpus(machine, gpu)]
@@ -75,6 +75,11 @@ def _overridden(config: EngineConfig) -> Iterator[str]:
     most, chunk = config.max_prefill_tokens, config.chunked_prefill_size
     if most is not None and chunk is not None and 0 < chunk <= most:
         yield f"--max-prefill-tokens {most} changes nothing: --chunked-prefill-size {chunk} is not larger"
+
+
+def _tables(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    if config.given_flags(("tables",)) and not model.tables:
+        yield f"--tables {config.tables} changes nothing: the model has no tables that are read by row"
 
 
 def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:

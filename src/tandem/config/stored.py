@@ -45,6 +45,7 @@ class StoredFormats:
     shared: StoredFormat = StoredFormat()
     dense: StoredFormat = StoredFormat()
     embedding: StoredFormat = StoredFormat()
+    tables: StoredFormat = StoredFormat()  # that are read by row
     in_memory: bool = False  # the experts' files are in a file system without a disk
     aligned: bool = True  # experts of bfloat16 can be read where they lie in them
 

@@ -18,6 +18,7 @@ Grid = tuple[int, int, int]
 
 
 MOST_PIXELS = 1 << 26  # that an image may be resized to
+CPU_PATCHES = 256  # that a CPU computes at once, in about the time of a layer of a prompt's chunk
 REGIONS = 2
 """Of rotary tables for rows of images: a step's, and those of a chunk that is computed between steps."""
 

@@ -7,14 +7,14 @@ from tandem.config.forecast.ledger import Entry
 from tandem.config.forecast.speeds import CORE_FLOPS, GPU_FLOPS, gpu_model
 from tandem.config.model_config import ModelConfig
 from tandem.config.state import DTYPE_BYTES
-from tandem.config.vision import Tower, image_turns
+from tandem.config.vision import CPU_PATCHES, Tower, image_turns
 
 FEATURE_BYTES = 256 << 20  # of images that were seen, for whoever sends them again
 GPU_IMAGE_TOKENS, CPU_IMAGE_TOKENS = 4096, 1024  # of an image, where nothing was asked
 MEGAPIXEL = 1 << 20
 GPU_SHARE = 0.5  # of what the maker says, that a tower gets
-CORE_ATTENTION = {"scalar": 1e9, "avx2": 2e10}  # operations per second of a core; 2 Zen 5 cores have 8.2e10
-LATER_ATTENTION = 4e10  # of later tiers: none has tiles for it
+CORE_ATTENTION = {"scalar": 1e9, "avx2": 3e10}  # operations per second of a core
+LATER_ATTENTION = 6e10  # of later tiers: 2 Zen 5 cores have 1.3e11
 
 
 def image_tokens(config: EngineConfig, tower: Tower, gpu: bool) -> int:
@@ -30,7 +30,7 @@ def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tok
         return []
     tokens, each = image_tokens(config, tower, gpu), DTYPE_BYTES[dtype]
     features = max(FEATURE_BYTES, tokens * feature_bytes(tower, dtype))
-    scratch = scratch_bytes(tower, tokens, dtype) + turn_bytes(tower, step_tokens)
+    scratch = scratch_bytes(tower, tokens, dtype, gpu) + turn_bytes(tower, step_tokens)
     return [
         Entry("vision tower", tower_params(tower) * each + tower.side**2 * tower.hidden * 4, "reads images"),
         Entry("image features", features, "of images that were seen, at most"),
@@ -54,12 +54,16 @@ def feature_bytes(tower: Tower, dtype: str) -> int:
     return tower.out * tower.levels * DTYPE_BYTES[dtype]
 
 
-def scratch_bytes(tower: Tower, tokens: int, dtype: str) -> int:
-    """Of an image's pass: pixels in float32 and as patches, rows of a block, queries, keys and values as they come and
-    turned, a feed-forward's rows twice."""
-    p, each = tower.processor, DTYPE_BYTES[dtype]
-    pixels = 3 * p.temporal * p.patch**2 * (4 + 4 + each)
-    return tokens * p.merge**2 * (pixels + tower.hidden * (8 * each + 12) + 2 * tower.width * each)
+def scratch_bytes(tower: Tower, tokens: int, dtype: str, gpu: bool) -> int:
+    """Of an image's pass where it is widest: as pixels, in a block's attention, or in its feed-forward. A GPU computes
+    all patches at once, a CPU a tile of them."""
+    p, each, hidden = tower.processor, DTYPE_BYTES[dtype], tower.hidden
+    patches, pixel = tokens * p.merge**2, 3 * p.patch**2
+    tile = patches if gpu else min(patches, CPU_PATCHES)
+    pixels = tile * pixel * (12 + p.temporal * (4 + each)) + patches * each * hidden
+    attention = patches * 11 * each * hidden + tile * 12 * hidden  # float32 where rows are turned
+    feeding = patches * 7 * each * hidden + tile * 2 * each * tower.width
+    return patches * 2 * pixel + max(pixels, attention, feeding)
 
 
 def turn_bytes(tower: Tower, step_tokens: int) -> int:

@@ -1,51 +1,55 @@
-"""Attention of all patches of an image to all, on the C++ core."""
+"""Attention of all patches of an image to all, on as many threads as there are workers.
+
+PyTorch's kernel is faster than that of prompts for rows that see everything. Its own threads would spin between the
+operations of a step; these sleep.
+"""
 
 from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem import _core
 from tandem.kernels.images import ImageShape
 
-PAGE = 64
-UNSEEN = -1e30
+
+class Threads:
+    """Started when an image comes. They may run wherever this thread could when they were made: it has a CPU of its own
+    later, which they would inherit."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._cpus = count, os.sched_getaffinity(0)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def pool(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            place = partial(os.sched_setaffinity, 0, self._cpus)
+            self._pool = ThreadPoolExecutor(self.count, "tandem-images", initializer=place)
+        return self._pool
 
 
-class ByCore:
-    """By the kernel of prompts, whose rows see what lies before them, on all workers.
+class OnThreads:
+    """`ImageAttention`: each thread has some heads."""
 
-    The last of some rows sees the image's keys, and as many more as there are rows before it. Those are hidden by a
-    channel of their own: queries are 1 in it, the image's keys 0, and the others far below what a softmax sees.
-    """
-
-    def __init__(self, dense: _core.DenseOps, shape: ImageShape, dtype: torch.dtype) -> None:
-        self._dense, self._shape = dense, shape
-        pages = -(-(shape.patches + shape.tile - 1) // PAGE)
-        self._k = torch.zeros(pages, PAGE, shape.heads, shape.channels + 1, dtype=dtype)
-        self._v = torch.zeros(pages, PAGE, shape.heads, shape.channels, dtype=dtype)
-        self._k.flatten(0, 1)[shape.patches :, :, shape.channels] = UNSEEN
+    def __init__(self, threads: Threads, shape: ImageShape, dtype: torch.dtype) -> None:
+        self._threads, each = threads, -(-shape.heads // threads.count)
+        self._parts = [slice(first, first + each) for first in range(0, shape.heads, each)]
+        self._kv = torch.empty(0), torch.empty(0)
 
     def show(self, k: Tensor, v: Tensor) -> None:
-        self._k.flatten(0, 1)[: self._shape.patches, :, : self._shape.channels] = k
-        self._v.flatten(0, 1)[: self._shape.patches] = v
+        self._kv = k.transpose(0, 1)[None].contiguous(), v.transpose(0, 1)[None].contiguous()
 
     def seen(self, q: Tensor) -> Tensor:
-        s, out = self._shape, q.new_empty((len(q), q.shape[1] * q.shape[2]))
-        heads, asking = _core.Heads(s.heads, s.heads, s.channels + 1, 0, 0, s.channels), F.pad(q, (0, 1), value=1.0)
-        self._dense.attention(
-            self._view(len(q)), heads, asking, self._k, self._v, out, s.channels**-0.5, 0, None
-        )
-        return out
+        out, asking = torch.empty_like(q), q.transpose(0, 1)[None]
+        list(self._threads.pool().map(partial(self._some, asking, out), self._parts))
+        return out.flatten(1)
 
-    def _view(self, rows: int) -> _core.BatchView:
-        """Rows of which the first lies behind all other patches."""
-        first, pages = self._shape.patches - 1, len(self._k)
-        places = torch.arange(first, first + rows)
-        return _core.BatchView(
-            positions=places, cache_slots=places, query_starts=torch.tensor([0, rows], dtype=torch.int32),
-            seq_lens=torch.tensor([first + rows], dtype=torch.int32),
-            block_tables=torch.arange(pages, dtype=torch.int32)[None], page_size=PAGE, num_pages=pages,
-            slots=torch.zeros(1, dtype=torch.int32),
-        )  # fmt: skip
+    def _some(self, q: Tensor, out: Tensor, heads: slice) -> None:
+        with torch.inference_mode():
+            k, v = self._kv
+            seen = F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads])
+            out[:, heads] = seen[0].transpose(0, 1)

@@ -21,7 +21,7 @@ from tandem.kernels import gates
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.batch_views import BatchViews
 from tandem.kernels.cpu import PackedExperts, PackedHeads, PackedMatrix
-from tandem.kernels.cpu_images import ByCore
+from tandem.kernels.cpu_images import OnThreads, Threads
 from tandem.kernels.gates import without_gates
 from tandem.kernels.in_memory import InMemory
 from tandem.kernels.one_expert import OneExpert
@@ -74,7 +74,7 @@ class CpuOps(InMemory):
         self.dense = _core.DenseOps(pool, tier)
         self.workspace = _core.Workspace(pool, tier, one_way=deterministic and tier in TILED)
         self._views = BatchViews()
-        self.image_attention = partial(ByCore, self.dense)
+        self.image_attention = partial(OnThreads, Threads(len(pool)))
 
     def linear(self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16") -> PackedMatrix:
         if isinstance(weight, WeightCodes):

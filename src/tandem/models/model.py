@@ -139,9 +139,9 @@ class Model:
 
     def end(self, p: Pass) -> Tensor:
         """The normed rows whose logits are wanted, [R, hidden]; all where a draft layer wants them."""
-        assert p.pending is not None, "no layer has run"
+        assert p.pending is not None or p.batch.seen is not None, "no layer has run"
         rows = p.batch.logits_rows
-        if len(rows) != len(p.pending) and self.drafter is None:
+        if len(rows) != len(p.residual) and self.drafter is None:
             p = p.of(rows)
         return self.ending.enter(p, self.final_norm, self.config.norm.eps)
 

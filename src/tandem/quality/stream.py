@@ -17,7 +17,6 @@ from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat
 from tandem.config.activation import SILU, Activation
 from tandem.config.choices.cached import cached_as
 from tandem.config.choices.deferral import NEVER_LATE
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES
 from tandem.config.memory import gib
 from tandem.config.state import DTYPE_BYTES, State, state_layout
 from tandem.engine.state.arrays import allocate
@@ -42,6 +41,7 @@ from tandem.quality.text import Windows
 if TYPE_CHECKING:
     from tandem.engine.start.gpu_side import GpuSide
 
+WORKSPACE_BYTES = 2 << 30  # of the GPU, beside what a layer takes
 ENOUGH = 1 << 62  # bytes: one layer is checked instead of the whole model
 
 Tick = Callable[[], None]
@@ -122,11 +122,11 @@ def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: St
     experts = there * model.expert_bytes(plan.expert_format, stored.experts)
     layer = model.dense_bytes(plan.dtype, stored, for_gpu=True) // len(model.layers) + experts
     table = model.vocab * model.hidden * DTYPE_BYTES[plan.dtype]
-    needed = max(layer, table) + GPU_WORKSPACE_BYTES
+    needed = max(layer, table) + WORKSPACE_BYTES
     if needed > gpu.free_bytes:
         raise ConfigError(
             f"{gpu.name} is too small: {gib(gpu.free_bytes)} are free, and measuring takes {gib(needed)}, of them "
-            f"{gib(experts)} for {there} experts of a layer and {gib(GPU_WORKSPACE_BYTES)} of workspace; give a "
+            f"{gib(experts)} for {there} experts of a layer and {gib(WORKSPACE_BYTES)} of workspace; give a "
             "smaller --kt-gpu-experts-ratio, or leave it out"
         )
 

@@ -34,6 +34,11 @@ SEEING: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=24, num_experts=8,
         moe_intermediate_size=28, intermediate_size=52, norm_topk_prob=True, rope_parameters=POSITIONS,
     ), settings(depth=3, deepstack_visual_indexes=[0, 2])),
+    "qwen3_vl_moe-shallow": ("qwen3_vl_moe", settings(  # as many levels as layers
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=24, num_experts=6,
+        moe_intermediate_size=20, intermediate_size=44, norm_topk_prob=True, decoder_sparse_step=2,
+        rope_parameters=POSITIONS | settings(mrope_section=[6, 4, 2]),
+    ), settings(depth=4, deepstack_visual_indexes=[1, 3])),
     "qwen3_5_moe": ("qwen3_5_moe", settings(
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8,
         moe_intermediate_size=28, shared_expert_intermediate_size=36, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -41,6 +46,9 @@ SEEING: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         rope_parameters=POSITIONS | settings(partial_rotary_factor=0.75),
     ), settings(depth=2)),
 }  # fmt: skip
+
+
+FAMILIES = "qwen3_vl_moe", "qwen3_5_moe"
 
 
 def save_seeing(variant: str, path: Path) -> None:

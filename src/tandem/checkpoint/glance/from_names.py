@@ -17,7 +17,7 @@ from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.parts import CODES, is_expert, part_of
 from tandem.checkpoint.quant_hints import QuantHints, quant_hints
 from tandem.checkpoint.survey import stored_formats
-from tandem.config import ModelConfig, StoredFormats
+from tandem.config import ModelConfig, StoredFormat, StoredFormats
 from tandem.config.json_keys import read_json
 from tandem.config.model_config import number_params
 from tandem.formats.quant_format import QuantFormat
@@ -82,10 +82,18 @@ def formats_from_names(directory: Path, model: ModelConfig) -> StoredFormats:
     guesses = list(_guesses(index.names, config, hints, model))
     chosen = guesses[0]
     if index.total_bytes:
-        chosen = min(guesses, key=lambda matrices: _distance(matrices, index.total_bytes))
-        if _distance(guesses[0], index.total_bytes) < CLOSE:
+        tables = sum(table.rows * table.width for table in model.tables)
+        total = index.total_bytes - int(tables * _table_format(index.names).bytes_per_weight)
+        chosen = min(guesses, key=lambda matrices: _distance(matrices, max(1, total)))
+        if _distance(guesses[0], max(1, total)) < CLOSE:
             chosen = guesses[0]  # what the configuration says, if it can be
-    return stored_formats(chosen)
+    return replace(stored_formats(chosen), tables=_table_format(index.names))
+
+
+def _table_format(names: tuple[str, ...]) -> StoredFormat:
+    """Of tables that are read by row, which have one scale where they are codes."""
+    coded = any(name.endswith(".ngram_embedding.weight_scale") for name in names)
+    return StoredFormat(name="fp8", bytes_per_weight=1.0) if coded else StoredFormat()
 
 
 Matrices = list[

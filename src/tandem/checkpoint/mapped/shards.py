@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.mapped.pages import Pages
 from tandem.checkpoint.mapped.shard import Entry, Shard
-from tandem.checkpoint.parts import is_expert
+from tandem.checkpoint.parts import is_expert, is_table
 from tandem.config.json_keys import read_json
 from tandem.config.small_files import INDEX_BYTES
 from tandem.errors import CheckpointError
@@ -65,8 +65,8 @@ class Shards:
         return list(dict.fromkeys(shard.path for shard, _ in found)), aligned
 
     def nbytes(self, experts: bool | None = None) -> int:
-        """Bytes of all tensors, of routed experts only (True), or of everything else (False)."""
-        wanted = (self.entry(name) for name in self._of if experts in (None, is_expert(name)))
+        """Bytes of all tensors but tables, of routed experts only (True), or of everything else (False)."""
+        wanted = (self.entry(name) for name in self._of if experts in (None, is_expert(name)) and not is_table(name))
         return sum(entry.end - entry.begin for entry in wanted)
 
     def identity(self) -> str:

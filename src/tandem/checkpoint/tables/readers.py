@@ -123,7 +123,7 @@ def _read_part(files: Files, whole: memoryview, file: int, begin: int, to: int, 
 
 def _bytes_of(rows: Tensor) -> memoryview:
     """To be written to."""
-    return memoryview(rows.numpy().data).cast("B")
+    return memoryview(rows.numpy().data).cast("B") if rows.numel() else memoryview(b"")
 
 
 class Wanted(NamedTuple):

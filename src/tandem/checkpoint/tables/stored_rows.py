@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tandem.checkpoint.mapped.shard import TORCH_DTYPES
 from tandem.checkpoint.mapped.tensors import MappedTensors
-from tandem.checkpoint.parts import Part
+from tandem.checkpoint.parts import Part, is_table
+from tandem.config.stored import StoredFormat
 from tandem.errors import CheckpointError
 
 _SHARD = re.compile(r"\.shard_(\d+)\.weight$")
@@ -70,6 +71,15 @@ def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> 
     )
     dtype = TORCH_DTYPES[parts[0].dtype]
     return StoredRows(module, pieces, shape[1] * dtype.itemsize, _decode(tensors, module, parts[0], dtype))
+
+
+def stored_tables(tensors: MappedTensors) -> StoredFormat:
+    """What all tables together are stored as, for the planner."""
+    parts = [tensors.part(name) for name in tensors.names() if is_table(name) and name.endswith(".weight")]
+    if not parts:
+        return StoredFormat()
+    bits = {part.dtype: 8 * TORCH_DTYPES[part.dtype].itemsize for part in parts}
+    return StoredFormat(name=" + ".join(map(str.lower, bits)), bytes_per_weight=max(bits.values()) / 8)
 
 
 def _names(tensors: MappedTensors, module: str) -> list[str]:

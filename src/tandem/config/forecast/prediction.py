@@ -39,7 +39,6 @@ CPU_ATTENTION_SHARE = {"scalar": 0.55, "avx2": 0.42, "avx512": 0.64, "avx512_bf1
 CPU_LAYER_SECONDS = 6e-5  # without a GPU: norms, router, attention's small parts
 HANDOFF_LAYER_SECONDS = 2.1e-5  # beside one: from the GPU to the CPU's experts and back
 GRAPH_KERNELS, EXPERT_KERNELS = 11, 3  # of a decode layer; of experts on the GPU beyond these
-STREAM_KERNELS = 2  # where streams mix, of a block; half as many again guess the next layer's
 # Of a layer outside of graphs, in launches' time. It has 12 kernels of Triton's, each of which takes the host about as
 # long as eight of PyTorch's, and some 20 of PyTorch's and cuBLAS's.
 EAGER_KERNELS = 150
@@ -216,8 +215,8 @@ def _eager_kernels(layer: Layer) -> int:
 
 
 def _stream_kernels(layer: Layer) -> int:
-    blocks = sum(block.hyper is not None for block in layer.blocks)
-    return STREAM_KERNELS * blocks * 3 // 2
+    """Where streams mix: half as many again guess the next layer's."""
+    return sum(cost_of(block.hyper).kernels for block in layer.blocks if block.hyper is not None) * 3 // 2
 
 
 def _gpu_experts_share(case: Case) -> float:

@@ -101,7 +101,8 @@ def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
     )
     roomy = dataclasses.replace(machine, total_memory=LARGEST_RAM, available_memory=LARGEST_RAM)
     try:
-        plan = dataclasses.replace(question, machine=roomy).plan(max_total_tokens=enough)
+        where = {"tables": "map"} if question.model.tables and config.tables == "auto" else {}  # memory is no need
+        plan = dataclasses.replace(question, machine=roomy).plan(max_total_tokens=enough, **where)
     except ConfigError:
         return (), ()
     ledgers = tuple(_beside(ledger, machine) if ledger.place == RAM else ledger for ledger in plan.ledgers)

@@ -137,7 +137,7 @@ def _nearest(wish: Wish, device: Device, room: Room, usual: Plan | DoesNotFit) -
     """Or why it fails, of a tighter one that the GPU has room for: then CPU memory is what is missing."""
     if isinstance(usual, Plan | RamTooSmall):
         return usual
-    tighter = (_attempt(wish, device, each) for each in reversed(room.tightest()))
+    tighter = (_attempt(wish, device, each) for each in room.tightest())
     return next((error for error in tighter if isinstance(error, RamTooSmall)), usual)
 
 

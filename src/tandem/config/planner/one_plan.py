@@ -14,6 +14,7 @@ from tandem.config.choices.deterministic import deterministic, tier_reason
 from tandem.config.choices.gpu_choices import gpu_choices
 from tandem.config.choices.left_to_ram import expert_bytes
 from tandem.config.choices.shared_experts import why_apart
+from tandem.config.choices.tables import IN_RAM, table_bytes, table_text, where_tables
 from tandem.config.choices.threads import Threads, plan_threads
 from tandem.config.engine_config import EngineConfig
 from tandem.config.expert_format import dense_choice, dtype_of, stored_or_asked
@@ -67,15 +68,13 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
     gpu, in_place, log = device[0], wish.in_place, decisions(wish.model.shard.ranks)
     log.append(Decision("device", "cpu" if gpu is None else "cuda", device[1]))
     dtype = _dtype(config, model, device, log)
-    dense_codes, *shown = dense_choice(dtype, stored, gpu is not None)
-    log += [Decision("dense format", *shown)] if stored.dense_codes else []
+    dense_codes = _dense_codes(dtype, stored, gpu, log)
     expert_format = _expert_format(config, dtype, stored, log if model.moe_layers else [])
     tier = kernel_tier(config, machine, log)
     _check_last_bits(config, model, expert_format, tier, log)
-    threads = plan_threads(config, machine)
-    log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
-    running, why = running_sequences(config, model, dtype)
-    running, why = (running, why) if tight.running is None else (tight.running, FOR_ROOM)
+    threads = _threads(config, machine, log)
+    usual = running_sequences(config, model, dtype)
+    running, why = usual if tight.running is None else (tight.running, FOR_ROOM)
     log.append(Decision("running requests", str(running), why))
     log += [Decision("experts", "not packed", _why_in_place(config))] if in_place else []
     most = _most_step_tokens(config, model, running, gpu is not None)
@@ -83,6 +82,7 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
         config, model, machine, dtype, expert_format, running, stored, in_place, most, tight.embedding_in_ram,
         tight.gpu_fraction,
     )  # fmt: skip
+    request, tables = _with_tables(request, log)
     memory, gpu_plan = (size_memory(request), None) if gpu is None else gpu_choices(request, gpu, log)
     page, num_pages, window_pages = _pages(request, memory, log)
     step_tokens = _step_tokens(config, tight, memory.context_length, running, gpu_plan, log)
@@ -117,10 +117,32 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
         experts_in_place=in_place,
         deterministic=config.enable_deterministic_inference,
         speculation=speculation(config, model),
+        tables=tables,
         ledgers=ledgers,
         ranks=model.shard.ranks,
         idle=idle_gpus(machine.gpus, device[1]) if gpu is None and machine.gpus else "",
     )
+
+
+def _dense_codes(dtype: str, stored: StoredFormats, gpu: Gpu | None, log: list[Decision]) -> bool:
+    codes, *shown = dense_choice(dtype, stored, gpu is not None)
+    log += [Decision("dense format", *shown)] if stored.dense_codes else []
+    return codes
+
+
+def _threads(config: EngineConfig, machine: Machine, log: list[Decision]) -> Threads:
+    threads = plan_threads(config, machine)
+    log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
+    return threads
+
+
+def _with_tables(request: MemoryRequest, log: list[Decision]) -> tuple[MemoryRequest, str]:
+    """With what tables take of memory; and where they are."""
+    where = where_tables(request)
+    if not request.model.tables:
+        return request, where
+    log.append(Decision("tables", *table_text(request, where)))
+    return replace(request, table_bytes=table_bytes(request) if where == IN_RAM else 0), where
 
 
 def _beside_gpu(

@@ -21,6 +21,7 @@ from tandem.config.gpu_plan import (
     SHARE_FIELDS,
     dense_bytes,
     scratch_bytes,
+    step_rows,
     unpacking_bytes,
     workspace_bytes,
 )
@@ -83,8 +84,8 @@ class GpuRoom:
 
     @cached_property
     def workspace(self) -> int:
-        config, model = self.request.config, self.request.model
-        return workspace_bytes(self.request) + unpacking_bytes(self.gpu, model, config.chunked_prefill_size)
+        """Of long steps, where nothing was asked."""
+        return workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
 
     @cached_property
     def scratch(self) -> int:
@@ -95,6 +96,14 @@ class GpuRoom:
     def each(self) -> int:
         """Bytes of an expert."""
         return max(1, expert_bytes(self.request))
+
+    @cached_property
+    def left_by_short_steps(self) -> int:
+        """Bytes of the workspace: steps of the usual length have fewer experts' rows."""
+        return self._unpacking(long_step_tokens(self.request.model)) - self._unpacking(GPU_PREFILL_TOKENS)
+
+    def _unpacking(self, tokens: int) -> int:
+        return unpacking_bytes(self.gpu, self.request.model, step_rows(self.request, tokens))
 
     def scratch_beyond(self, tokens: int) -> int:
         """That steps of so many tokens take beyond the workspace."""
@@ -115,38 +124,39 @@ def fits(room: GpuRoom, taken: int = 0, **changes: Any) -> GpuMemory | None:
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     room = GpuRoom(request, gpu)
-    found = _divided(room, 0)
+    usual = _divided(room, -room.left_by_short_steps)
     check_gpu_drafts(request.config, request.model)
-    if found.experts >= request.model.routed_experts:
-        return _with_long_steps(room, found)
+    if usual.experts >= request.model.routed_experts:
+        return _with_long_steps(room, usual)
     if why_not := streams_not(request, gpu):
-        return replace(found, ring_reason=why_not)
-    return _with_ring(room, found)
+        return replace(usual, ring_reason=why_not)
+    return _with_ring(room, usual)
 
 
-def _with_ring(room: GpuRoom, found: GpuMemory) -> GpuMemory:
+def _with_ring(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
     """And a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
     ring, tokens = ring_for(room.request, room.gpu).nbytes, long_step_tokens(room.request.model)
     taken = ring + room.scratch_beyond(tokens)
     beside = fits(room, taken)
     if beside is None:
         why = f"{gib(ring)} of GPU memory for experts that travel are not there"
-        return replace(found, ring_reason=why, cramped=why)
+        return replace(usual, ring_reason=why, cramped=why)
     found = replace(beside, ring_bytes=ring, ring_reason="", step_tokens=tokens)
     return _with_prompt_graphs(room, found, taken, tokens)
 
 
-def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
+def _with_long_steps(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
     """For prompts that are alone, if experts, context and graphs of prompts keep their room. Not where prompts can be
     no graphs: steps are not cut there, and who comes would wait for a whole one. Ranks have none, and take long steps:
     they start kernel by kernel what then takes longer than starting it."""
     request = room.request
     ranks, whole = request.model.shard.ranks, replace(request.model, shard=ALONE)
-    tokens, short = long_step_tokens(request.model), _with_prompt_graphs(room, found)
+    tokens, left = long_step_tokens(request.model), room.left_by_short_steps
+    short = _with_prompt_graphs(room, usual, -left)
     if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, whole):
         return short
-    more = room.scratch_beyond(tokens)
-    long = _undisturbed(fits(room, more), found)
+    more, found = room.scratch_beyond(tokens), fits(room)
+    long = _undisturbed(fits(room, more), found) if found and found.experts >= usual.experts else None
     if long is not None:
         why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
         long = replace(long, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
@@ -154,7 +164,7 @@ def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
         if long.prompt_sizes or ranks > 1:
             return long
     why = (
-        f"default; {tokens} for a prompt alone would take {gib(more)} from experts, context or prompt graphs"
+        f"default; {tokens} for a prompt alone would take {gib(more + left)} from experts, context or prompt graphs"
     )
     return replace(short, step_reason=why)
 

@@ -81,7 +81,7 @@ class Room:
     def tightest(self) -> list[Tight]:
         """Where nothing of these fits, nothing does: with the embedding on the GPU CPU memory has more room."""
         last = self.steps()[-1]
-        return list(dict.fromkeys(replace(last, embedding_in_ram=e) for e in self.embedding))
+        return list(dict.fromkeys(replace(last, embedding_in_ram=e) for e in reversed(self.embedding)))
 
     def all(self) -> Iterator[Tight]:
         for step in self.steps():

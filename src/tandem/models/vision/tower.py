@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.model_config import ModelConfig
-from tandem.config.vision import Tower
+from tandem.config.vision import CPU_PATCHES, Tower
 from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
@@ -28,7 +28,6 @@ class TowerNames:
 
 
 SPELLINGS = TowerNames(), TowerNames("visual.", "merger_list", ("ln_q", "mlp.0", "mlp.2"))  # the second is Qwen3-Omni's
-CPU_ROWS = 256  # of a piece where this process computes: as long as a layer of a prompt's chunk
 
 Encoding = Generator[None, None, Tensor]
 """Stops after each piece of the work; returns features [tokens, levels, out]."""
@@ -80,7 +79,7 @@ class VisionTower:
         return learned[there[:, 0], there[:, 1]].to(self.dtype)
 
     def _rows(self, patches: int) -> int:
-        return patches if self.device.type == "cuda" else CPU_ROWS
+        return patches if self.device.type == "cuda" else CPU_PATCHES
 
 
 class _Norm:
@@ -117,6 +116,7 @@ class _Block:
             x[rows] += self._out(attention.seen(q))
             if cut:
                 yield
+        parts.clear()
         for rows in tiles:
             up = F.gelu(self._up(self._norms[1](x[rows])), approximate="tanh")
             x[rows] += self._down(up)

@@ -1,0 +1,269 @@
+"""Tables that are read by row: the same rows from memory, files and disk; what is planned; files that are cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fake_model import request, run
+from plans import machine
+from recorded_steps import tiny_engine
+from tandem.bench.architectures import named_config
+from tandem.checkpoint import load_model_config, open_checkpoint
+from tandem.checkpoint.glance.from_names import formats_from_names
+from tandem.checkpoint.tables import readers
+from tandem.config import EngineConfig, ModelConfig, StoredFormats, resolve
+from tandem.config.forecast.advice import Question
+from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.config.forecast.report import report
+from tandem.config.forecast.speeds import Speeds
+from tandem.config.memory import GIB
+from tandem.errors import CheckpointError
+from tiny import file_tensors
+
+WAYS = ["ram", "map", "disk"]
+MODULE = "model.layers.1.ple.ple_embedding.ngram_embedding"
+ROWS, WIDTH = 3000, 160
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def saved(path: Path, numbers: Tensor, shards: int, scale: float | None = None) -> Path:
+    """Parts of a table in files of their own, beside a tensor of an odd size: rows lie at odd places. scale: of fp8."""
+    path.mkdir()
+    parts = numbers.chunk(shards)
+    for i, part in enumerate(parts):
+        stored = part.clone() if scale is None else (part / scale).to(torch.float8_e4m3fn)
+        name = f"{MODULE}.shard_{i}.weight" if shards > 1 else f"{MODULE}.weight"
+        odd = torch.zeros(7 + 2 * i, dtype=torch.uint8)
+        save_file({f"a.odd{i}": odd, name: stored}, path / f"part-{i}.safetensors")
+    if scale is not None:
+        save_file({f"{MODULE}.weight_scale": torch.tensor([scale]).bfloat16()}, path / "scale.safetensors")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def asked(count: int = 400) -> Tensor:
+    """Some twice, the first and the last, and rows across every border of 4 KiB."""
+    some = torch.randint(ROWS, (count,), generator=torch.Generator().manual_seed(3))
+    borders = torch.arange(ROWS)[torch.arange(ROWS) * WIDTH * 2 // 4096 != (torch.arange(ROWS) + 1) * WIDTH * 2 // 4096]
+    return torch.cat((some, some[:9], torch.tensor([0, ROWS - 1]), borders))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dtype", "shards"), [(torch.bfloat16, 5), (torch.float32, 1), (torch.float16, 3)])
+def test_rows_are_the_same_from_everywhere(tmp_path: Path, numbers, way: str, dtype: torch.dtype, shards: int) -> None:
+    stored = numbers.to(dtype)
+    read = _table(saved(tmp_path / "m", stored, shards), way)
+    rows = read(asked())
+    assert rows.dtype == dtype and torch.equal(rows, stored[asked()])
+    assert read(asked()[:0]).shape == (0, WIDTH) and torch.equal(read(torch.tensor([7])), stored[7:8])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_codes_are_their_numbers_times_one_scale(tmp_path: Path, numbers, way: str) -> None:
+    scale = 0.0078125 * 1.5
+    stored = (numbers / scale).to(torch.float8_e4m3fn)
+    rows = _table(saved(tmp_path / "m", numbers, 4, scale), way)(asked())
+    assert torch.equal(rows, stored[asked()].float() * scale)
+    assert open_checkpoint(tmp_path / "m").formats().tables.bytes_per_weight == 1.0
+
+
+def test_a_page_cache_that_tells_nothing_is_read_all_the_same(tmp_path: Path, numbers, monkeypatch) -> None:
+    """Where the system cannot say what is cached, and where it has none of it."""
+    monkeypatch.setattr(readers, "CACHED_ONLY", 0)
+    read = _table(saved(tmp_path / "m", numbers, 2), "map")
+    assert torch.equal(read(asked()), numbers[asked()])
+    monkeypatch.setattr(readers, "CACHED_ONLY", 1)
+    again, real = _table(tmp_path / "m", "map"), os.preadv
+
+    def never_cached(file, buffers, offset, flags=0):
+        if flags:
+            raise BlockingIOError
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(readers.os, "preadv", never_cached)
+    assert torch.equal(again(asked()), numbers[asked()])
+
+
+def _table(path: Path, way: str):
+    try:
+        return open_checkpoint(path).table(MODULE, (ROWS, WIDTH), way)
+    except CheckpointError as error:
+        if way == "disk" and "reads past the page cache" in str(error):
+            pytest.skip("this file system has no direct reads")
+        raise
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"shape": (ROWS + 1, WIDTH)}, f"ends a table of {ROWS} rows, but config.json implies {ROWS + 1}"),
+    ({"shape": (ROWS, 80)}, "config.json implies rows of 80"), ({"module": "x.ngram_embedding"}, "has no tensor x"),
+    ({"without": 1}, r"has no tensor .*shard_1\.weight"),
+])  # fmt: skip
+def test_what_does_not_fit_is_named(tmp_path: Path, numbers, change: dict, message: str) -> None:
+    path = saved(tmp_path / "m", numbers, 4)
+    if "without" in change:
+        (path / f"part-{change['without']}.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path).table(change.get("module", MODULE), change.get("shape", (ROWS, WIDTH)))
+
+
+def test_codes_without_a_scale_are_named(tmp_path: Path, numbers) -> None:
+    path = saved(tmp_path / "m", numbers, 2, 0.01)
+    (path / "scale.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"stored as F8_E4M3, but .*weight_scale is missing"):
+        _table(path, "map")
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_file_that_is_cut_short_meanwhile_is_named(tmp_path: Path, numbers, way: str) -> None:
+    """Rows of other files are still read, and so are those before the cut."""
+    path = saved(tmp_path / "m", numbers, 3)
+    read = _table(path, way)
+    os.truncate(path / "part-1.safetensors", 8192)
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors: rows of .* cannot be read: it was cut short"):
+        read(torch.tensor([5, 1900, 2900]))
+    assert torch.equal(read(torch.tensor([5, 2900, 1000])), numbers[[5, 2900, 1000]])
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_disk_that_fails_is_named(tmp_path: Path, numbers, way: str, monkeypatch) -> None:
+    read, real = _table(saved(tmp_path / "m", numbers, 1), way), os.preadv
+
+    def broken(file, buffers, offset, flags=0):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(readers.os, "preadv", broken)
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+        read(torch.tensor([5, 900]))
+    monkeypatch.setattr(readers.os, "preadv", real)
+    assert torch.equal(read(torch.tensor([5, 900])), numbers[[5, 900]])
+
+
+def test_rows_that_are_not_there_are_no_neighbours_bytes(tmp_path: Path, numbers) -> None:
+    read = _table(saved(tmp_path / "m", numbers, 2), "map")
+    for wrong in (-1, ROWS):
+        with pytest.raises(CheckpointError, match=f"has {ROWS} rows, and one beyond them"):
+            read(torch.tensor([3, wrong]))
+
+
+# -- as served ---
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_the_same_from_everywhere(tiny_models, tmp_path: Path, way: str) -> None:
+    prompts = {"a": [7, 8, 9, 7, 8], "b": [40] * 20}
+    engines = [tiny_engine(tiny_models["qwen4_exp"], tmp_path, tables=each) for each in ("auto", way)]
+    asks = [request(name, prompt, max_tokens=12, ignore_eos=True) for name, prompt in prompts.items()]
+    first, other = (run(engine, *asks) for engine in engines)
+    assert {key: [o.token_ids for o in each] for key, each in first.items()} == {
+        key: [o.token_ids for o in each] for key, each in other.items()
+    }
+    assert engines[0].plan.tables == "ram" and engines[1].plan.tables == way
+
+
+def test_a_table_that_is_cut_short_fails_answers_and_not_the_engine(tiny_models, tmp_path: Path) -> None:
+    """Whole again, the next answers come."""
+    path = tmp_path / "m"
+    path.mkdir()
+    for file in tiny_models["qwen4_exp"].iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    tables = {name: tensor for name, tensor in file_tensors(path).items() if ".ngram_embedding." in name}
+    others = {name: tensor for name, tensor in file_tensors(path).items() if name not in tables}
+    for old in path.glob("*.safetensors*"):
+        old.unlink()
+    save_file(others, path / "model.safetensors", {"format": "pt"})
+    save_file(tables, path / "tables.safetensors", {"format": "pt"})
+    engine = tiny_engine(path, tmp_path, tables="map")
+    whole, ask = (path / "tables.safetensors").read_bytes(), {"max_tokens": 6, "ignore_eos": True}
+    before = run(engine, request("a", [7, 8, 9], **ask))
+    os.truncate(path / "tables.safetensors", len(whole) // 8)
+    failed = run(engine, request("b", [70, 80, 90, 100, 110], **ask))
+    ended = next(iter(failed.values()))[-1]
+    assert ended.finish_reason == "error"
+    assert "tables.safetensors" in str(ended.error) and "cut short" in str(ended.error)
+    (path / "tables.safetensors").write_bytes(whole)  # the same file, written again
+    after = run(engine, request("c", [7, 8, 9], **ask))
+    told = [[token for o in outputs for token in o.token_ids] for outputs in (*before.values(), *after.values())]
+    assert told[0] == told[1] and len(told[0]) == 6
+
+
+# -- as planned ---
+
+
+def planned(memory: float, **flags):
+    model = named_config("qwen3.8-flash-next", None)
+    return resolve(EngineConfig.from_keywords("m", kt_method="INT4", **flags), model, machine(free=int(memory * GIB)))
+
+
+def test_a_table_is_in_memory_where_it_fits_beside_experts() -> None:
+    """95.4 GiB, in bfloat16; experts in 4 bits are 64, and 12 more is what every token uses."""
+    large, small = planned(300), planned(120)
+    assert large.tables == "ram" and small.tables == "map"
+    (ledger,), (less,) = large.ledgers, small.ledgers
+    assert {e.name: e.nbytes for e in ledger.entries}["tables"] == 320_001_536 * 160 * 2
+    assert not any(e.name == "tables" for e in less.entries)
+    said = {d.name: (d.value, d.reason) for d in large.decisions}
+    assert said["tables"][0] == "95.4 GiB in memory"
+    said = {d.name: (d.value, d.reason) for d in small.decisions}
+    assert said["tables"] == (
+        "95.4 GiB in files, of which the page cache keeps what is read",
+        "memory is short; n-grams, a few rows of which each token reads",
+    )
+
+
+def test_a_place_that_was_asked_for_is_taken_or_refused() -> None:
+    assert planned(300, tables="disk").tables == "disk" and planned(300, tables="map").tables == "map"
+    with pytest.raises(Exception, match="--tables map leaves tables in their files"):
+        planned(120, tables="ram")
+
+
+def test_what_a_machine_lacks_is_counted_without_tables() -> None:
+    host = machine(free=int(100 * GIB))
+    asked = EngineConfig.from_keywords("m"), named_config("qwen3.8-flash-next", None), host, StoredFormats()
+    speeds = Speeds().having("measured", dram_gbps=50.0, cpu_flops=1e12)
+    found = report("m", Question(*asked, wished_speeds(MachineWish(), host, speeds)))
+    (ledger,) = found.ledgers
+    assert not found.fits and not any(entry.name == "tables" for entry in ledger.entries)
+
+
+def test_the_flag_changes_nothing_without_tables(tiny_models) -> None:
+    config = EngineConfig.from_keywords("m", tables="disk")
+    plan = resolve(config, ModelConfig.load(tiny_models["qwen3_moe"]), machine())
+    assert any("--tables disk changes nothing" in notice for notice in plan.notices)
+
+
+def test_matrices_are_planned_as_if_there_were_no_table(tiny_models) -> None:
+    """51 of 176 billion weights would decide what the others are stored as; they are counted apart."""
+    path = tiny_models["qwen4_exp"]
+    stored = open_checkpoint(path).formats()
+    assert stored.dense.bytes_per_weight == 4.0 and stored.tables.bytes_per_weight == 4.0
+    total = sum(tensor.nbytes for name, tensor in file_tensors(path).items() if ".ngram_embedding." not in name)
+    assert open_checkpoint(path).nbytes() == total
+
+
+def test_before_a_download_a_table_is_what_names_say(tmp_path: Path) -> None:
+    names = [f"{MODULE}.shard_{i}.weight" for i in range(128)]
+    config = json.loads(json.dumps({"model_type": "qwen4_exp", "quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [128, 128]}}))  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = named_config("qwen3.8-flash-next", None)
+    for scale, each in ((f"{MODULE}.weight_scale", 1.0), ("other", 2.0)):
+        index = {"metadata": {}, "weight_map": dict.fromkeys([*names, scale], "x.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert formats_from_names(tmp_path, model).tables.bytes_per_weight == each
+
+
+def test_a_layer_is_read_ahead_without_its_table(tiny_models) -> None:
+    pages = open_checkpoint(tiny_models["qwen4_exp"])._pages
+    assert not any("ngram_embedding." in name for names in pages._layers.values() for name in names)
+    assert load_model_config(tiny_models["qwen4_exp"]).tables
