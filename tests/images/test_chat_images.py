@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from seeing_server import SEEN, SEES_ALL, USER_ONLY, Seeing, image_part, run_see
 from server_requests import CHAT
 from tandem.engine.images.decode import decoded
 from tandem.engine.images.question import Ask
+from tandem.server import body as body_module
 from tandem.server import limits
 from tandem.server.prompts import images as prompt_images
 
@@ -86,7 +88,7 @@ def test_the_same_image_is_decoded_once_and_has_one_key():
         metrics = (await server.client.get("/metrics")).text
         assert 'tandem_images_total{outcome="decoded"} 2.0' in metrics
         assert 'tandem_images_total{outcome="again"} 4.0' in metrics
-        assert "tandem_image_decode_seconds_total" in metrics
+        assert "tandem_image_decode_seconds_total" in metrics and "tandem_tower_seconds_total" in metrics
 
     run_seeing(scenario)
 
@@ -397,3 +399,32 @@ def test_a_template_that_writes_too_many_placeholders_is_an_error_of_the_server(
         assert answer.status_code == 500 and answer.json()["error"]["code"] == "chat_template_failed"
 
     run_seeing(scenario, twice)
+
+
+def test_more_text_than_any_context_holds_is_refused_before_it_is_rendered():
+    """A body may have 64 MiB, for images."""
+
+    async def scenario(server: Seeing) -> None:
+        answer = await server.post(CHAT, messages=[user("x" * (limits.MAX_TEXT_CHARS + 1))])
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+    run_seeing(scenario)
+
+
+def test_large_bodies_are_parsed_aside(monkeypatch):
+    """Others' streams go on meanwhile."""
+    threads: list[bool] = []
+    real = body_module._check_values
+
+    def noted(body: bytes) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        real(body)
+
+    monkeypatch.setattr(body_module, "_check_values", noted)
+
+    async def scenario(server: Seeing) -> None:
+        await server.post(CHAT, messages=[user("small")])
+        await server.post(CHAT, messages=[user("x" * limits.INLINE_BODY_BYTES)])
+        assert threads == [True, False]
+
+    run_seeing(scenario)

@@ -86,16 +86,24 @@ def test_answers_are_those_of_transformers(server, path):
         check(path, text, images, answer)
 
 
+def tower_images(server: ServerProcess) -> float:
+    lines = server.get("/metrics").text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("tandem_tower_images_total")))
+
+
 def test_a_second_turn_finds_the_image_in_the_cache(server):
+    """The tower does not read it again."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{server.url}/v1", api_key="x")
     messages: list[Any] = [user("Look: ", image_part(png(40, 56, 9)))]
     first = client.chat.completions.create(model="m", messages=messages, max_tokens=4)
+    read = tower_images(server)
     messages += [{"role": "assistant", "content": "It is"}, user("And now?")]
     second = client.chat.completions.create(model="m", messages=messages, max_tokens=4)
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached >= 0.9 * first.usage.prompt_tokens
+    assert tower_images(server) == read > 0
     assert first.usage.prompt_tokens > 35  # those of the image
 
 

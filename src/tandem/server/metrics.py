@@ -145,10 +145,10 @@ class SleepCollector:
 
 
 class ImageCollector:
-    """Turns what `ImageReader` counts into metrics."""
+    """Turns what `ImageReader` and the engine's tower count into metrics."""
 
-    def __init__(self, counts: Callable[[], ImageCounts | None]) -> None:
-        self._counts = counts
+    def __init__(self, counts: Callable[[], ImageCounts | None], stats: Callable[[], EngineStats]) -> None:
+        self._counts, self._stats = counts, stats
 
     def collect(self) -> Iterator[Metric]:
         counts = self._counts()
@@ -160,6 +160,10 @@ class ImageCollector:
         yield images
         text = "Time that decoding and resizing images took"
         yield CounterMetricFamily("tandem_image_decode_seconds", text, counts.seconds)
+        stats, text = self._stats(), "Images that the tower has read: those whose rows were in no cache"
+        yield CounterMetricFamily("tandem_tower_images", text, stats.images)
+        text = "Time of the engine's thread for them"
+        yield CounterMetricFamily("tandem_tower_seconds", text, stats.image_seconds)
 
 
 class ServerMetrics:
@@ -197,9 +201,9 @@ class ServerMetrics:
     def watch_sleep(self, sleep: Sleep) -> None:
         self.registry.register(SleepCollector(sleep))
 
-    def watch_images(self, counts: Callable[[], ImageCounts | None]) -> None:
+    def watch_images(self, counts: Callable[[], ImageCounts | None], stats: Callable[[], EngineStats]) -> None:
         """counts: None where the model reads text only."""
-        self.registry.register(ImageCollector(counts))
+        self.registry.register(ImageCollector(counts, stats))
 
     def first_token(self, seconds: float, took: FirstToken | None) -> None:
         self._ttft.observe(seconds)

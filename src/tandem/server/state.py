@@ -74,7 +74,7 @@ class ServerState:
         self.files = ModelFiles()
         self.metrics.watch_engine(lambda: self.client.stats, lambda: self.client.ready, self._restarts)
         self.metrics.watch_sleep(self.client.sleep)
-        self.metrics.watch_images(lambda: self.images.counts if self.images else None)
+        self.metrics.watch_images(lambda: self.images.counts if self.images else None, lambda: self.client.stats)
 
     @property
     def draining(self) -> bool:

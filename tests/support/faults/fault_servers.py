@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 CONTEXT = 4096
 FLAGS = ("--max-total-tokens", "65536", "--kt-cpuinfer", "2")
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1  # linux/prctl.h, linux/capability.h
-ENGINE, TEMPLATES = "engine_process", "template_worker"  # in the command lines of the server's processes
+ENGINE, TEMPLATES, IMAGES = "engine_process", "template_worker", "images.worker"  # in their command lines
 
 
 def fault_model(source: Path, path: Path) -> Path:
@@ -142,7 +142,7 @@ def idle(server: ServerProcess) -> bool:
 
 
 def child(server: ServerProcess, kind: str) -> psutil.Process:
-    """A process of the server: `ENGINE` or `TEMPLATES`."""
+    """A process of the server: `ENGINE`, `TEMPLATES` or `IMAGES`."""
     found = [p for p in family(server) if any(kind in word for word in p.cmdline())]
     assert len(found) == 1, found
     return found[0]
