@@ -1,4 +1,4 @@
-"""Ling 3 and GLM-5.3-Flash as published: fp8 in blocks, and experts in nvfp4, of either tool."""
+"""Ling 3, GLM-5.3-Flash and Qwen3.8-Flash-Next as published: fp8 in blocks, and experts in nvfp4, of either tool."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ BLOCKS = {
     "bailing_hybrid": SIZES | settings(qk_rope_head_dim=32, num_local_experts=8, head_dim=32),
     "glm5_next": SIZES | settings(n_routed_experts=8, linear_num_heads=4, linear_head_dim=32, index_n_heads=16,
                                   index_head_dim=128),
+    "qwen4_exp": settings(
+        hidden_size=128, moe_intermediate_size=128, shared_expert_intermediate_size=128, num_experts=8, head_dim=32,
+        num_key_value_heads=4, ple_embed_dim=128, linear_key_head_dim=64, linear_value_head_dim=64, hc_lowrank=128,
+    ),
 }  # fmt: skip
 PLAIN = (
     "b_proj", "weights_proj", "mlp.gate", "conv1d", "A_log", "dt_bias", "compress_gate", "compress_ape", "lm_head",
     "_fn", "_base", "_scale", "embed_tokens", "word_embeddings", "g_proj", "kv_a_proj_with_mqa", "f_a_proj", "f_b_proj",
-    "g_a_proj", "g_b_proj",
+    "g_a_proj", "g_b_proj", "in_proj_a", "in_proj_b", "shared_expert_gate", "inject_weight", "index_qk_proj",
 )  # fmt: skip
 """What stays numbers in published files, or has fewer rows than a block here."""
 
@@ -40,7 +44,7 @@ def models(tmp_path_factory) -> TinyModels:
 
 
 def _fp8(module: str) -> str | None:
-    return None if module.endswith(PLAIN) or "norm" in module else "fp8 blocks"
+    return None if module.endswith(PLAIN) or "norm" in module or "ngram" in module else "fp8 blocks"
 
 
 WAYS: dict[str, Callable[[str], str | None]] = {

@@ -206,7 +206,7 @@ class EngineConfig:
         group=CPU, choices=("auto", "always", "never"),
     )  # fmt: skip
     tables: str = flag(
-        "auto", "Where tables of n-grams are: in memory, in files, or on the disk past the page cache.",
+        "auto", "Where tables of n-grams are read: memory, files, or the disk itself.",
         group=CPU, choices=("auto", "ram", "map", "disk"),
     )  # fmt: skip
     kt_max_deferred_experts_per_token: int | None = flag(
