@@ -11,7 +11,7 @@ from tandem.config.machine import Machine
 from tandem.config.model_config import ModelConfig, why_alone
 from tandem.config.state import Pages
 from tandem.errors import ConfigError
-from tandem.mechanisms.cost import Keys, cost_of
+from tandem.mechanisms.cost import KeyShape, cost_of
 
 FLAG = "--attention-backend"
 FIELDS = ("attention_backend",)
@@ -50,7 +50,7 @@ def own_kernels(mixers: Sequence[object]) -> str:
     return next(filter(None, (cost_of(mixer).own_kernels for mixer in mixers)), "")
 
 
-def keys_of(mixers: Sequence[object]) -> list[Keys]:
+def keys_of(mixers: Sequence[object]) -> list[KeyShape]:
     """What each of them looks at."""
     return [keys for mixer in mixers if (keys := cost_of(mixer).keys) is not None]
 

@@ -27,7 +27,7 @@ from tandem.mechanisms.streams.shape import Hyper
 Attention = Gqa | Latent | SharedKv
 Mixer = Attention | DeltaRule | ChannelDelta | ShortConv | StateSpace
 Body = Mixer | Dense | Moe | Ngram | Foreign
-Streams = Hyper | GatedStreams
+ResidualStreams = Hyper | GatedStreams
 """What stands for one residual."""
 
 
@@ -50,7 +50,7 @@ class Block:
 
     body: Body
     norm: Norm
-    hyper: Streams | None = None
+    hyper: ResidualStreams | None = None
     post: Norm | None = None
 
 
@@ -62,7 +62,7 @@ class Layer:
     scaled: bool = False
 
     @property
-    def hyper(self) -> Streams | None:
+    def hyper(self) -> ResidualStreams | None:
         """What connects its blocks, all alike but those that take all streams; None: one residual."""
         return self.blocks[-1].hyper
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.config.activation import SILU
 from tandem.config.json_keys import JsonKeys, read_json
-from tandem.config.layers import Attention, Body, Layer, Mixer, Streams
+from tandem.config.layers import Attention, Body, Layer, Mixer, ResidualStreams
 from tandem.config.norm import Norm
 from tandem.config.ranks.shard import ALONE, Shard, Share
 from tandem.config.speculation.drafts import Drafts
@@ -286,12 +286,12 @@ def _hyper_bytes(model: ModelConfig, each: int) -> int:
     return ends + sum(hyper.matrix_bytes(model.hidden, each) for hyper in _hypers(model))
 
 
-def _hypers(model: ModelConfig) -> list[Streams]:
+def _hypers(model: ModelConfig) -> list[ResidualStreams]:
     layers = (*model.layers, *_draft_layers(model))
     return [block.hyper for layer in layers for block in layer.blocks if block.hyper is not None]
 
 
-def _ends(model: ModelConfig) -> list[Streams]:
+def _ends(model: ModelConfig) -> list[ResidualStreams]:
     """Of the model's streams, and of a draft layer's."""
     layers = (*model.layers[-1:], *_draft_layers(model))
     return [layer.hyper for layer in layers if layer.hyper is not None]

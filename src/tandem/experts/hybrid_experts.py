@@ -19,7 +19,7 @@ from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.residency import Tier, count_on, experts_on
-from tandem.experts.sides import GpuMemory, HostMemory, Side
+from tandem.experts.sides import DeviceExperts, HostExperts, Side
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
@@ -74,9 +74,9 @@ class HybridExperts:
         self._slot_of, self._gpu, self._cpu, self._handoff, self._whole = slot_of, gpu, cpu, handoff, whole
         self._sides: list[Side] = []
         if gpu is not None:
-            self._sides.append(GpuMemory(gpu, experts_on(Tier.GPU, slot_of)))
+            self._sides.append(DeviceExperts(gpu, experts_on(Tier.GPU, slot_of)))
         if cpu is not None:
-            self._sides.append(HostMemory(cpu, experts_on(Tier.CPU, slot_of), own_memory))
+            self._sides.append(HostExperts(cpu, experts_on(Tier.CPU, slot_of), own_memory))
         self._table = slot_of.to(handoff.device) if gpu is None else gpu.table
         self._number, self._shared = -1 if cpu is None else handoff.add(cpu), shared
         routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared

@@ -44,7 +44,7 @@ class Side(Protocol):
         ...
 
 
-class GpuMemory:
+class DeviceExperts:
     """Experts in slots on the GPU."""
 
     def __init__(self, layer: GpuExperts, experts: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class GpuMemory:
         return SureRead(self._layer, experts)
 
 
-class HostMemory:
+class HostExperts:
     """Experts in CPU memory. own_memory: they are not used in a file, for they may change places, or travel."""
 
     def __init__(self, layer: PackedExperts, experts: Sequence[int], own_memory: bool) -> None:

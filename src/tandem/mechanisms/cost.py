@@ -35,7 +35,7 @@ class Limit:
         return self.what if self.unit == 1 else f"{self.what}, which have groups of {self.unit},"
 
 
-class Keys(NamedTuple):
+class KeyShape(NamedTuple):
     """What an attention's queries look at. window: how many last tokens; 0: all."""
 
     heads: int
@@ -69,7 +69,7 @@ class Cost(Generic[Shape]):
         self.shape = shape
 
     @property
-    def keys(self) -> Keys | None:
+    def keys(self) -> KeyShape | None:
         """What its queries look at; None: it is no attention."""
         return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.architectures import family_of
 from tandem.architectures.names import BLOCK_NAMES, DraftNames, Names
 from tandem.config import ModelConfig
-from tandem.config.layers import Streams
+from tandem.config.layers import ResidualStreams
 from tandem.config.norm import Norm
 from tandem.config.speculation.choice import DRAFT_ALGORITHMS, why_one_token
 from tandem.config.speculation.drafts import window_of
@@ -117,7 +117,7 @@ class _Together:
 class _Apart:
     """A projection of each, both normed; the token's is added to every stream."""
 
-    def __init__(self, b: Builder, at: DraftNames, norm: Norm, hyper: Streams) -> None:
+    def __init__(self, b: Builder, at: DraftNames, norm: Norm, hyper: ResidualStreams) -> None:
         self._wide = norm_channels(b, hyper)  # that are normed together: of a stream, or of all
         self._norms, self._dtype, hidden = _Norms(b, at, norm, self._wide), b.dtype, b.config.hidden
         self._token = b.linear([at.projection], [hidden], hidden)

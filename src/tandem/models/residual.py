@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Streams
+from tandem.config.layers import ResidualStreams
 from tandem.config.model_config import layer_of
 from tandem.kernels.joined import AfterNorm, Sum
 from tandem.kernels.ops import Ops
@@ -71,7 +71,7 @@ def settle(p: Pass) -> None:
     p.pending = p.mix = None
 
 
-def widened(embedded: Tensor, hyper: Streams | None) -> Tensor:
+def widened(embedded: Tensor, hyper: ResidualStreams | None) -> Tensor:
     """Embedded tokens [T, hidden] as the first block takes them up."""
     if hyper is None:
         return embedded
@@ -85,7 +85,7 @@ def scale_of(b: Builder, layer: int | None, names: Names) -> Tensor | None:
     return b.tensor(f"model.layers.{layer}.{names.scale}", 1)
 
 
-def residual_of(b: Builder, hyper: Streams | None, name: str, scale: Tensor | None = None) -> Residual:
+def residual_of(b: Builder, hyper: ResidualStreams | None, name: str, scale: Tensor | None = None) -> Residual:
     """Of a block whose streams' weights are called `name`.fn, .scale and .base. scale: of one residual."""
     if hyper is None:
         return OneStream(b.ops, scale)
@@ -102,12 +102,12 @@ def end_of(b: Builder, names: Names) -> Residual:
     return ending
 
 
-def norm_channels(b: Builder, hyper: Streams | None) -> int:
+def norm_channels(b: Builder, hyper: ResidualStreams | None) -> int:
     """Of a block's norm."""
     return b.config.hidden if hyper is None else hyper.norm_channels(b.config.hidden)
 
 
-def summed_up(b: Builder, hyper: Streams, name: str) -> Summing:
+def summed_up(b: Builder, hyper: ResidualStreams, name: str) -> Summing:
     """What follows the last of several streams' blocks. name: in front of its weights."""
     summing: Summing = part_of(hyper, "block").summed_up(b, hyper, name)
     return summing

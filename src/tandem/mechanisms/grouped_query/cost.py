@@ -10,7 +10,7 @@ from tandem.config.rope import Rope
 from tandem.config.state import DTYPE_BYTES
 from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
-from tandem.mechanisms.cost import Keys, Limit, Output, cost_of, pairs
+from tandem.mechanisms.cost import KeyShape, Limit, Output, cost_of, pairs
 from tandem.mechanisms.grouped_query.shape import Gqa
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
@@ -28,9 +28,9 @@ class Cost(cost.Cost[Gqa]):
         return not self.shape.window
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> KeyShape:
         s = self.shape
-        return Keys(s.heads, s.kv_heads, s.head_dim, s.value_dim, s.scale, s.window, s.sinks)
+        return KeyShape(s.heads, s.kv_heads, s.head_dim, s.value_dim, s.scale, s.window, s.sinks)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

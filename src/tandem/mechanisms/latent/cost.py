@@ -9,7 +9,7 @@ from tandem.config.gpu_scratch import HEAD_BYTES, ROUND_KEYS, ROUND_ROWS, SQUARE
 from tandem.config.rope import Rope
 from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
-from tandem.mechanisms.cost import Keys, Limit, Output, cost_of, pairs
+from tandem.mechanisms.cost import KeyShape, Limit, Output, cost_of, pairs
 from tandem.mechanisms.latent.shape import Latent
 
 PARTIAL_BYTES = 256 << 20  # of sums of rows that decode, before they are merged; once for graphs, once for others
@@ -30,9 +30,9 @@ class Cost(cost.Cost[Latent]):
         return KERNELS + (0 if index is None else cost_of(index).kernels)
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> KeyShape:
         s = self.shape
-        return Keys(s.heads, 1, s.cached_dim, s.kv_rank, s.scale)
+        return KeyShape(s.heads, 1, s.cached_dim, s.kv_rank, s.scale)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

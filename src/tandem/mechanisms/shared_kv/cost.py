@@ -9,7 +9,7 @@ from tandem.config.gpu_scratch import StepSize
 from tandem.config.rope import Rope
 from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
-from tandem.mechanisms.cost import Keys, Limit, Output
+from tandem.mechanisms.cost import KeyShape, Limit, Output
 from tandem.mechanisms.shared_kv.shape import SharedKv
 
 SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many of an index's products
@@ -26,9 +26,9 @@ class Cost(cost.Cost[SharedKv]):
     launches = 165  # by PyTorch's operations
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> KeyShape:
         s = self.shape
-        return Keys(s.heads, 1, s.dim, s.dim, s.scale, s.window, sinks=True)
+        return KeyShape(s.heads, 1, s.dim, s.dim, s.scale, s.window, sinks=True)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
