@@ -24,7 +24,7 @@ from tandem.errors import KernelError
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import COME, LEAVE, STAY, Exchange, Floats, LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement, place
-from tandem.experts.residency import Residency
+from tandem.experts.residency import Residency, Tier
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 48, 512, 10, 1000
 COST = StepCost(
@@ -97,6 +97,18 @@ def test_the_hottest_takes_the_slot_of_the_coldest() -> None:
     p.done(Exchange(0, 1, 1, 5))
     assert p.slot_of.tolist() == [[0, -1, 2, -1, -1, 1, -1, -1]]
     assert p.wanted() == []
+
+
+def test_an_expert_in_its_file_never_comes() -> None:
+    """However hot: its bytes are in no memory that an exchange reads."""
+    given = {"bytes_per_step": PLENTY, "half_life": 1e9, "horizon_tokens": 1e9, "dwell_steps": 0}
+    places = Residency(SLOTS, torch.arange(8)[None] == 5)
+    p = LivePolicy(places, 1000.0, 0.0, PolicySettings(**given))
+    p.observe(uses(e0=9, e1=4, e2=7, e5=50, e6=6), 10, 1)
+    (exchange,) = p.wanted()
+    assert exchange == Exchange(layer=0, slot=1, leaving=1, coming=6)
+    p.done(exchange)
+    assert [places.tier(0, e) for e in (1, 5, 6)] == [Tier.CPU, Tier.FILE, Tier.GPU]
 
 
 def test_a_dropped_exchange_leaves_everything_and_may_come_again() -> None:

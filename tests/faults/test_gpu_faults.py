@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fault_servers import (
     ENGINE,
+    LONG,
     answer,
     as_anybody,
     ask,
@@ -91,7 +92,7 @@ def test_a_hand_off_that_is_stuck(server: ServerProcess, expected: list[int], fa
 def test_a_cuda_error(server: ServerProcess, expected: list[int], fault: Fault) -> None:
     engine = child(server, ENGINE)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(ask, server, 2000, stream=True)
+        other = pool.submit(ask, server, LONG, stream=True)  # longer than any compiler takes
         wait_until(lambda: server.info()["stats"]["running"] == 1)
         fault.strikes()
         refused = ask_for(server, "assert")

@@ -25,6 +25,7 @@ from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.live.policy import Exchange, LivePolicy, PolicySettings
+from tandem.experts.residency import Residency
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ranks.meeting import Meeting
@@ -93,7 +94,7 @@ class Restless(LivePolicy):
 def restless(side: GpuSide, usage: ExpertUsage) -> LiveExperts:
     layers = [experts.sides for _, experts in sorted(side.store.layers.items())]
     slot_of = torch.stack([side.placement.slots(layer) for layer in range(len(layers))])
-    policy = Restless(slot_of, 1.0, 1.0, PolicySettings(interval_steps=1))
+    policy = Restless(Residency(slot_of), 1.0, 1.0, PolicySettings(interval_steps=1))
     copies = CudaCopies(side.ops.device)
     usage.copy = copies.in_order
     hold_all([layer.cpu for layer in layers if layer], copies)

@@ -211,6 +211,18 @@ def test_without_a_tower_images_are_refused_by_name(saved) -> None:
     plain.close()
 
 
+def test_packed_weights_serve_with_a_tower_and_without(saved, tmp_path, capfd) -> None:
+    """Only what is missing is packed."""
+    path, kept = saved("qwen3_vl_moe"), str(tmp_path / "packed")
+    for disable_vision, said in ((True, "written to"), (False, "lacks"), (True, ""), (False, "")):
+        engine = engine_of(path, packed_cache=kept, disable_vision=disable_vision)
+        asked = PLAIN if disable_vision else TWO
+        check(path, asked, answers(engine, request("a", asked))["a", 0])
+        engine.close()
+        told = capfd.readouterr().err
+        assert said in told if said else "packed cache" not in told
+
+
 def test_an_image_has_no_more_tokens_than_asked(saved) -> None:
     engine = engine_of(saved("qwen3_vl_moe"), image_max_tokens=256)
     assert engine.model_config.vision.processor.max_pixels == 256 * 64 and engine.plan.image_tokens == 256

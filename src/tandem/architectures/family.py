@@ -32,6 +32,10 @@ class GgufKeys(Protocol):
         """Of an array, or of a number alone; [] when absent."""
         ...
 
+    def wholes(self, key: str) -> list[int]:
+        """Whole numbers from 0 of an array, or one alone, exactly; [] when absent."""
+        ...
+
     def layers(self, key: str, count: int) -> list[int]:
         """Whole numbers, one for each of `count` layers; a number alone is that of all."""
         ...
@@ -93,18 +97,24 @@ def no_parts(_: GgufKeys) -> dict[str, Part]:
     return {}
 
 
+def no_wholes(_: GgufKeys) -> dict[str, list[int]]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Gguf:
     """A family in GGUF files. config: what `config.json` would say beside sizes that all files name alike;
     stems: tensor names without `blk.{layer}.` → Hugging Face's below `model.layers.{L}.`; parts: names below
     `model.layers.{L}.`, or whole names of what lies outside, that are not as the file has them. pairs: rows of q and k
-    are those of rotary halves in turns."""
+    are those of rotary halves in turns. wholes: tensors of whole numbers by their whole names, which a file has as
+    arrays of its metadata."""
 
     architecture: str
     config: Callable[[GgufKeys], dict[str, Any]]
     stems: Mapping[str, str]
     parts: Callable[[GgufKeys], Mapping[str, Part]] = no_parts
     pairs: bool = False
+    wholes: Callable[[GgufKeys], Mapping[str, list[int]]] = no_wholes
 
 
 @dataclass(frozen=True, slots=True)

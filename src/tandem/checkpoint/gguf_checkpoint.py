@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from tandem.checkpoint.gguf_config import supported
+from tandem.checkpoint.gguf_config import supported, wholes_of
 from tandem.checkpoint.gguf_file import GGUFTensor
 from tandem.checkpoint.gguf_model import GGUFModel
-from tandem.checkpoint.gguf_names import holds_experts, layer_of
+from tandem.checkpoint.gguf_names import holds_experts, holds_table, layer_of
 from tandem.checkpoint.gguf_rows import NUMBERS, WHOLE, GGUFRows, weights_of
 from tandem.checkpoint.identity import identity
 from tandem.checkpoint.mapped.cut import own_columns
@@ -36,7 +37,7 @@ class GGUFCheckpoint:
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
         supported(model)
-        self._rows = GGUFRows(model)
+        self._rows, self._wholes = GGUFRows(model), wholes_of(model)
         self._layers: dict[int | None, list[GGUFTensor]] = defaultdict(list)
         for tensor in model.tensors.values():
             self._layers[layer_of(tensor)].append(tensor)
@@ -53,12 +54,14 @@ class GGUFCheckpoint:
         return tuple(self._rows.places)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._rows.places
+        return name in self._rows.places or name in self._wholes
 
     def has_matrix(self, module: str) -> bool:
         return f"{module}.weight" in self._rows.places
 
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
+        if name in self._wholes:
+            return self._listed(name, shape)
         stored, kind = self._rows.shape(name), self._rows.place(name).tensor.kind
         if whole != (kind in WHOLE):
             where = self.model.where(self._rows.place(name).tensor)
@@ -67,6 +70,13 @@ class GGUFCheckpoint:
         self._rows.check_shape(name, stored if shape is None else shape)
         read = self._rows.raw(name).contiguous().view(WHOLE[kind]).long() if whole else numbers(self._rows.read(name))
         return read.reshape(stored if shape is None else shape)
+
+    def _listed(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
+        read = torch.tensor(self._wholes[name], dtype=torch.int64)
+        if shape is not None and read.shape != shape:
+            message = f"{self.path}: its metadata has {len(read)} numbers for {name}, but implies {math.prod(shape)}"
+            raise CheckpointError(message)
+        return read
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         self._rows.check_shape(name, shape)
@@ -131,6 +141,7 @@ class GGUFCheckpoint:
 
     def nbytes(self, experts: bool | None = None) -> int:
         wanted = (t for t in self.model.tensors.values() if experts in (None, holds_experts(t)))
+        wanted = (t for t in wanted if not holds_table(t))
         return sum(tensor.nbytes for tensor in wanted)
 
     def identity(self) -> str:

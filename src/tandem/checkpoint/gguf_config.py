@@ -83,6 +83,13 @@ class _Keys:
             raise self.refuse(key, "is not an array of numbers")
         return [float(value) for value in listed]
 
+    def wholes(self, key: str) -> list[int]:
+        values = self.model.metadata.get(self.prefix + key, [])
+        listed = values if isinstance(values, list) else [values]
+        if not all(type(value) is int and 0 <= value < 1 << 63 for value in listed):
+            raise self.refuse(key, "is not an array of whole numbers")
+        return listed[:]
+
     def layers(self, key: str, count: int) -> list[int]:
         values = self.numbers(key)
         each = values * count if len(values) == 1 else values
@@ -108,7 +115,7 @@ class _Keys:
     def rows(self, ending: str) -> int:
         """Output rows of the first tensor whose name ends so."""
         for name, tensor in self.model.tensors.items():
-            if name.endswith(ending) and len(tensor.shape) >= 2:
+            if f".{name}".endswith(f".{ending}") and len(tensor.shape) >= 2:
                 return tensor.shape[-2]
         raise CheckpointError(f"{self.model.path} has no matrix {ending}")
 
@@ -204,6 +211,11 @@ def supported(model: GGUFModel) -> str:
 def parts_of(model: GGUFModel) -> Mapping[str, Part]:
     """Tensors that its architecture has otherwise than Hugging Face."""
     return GGUF[model.architecture].parts(_Keys(model))
+
+
+def wholes_of(model: GGUFModel) -> Mapping[str, list[int]]:
+    """Tensors of whole numbers that are arrays of the metadata."""
+    return GGUF[model.architecture].wholes(_Keys(model))
 
 
 def config_json(model: GGUFModel) -> Config:

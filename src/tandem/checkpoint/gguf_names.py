@@ -13,9 +13,13 @@ from tandem.architectures import GGUF
 from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_file import GGUFTensor
 
+TABLE = "model.ngram_table"
+"""What stands for the rows of a table, before `Gguf.parts` gives it to a layer."""
 OUTER = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "token_embd_norm": "model.norm",
-    "output": "lm_head",
+    "output": "lm_head", "output_hc_norm": "model.norm",
+    "output_hc_down": "model.hyper_connection_mixer.input_mix_weight_down",
+    "output_hc_up": "model.hyper_connection_mixer.input_mix_weight_up", "per_layer_token_embd": TABLE,
 }  # fmt: skip
 OUTER_STREAMS = {f"output_hc_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}
 # Ends of Hugging Face names without `.weight` or `.bias`.
@@ -101,6 +105,11 @@ def _inner(name: str) -> str:
 def holds_experts(tensor: GGUFTensor) -> bool:
     """Whether it has a layer's routed experts."""
     return "_exps." in tensor.name
+
+
+def holds_table(tensor: GGUFTensor) -> bool:
+    """Whether it has rows that are read one by one."""
+    return tensor.name == "per_layer_token_embd.weight"
 
 
 def layer_of(tensor: GGUFTensor) -> int | None:

@@ -13,7 +13,8 @@ from draft_models import Drafted, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
 from kernel_cases import INVARIANT_TIER
-from tandem.config import EngineConfig, gpu_plan
+from tandem.config import EngineConfig
+from tandem.config.planner import sizing
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.gpu_chains import GpuChains
 from tandem.engine.start.loader import load_parts
@@ -119,7 +120,7 @@ def taught(tiny_models, tmp_path_factory) -> Drafted:
 def test_right_guesses_save_steps(taught: Drafted, drafts_there: bool, monkeypatch) -> None:
     """With its experts on either side; in preemptions, too; and with experts that move."""
     if not drafts_there:
-        monkeypatch.setattr(gpu_plan, "_draft_bytes", lambda request, room: 0)
+        monkeypatch.setattr(sizing, "_draft_bytes", lambda request, room: 0)
     for flags in ({}, {"max_total_tokens": 80}, {"kt_enable_dynamic_expert_update": True}):
         parts = parts_of(taught.path, 0.5, **flags)
         assert parts.plan.gpu.draft_experts == drafts_there

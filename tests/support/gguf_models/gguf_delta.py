@@ -8,7 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-KINDS = ("qwen3_next", "qwen3_5_moe_text")
+KINDS = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text")
+TILED = KINDS[1:]
 STEMS = {
     "in_proj_qkv": "attn_qkv.weight", "in_proj_z": "attn_gate.weight", "in_proj_b": "ssm_beta.weight",
     "in_proj_a": "ssm_alpha.weight", "in_proj_ba": "ssm_ba.weight", "in_proj_qkvz": "ssm_in.weight",
@@ -30,7 +31,7 @@ def of_delta(
     if module == "in_proj_qkvz" and not legacy:
         yield from apart(block, array, config)
         return
-    if config["model_type"] == "qwen3_5_moe_text":
+    if config["model_type"] in TILED:
         array = tiled(module, array, config)
     yield block + STEMS[module], np.ascontiguousarray(array)
 
@@ -73,5 +74,5 @@ def add_delta(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_full_attention_interval(4)
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if config["model_type"] == "qwen3_5_moe_text":
+    if config["model_type"] in TILED:
         writer.add_rope_dimension_sections([11, 11, 10, 0])

@@ -39,10 +39,11 @@ ARCHITECTURES = {
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE, "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "bailing_hybrid": gguf.MODEL_ARCH.KIMI_LINEAR, "glm5_next_text": gguf.MODEL_ARCH.KIMI_LINEAR,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen4_exp_text": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 NEWER = {
     "hy_v3": "hy_v3", "laguna": "laguna", "deepseek_v32": "deepseek32", "bailing_hybrid": "bailingmoe3",
-    "glm5_next_text": "glm5-next",
+    "glm5_next_text": "glm5-next", "qwen4_exp_text": "qwen4exp",
 }  # fmt: skip
 """Architectures that the installed package does not have, whose tensors are called as another's."""
 IN_TURNS = ("llama", "mixtral", "bailing_moe", "granitemoe", "granitemoeshared", "granitemoehybrid")
@@ -78,6 +79,9 @@ def write_gguf(
         add_deepseek(writer, config, whole)
     else:
         add_config(writer, config)
+    if config["model_type"] == "qwen4_exp_text":
+        gguf_hybrid.add_qwen4(writer, config)
+        gguf_hybrid.add_hashes(writer, file_tensors(source))
     add_tokenizer(writer, source, pre)
     for name, array in gguf_tensors(source, config, whole):
         add_tensor(writer, name, array, choose(name, array))
@@ -178,7 +182,13 @@ def gguf_tensors(
     names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], layers)
     dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     experts: dict[str, dict[int, np.ndarray]] = {}
-    for name, tensor in file_tensors(source).items():
+    tensors = file_tensors(source)
+    if config["model_type"] == "qwen4_exp_text":
+        own = {name: each for name, each in tensors.items() if gguf_hybrid.is_qwen4(name)}
+        numbers = {name: each.float().numpy() for name, each in own.items() if each.is_floating_point()}
+        yield from gguf_hybrid.of_qwen4(numbers, config["indexer_head_dim"]).items()
+        tensors = {name: each for name, each in tensors.items() if name not in own}
+    for name, tensor in tensors.items():
         array = tensor.to(torch.float32).numpy()
         if found := re.fullmatch(r"(.*experts\.)(\d+)\.(\w+)\.weight", name):
             experts.setdefault(found[1] + found[3], {})[int(found[2])] = array

@@ -1,5 +1,5 @@
-"""Ling 3 and GLM-5.3-Flash as llama.cpp's converter writes them. Ling's decays are as they are, its gates under names
-of small matrices."""
+"""Ling 3, GLM-5.3-Flash and Qwen3.8-Flash-Next as llama.cpp's converter writes them. Ling's decays are as they are, its
+gates under names of small matrices."""
 
 from __future__ import annotations
 
@@ -129,3 +129,71 @@ def of_glm5(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, 
         return f"blk.{found[1]}.{found[2]}.weight", array
     inner = found[2].removeprefix("self_attn.indexer.")
     return (f"blk.{found[1]}.{GLM5[inner]}", array) if inner != found[2] else None
+
+
+QWEN4 = {
+    **{f"{kind}_hyper_connection.{ours}": f"hc_{theirs}_{last}" for kind, theirs in (("attn", "attn"), ("mlp", "ffn"))
+       for ours, last in (("hc_norm", "norm"), ("input_mix_weight_down", "down"), ("input_mix_weight_up", "up"),
+                          ("block_inject_weight", "inject"))},
+    **{f"self_attn.indexer.{x}_layernorm": f"indexer.{x}_norm" for x in "qk"},
+    "ple.key_proj": "ple_key", "ple.value_proj": "ple_value", "ple.conv1d": "ple_conv1d",
+    **{f"ple.norm_{which}": f"ple_norm_{which}" for which in ("key", "query", "conv")},
+}  # fmt: skip
+QWEN4_LAST = {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up"}
+PLE = "ple.ple_embedding."
+
+
+def add_qwen4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """What Qwen3.5's converter does not write."""
+    writer.add_array("qwen4exp.attention.recurrent_layers", [k == "linear_attention" for k in config["layer_types"]])
+    ratio = config["indexer_compress_ratio"]
+    ratios = [1 if kind == "linear_attention" else ratio for kind in config["layer_types"]]
+    hashes = (config["ngram_size"] - 1) * config["heads_per_ngram"]
+    numbers = {
+        "hyper_connection.count": config["hc_count"], "hyper_connection.low_rank": config["hc_lowrank"],
+        "attention.indexer.head_count": config["indexer_n_heads"],
+        "attention.indexer.key_length": config["indexer_head_dim"],
+        "attention.indexer.top_k": config["indexer_budget"], "ple.ngram_size": config["ngram_size"],
+        "ple.heads_per_ngram": config["heads_per_ngram"], "ple.conv_kernel": config["ple_conv_kernel_size"],
+        "ple.eos_token_id": config["eos_token_id"],
+        "embedding_length_per_layer_input": config["ple_embed_dim"] // hashes,
+    }  # fmt: skip
+    for key, number in numbers.items():
+        writer.add_uint32(f"qwen4exp.{key}", number)
+    writer.add_array("qwen4exp.attention.compress_ratios", ratios)
+    writer.add_array("qwen4exp.ple.layers", [number - 1 for number in config["ple_layer_ids"]])
+
+
+def add_hashes(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
+    """What a checkpoint has as tensors of whole numbers."""
+    keys = {
+        "layer_multipliers": "layer_multipliers", "ngram_heads_vocab_sizes": "head_vocab_sizes",
+        "ngram_heads_offsets": "head_offsets",
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        if PLE in name and (key := keys.get(name.rpartition(".")[2])):
+            values = [int(value) for value in tensor.flatten()]
+            writer.add_key_value(f"qwen4exp.ple.{key}", values, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
+
+
+def of_qwen4(tensors: dict[str, np.ndarray], keys: int) -> dict[str, np.ndarray]:
+    """Streams, indexers and n-grams, and the last norm: norms as 1 + w, the table's pieces in one, an indexer's matrix
+    in two. keys: its last rows, which make keys."""
+    made, pieces = dict[str, np.ndarray](), dict[int, np.ndarray]()
+    for name, array in tensors.items():
+        module = name.removesuffix(".weight")
+        array = array + 1 if re.search(r"norm(_\w+)?$", module) else array
+        if found := re.search(r"ngram_embedding\.shard_(\d+)", module):
+            pieces[int(found[1])] = array
+        elif found := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.indexer\.index_qk_proj", module):
+            made[f"blk.{found[1]}.indexer.q_proj.weight"] = array[:-keys]
+            made[f"blk.{found[1]}.indexer.k_proj.weight"] = array[-keys:]
+        elif found := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module):
+            made[f"blk.{found[1]}.{QWEN4[found[2]]}.weight"] = array.squeeze(1) if array.ndim == 3 else array
+        else:
+            made[f"output_hc_{QWEN4_LAST[module.rpartition('.')[2]]}.weight"] = array
+    return made | {"per_layer_token_embd.weight": np.concatenate([pieces[i] for i in range(len(pieces))])}
+
+
+def is_qwen4(name: str) -> bool:
+    return "hyper_connection" in name or ".indexer." in name or ".ple." in name

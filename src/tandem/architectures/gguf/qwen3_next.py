@@ -42,11 +42,11 @@ NORMS = (
 
 def qwen3_next_config(keys: GgufKeys) -> dict[str, Any]:
     legacy = {"model_type": "qwen3_next", APART: not _has_whole_projections(keys)}
-    return _config(keys) | legacy | {"norm_topk_prob": True, "num_nextn_predict_layers": 0}
+    return hybrid_config(keys) | legacy | {"norm_topk_prob": True, "num_nextn_predict_layers": 0}
 
 
 def qwen35_config(keys: GgufKeys) -> dict[str, Any]:
-    return _config(keys) | {"model_type": "qwen3_5_moe_text"}
+    return hybrid_config(keys) | {"model_type": "qwen3_5_moe_text"}
 
 
 def qwen3_next_parts(keys: GgufKeys) -> dict[str, Part]:
@@ -110,7 +110,7 @@ def _heads(keys: GgufKeys) -> tuple[int, int]:
     return k_heads, v_heads // k_heads
 
 
-def _config(keys: GgufKeys) -> dict[str, Any]:
+def hybrid_config(keys: GgufKeys) -> dict[str, Any]:
     head, v_heads = keys.size("attention.key_length"), keys.size("ssm.time_step_rank")
     if keys.need("ssm.inner_size") % v_heads:
         raise keys.refuse("ssm.inner_size", f"is not a multiple of {v_heads} value heads")

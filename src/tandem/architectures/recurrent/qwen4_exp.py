@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from tandem.architectures.family import Family
+from tandem.architectures.gguf.qwen4_exp import QWEN4_EXP, TABLE_ROWS
 from tandem.architectures.names import DraftNames, Names, Renames
 from tandem.architectures.recurrent.qwen3_next import delta_rule
 from tandem.architectures.shared import (
@@ -45,9 +46,6 @@ RECURRENT = "linear_attention"
 CHOOSING = FULL, "indexed_attention", "qwen_sparse_attention"
 """Of the hub, of Transformers, and of others: all mean the same."""
 
-TABLE_ROWS = "ngram_table_rows"
-"""A key of no config.json: GGUF files say how many there are."""
-
 MOST_BASE = 1 << 26  # of what primes are looked for above
 
 
@@ -55,8 +53,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys = text_part(keys)
     keys.only("attn_output_gate", True, "attention is gated")
     keys.only("mlp_only_layers", [], "every layer has experts")
-    for key in ("mamba_ssm_dtype", "number_of_conv_states", "split_ngram_parts", "seed"):
-        keys.get(key)  # states are float32 here; multipliers are in the checkpoint
+    for key in ("mamba_ssm_dtype", "number_of_conv_states", "split_ngram_parts", "seed", "intermediate_size"):
+        keys.get(key)  # states are float32 here; multipliers are in the checkpoint; no layer is dense
     norm = Norm(epsilon(keys), plus_one=True)
     streams = GatedStreams(positive(keys, "hc_count", 4), keys.size("hc_lowrank", 320))
     if streams.streams < 2:
@@ -175,4 +173,4 @@ DRAFTS = DraftNames(
     "mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc_embedding",
     "mtp.hyper_connection_mixer.hc_norm", hidden_projection="mtp.fc_hidden", streams="mtp.hyper_connection_mixer",
 )  # fmt: skip
-FAMILY = Family(("qwen4_exp", "qwen4_exp_text"), config, (NAMES,), drafts=DRAFTS, renames=RENAMES)
+FAMILY = Family(("qwen4_exp", "qwen4_exp_text"), config, (NAMES,), QWEN4_EXP, DRAFTS, renames=RENAMES)

@@ -124,39 +124,44 @@ def fits(room: GpuRoom, taken: int = 0, **changes: Any) -> GpuMemory | None:
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     room = GpuRoom(request, gpu)
-    usual = _divided(room, -room.left_by_short_steps)
+    found = fits(room) or _short_steps(room)
     check_gpu_drafts(request.config, request.model)
-    if usual.experts >= request.model.routed_experts:
-        return _with_long_steps(room, usual)
+    if found.experts >= request.model.routed_experts:
+        return _with_long_steps(room, found)
     if why_not := streams_not(request, gpu):
-        return replace(usual, ring_reason=why_not)
-    return _with_ring(room, usual)
+        return replace(_short_steps(room), ring_reason=why_not)
+    return _with_ring(room)
 
 
-def _with_ring(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
-    """And a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
+def _short_steps(room: GpuRoom) -> GpuMemory:
+    """In steps of the usual length. Raises ConfigError where not even they fit."""
+    return _divided(room, -room.left_by_short_steps)
+
+
+def _with_ring(room: GpuRoom) -> GpuMemory:
+    """With a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
     ring, tokens = ring_for(room.request, room.gpu).nbytes, long_step_tokens(room.request.model)
     taken = ring + room.scratch_beyond(tokens)
     beside = fits(room, taken)
     if beside is None:
         why = f"{gib(ring)} of GPU memory for experts that travel are not there"
-        return replace(usual, ring_reason=why, cramped=why)
+        return replace(_short_steps(room), ring_reason=why, cramped=why)
     found = replace(beside, ring_bytes=ring, ring_reason="", step_tokens=tokens)
     return _with_prompt_graphs(room, found, taken, tokens)
 
 
-def _with_long_steps(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
+def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
     """For prompts that are alone, if experts, context and graphs of prompts keep their room. Not where prompts can be
     no graphs: steps are not cut there, and who comes would wait for a whole one. Ranks have none, and take long steps:
     they start kernel by kernel what then takes longer than starting it."""
     request = room.request
     ranks, whole = request.model.shard.ranks, replace(request.model, shard=ALONE)
     tokens, left = long_step_tokens(request.model), room.left_by_short_steps
-    short = _with_prompt_graphs(room, usual, -left)
+    short = _with_prompt_graphs(room, _short_steps(room), -left)
     if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, whole):
         return short
-    more, found = room.scratch_beyond(tokens), fits(room)
-    long = _undisturbed(fits(room, more), found) if found and found.experts >= usual.experts else None
+    more = room.scratch_beyond(tokens)
+    long = _undisturbed(fits(room, more), found)
     if long is not None:
         why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
         long = replace(long, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)

@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -102,8 +103,9 @@ def packed_cache(
     if config.packed_cache is None:
         return None
     directory = checkpoint.path.resolve()
+    text = replace(model, tower=None, vision=None, blind="")  # a tower's matrices are there or not, and are the same
     made_from = (
-        checkpoint.identity(), repr(model), plan.dtype, plan.expert_format, plan.dense_codes,
+        checkpoint.identity(), repr(text), plan.dtype, plan.expert_format, plan.dense_codes,
         plan.fuse_shared_experts, plan.parts, LAYOUT_VERSION,
     )  # fmt: skip
     key = hashlib.sha256(repr(made_from).encode()).hexdigest()
