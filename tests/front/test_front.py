@@ -21,6 +21,7 @@ from tandem.server.front.app import FrontApp
 from tandem.server.front.child import Life
 from tandem.server.front.dialects import wish_of
 from tandem.server.front.models_file import ModelsFile
+from tandem.server.limits import MAX_BODY_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -309,7 +310,7 @@ def test_so_many_may_wait_for_a_load():
 def test_a_full_body_is_refused_by_the_front():
     async def scenario():
         async with front(*served("a")) as at:
-            refused = await at.client.post("/v1/completions", content=b" " * ((16 << 20) + 1))
+            refused = await at.client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
             assert refused.status_code == 413 and not at.models.named("a").loads
 
     asyncio.run(scenario())
