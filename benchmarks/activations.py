@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.bench.rows import Row, machine_name, stamp, write
-from tandem.config.activation import Activation, ActivationKind
 from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers
 from tandem.formats.reference import stored
@@ -26,6 +25,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, ExpertLayer
 from tandem.kernels.reference import activated
 from tandem.kernels.this_machine import this_machine
+from tandem.spec.activation import Activation, ActivationKind
 
 EXPERTS, TOP_K, HIDDEN, HALF = 8, 3, 256, 96  # HALF: rows of gate, and of up
 ALPHA, LIMIT = 1.702, 1.0  # a limit that cuts many values

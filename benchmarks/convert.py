@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tandem import __version__
-from tandem.config import Machine
+from tandem.machine.machine import Machine
 
 KILL_AFTER_SHARDS = (1, 3)
 

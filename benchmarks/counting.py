@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.rows import commit
-from tandem.config import EngineConfig, Machine
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
 
 STEPS = 10
 TOKENS = 2560  # of each sequence

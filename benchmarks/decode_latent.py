@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from random_model import save_tokenizer
 from tandem import LLM, SamplingParams
-from tandem.config import Machine
+from tandem.machine.machine import Machine
 from tandem.models import model as decoder
 
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.bench.rows import print_and_keep
-from tandem.config.norm import Norm
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.recurrence.gpu import folds
 from tandem.mechanisms.recurrence.gpu.folds import GpuFolds
@@ -27,6 +26,7 @@ from tandem.mechanisms.recurrence.torch import Taps
 from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
+from tandem.spec.norm import Norm
 
 Shape = StateSpace | ChannelDelta
 SHAPES: dict[str, Shape] = {

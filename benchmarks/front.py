@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 STUB = ROOT / "tests" / "support" / "stub_model.py"
 FRONT = """
 import sys
-from tandem.config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.front.launch import serve_models
 stub, folder, toml, port = sys.argv[1:]
 command = lambda entry, path: ([sys.executable, stub, path, entry.name, folder], b"")

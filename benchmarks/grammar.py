@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.rows import Row, keep, machine_name, stamp
-from tandem.config import EngineConfig, Machine
 from tandem.engine.engine import Engine
 from tandem.engine.grammar import sources
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.engine.sampling.sampler import Sampled
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
 
 BATCHES = (1, 16)
 STEPS, ROUNDS = 24, 4

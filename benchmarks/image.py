@@ -25,11 +25,12 @@ from tandem.bench.architectures import named_keys
 from tandem.bench.gaps.made_up import made_up_parts, write_folder
 from tandem.bench.rows import machine_name, progress, stamp, write
 from tandem.bench.synthetic import FAR
-from tandem.config import EngineConfig, Machine
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.vision.pixels import pixels_of
 from tandem.engine.vision.spans import ImageSpan, PixelSource
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
 from tandem.server.engine_process import take_cpus
 
 TEXT = "qwen3-30b-a3b"

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from tandem import _core
-from tandem.config import EngineConfig
-from tandem.config.choices.threads import plan_threads
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
+from tandem.planner.choices.threads import plan_threads
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

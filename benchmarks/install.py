@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.rows import keep, stamp
-from tandem.config.machine import Machine
+from tandem.machine.machine import Machine
 
 WARM_RUNS = 3
 REPOSITORY = Path(__file__).parent.parent

@@ -211,8 +211,8 @@ def load_once(model: str, cache: str | None, options: argparse.Namespace) -> Non
     """In a process of its own: loads as `kt serve` does and prints a line of JSON."""
     import gc
 
-    from tandem.config import EngineConfig
     from tandem.engine.start import loader
+    from tandem.flags.engine_config import EngineConfig
 
     if not (
         Path(model) / "tokenizer.json"

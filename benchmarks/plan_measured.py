@@ -31,15 +31,16 @@ from tandem.bench.sample import verified
 from tandem.bench.tight import CASES as CASES_TIGHT
 from tandem.bench.tight import TightCase
 from tandem.bench.tight import measured as tight_rows
-from tandem.config import EngineConfig, Machine
-from tandem.config.forecast.advice import Question
-from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.config.forecast.prediction import Range
-from tandem.config.forecast.report import Asked
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.model_config import STORED
 from tandem.errors import TandemError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import these_cpus, this_machine
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.planner.forecast.prediction import Range
+from tandem.planner.forecast.report import Asked
+from tandem.planner.forecast.speeds import Speeds
+from tandem.spec.model_config import STORED
 
 CASES = (
     ("qwen3-30b-a3b", "INT4", 0.0), ("qwen3-30b-a3b", "INT4", 1.0), ("deepseek-v2-lite", "INT4", 0.0),

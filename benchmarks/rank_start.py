@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 from tandem.bench.rows import Row, keep, machine_name, stamp
-from tandem.config import Machine
+from tandem.machine.machine import Machine
 
 PORT, TOKENS, READY_SECONDS, PATIENCE = 31877, 4000, 1200, 300
 HOW = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}

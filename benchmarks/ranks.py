@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from tandem.bench.rows import keep, machine_name, stamp
-from tandem.config import Machine
 from tandem.kernels.ranks.shm import ShmGroup
+from tandem.machine.machine import Machine
 
 TURNS, TURN_SECONDS, MOST_SUMS = 15, 0.02, 1000
 BYTES = (2, 1 << 10, 4 << 10, 14 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20)

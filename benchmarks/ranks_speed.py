@@ -24,10 +24,10 @@ from typing import Any
 from tandem.bench import hybrid
 from tandem.bench.prefill import prompt_seconds
 from tandem.bench.rows import keep, machine_name, stamp
-from tandem.config import Machine
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import this_machine
+from tandem.machine.machine import Machine
 
 CONTEXT, STEPS = 1024, 20
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from tandem import LLM
 from tandem.bench.rows import machine_name, stamp, write
-from tandem.config import Machine
-from tandem.config.state import page_tokens
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.machine.machine import Machine
+from tandem.spec.state import page_tokens
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 

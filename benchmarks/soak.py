@@ -29,7 +29,7 @@ import psutil
 
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import Row, machine_name, stamp, write
-from tandem.config.machine import Machine
+from tandem.machine.machine import Machine
 
 MOST_CHANGE = 0.02
 LEAST_BYTES = 2 << 20  # of change that counts: a page more or less of a small process is no growth

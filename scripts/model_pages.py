@@ -27,12 +27,13 @@ from plan_table import ANYTHING, shown  # noqa: E402
 
 from hub_models import HUB  # noqa: E402
 from tandem.bench.architectures import named_keys  # noqa: E402
-from tandem.config import EngineConfig, Plan  # noqa: E402
-from tandem.config.forecast.advice import Question, ways_to_go_faster  # noqa: E402
-from tandem.config.forecast.ledger import RAM, VRAM  # noqa: E402
-from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
-from tandem.config.memory import gib  # noqa: E402
 from tandem.engine.start.planning import model_as_stored, stored_at  # noqa: E402
+from tandem.flags.engine_config import EngineConfig  # noqa: E402
+from tandem.planner.forecast.advice import Question, ways_to_go_faster  # noqa: E402
+from tandem.planner.forecast.ledger import RAM, VRAM  # noqa: E402
+from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
+from tandem.planner.memory import gib  # noqa: E402
+from tandem.planner.plan import Plan  # noqa: E402
 
 TABLE = Path(__file__).with_suffix("").with_name("headline_models.toml")
 PAGES = ROOT / "docs" / "models"

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.architectures.load import config_from_dict
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [
     str(ROOT / "src"),
@@ -60,11 +62,10 @@ def tried(model_type: str) -> Runs:
 def _why_no_gpu(model_type: str) -> str:
     """Of a model whose heads are as wide as the class has them."""
     from every_type import TEXT_OF, tiny_config
-    from tandem.config import ModelConfig
-    from tandem.config.gpu_plan import without_kernels
+    from tandem.planner.gpu_plan import without_kernels
 
     config = tiny_config(TEXT_OF.get(model_type, model_type), keep=HEADS)
-    return without_kernels(ModelConfig.from_dict(json.loads(config.to_json_string(use_diff=False))))
+    return without_kernels(config_from_dict(json.loads(config.to_json_string(use_diff=False))))
 
 
 def _run(model_type: str, path: Path) -> tuple[str, str, float]:
@@ -73,10 +74,9 @@ def _run(model_type: str, path: Path) -> tuple[str, str, float]:
     from sessions import Session, ours, worst
     from tandem.architectures import FAMILIES
     from tandem.checkpoint import load_model_config
-    from tandem.config import ModelConfig
 
     if model_type in OWN_EXPERTS and model_type not in FAMILIES:
-        ModelConfig.from_dict(json.loads(tiny_config(model_type).to_json_string(use_diff=False)))
+        config_from_dict(json.loads(tiny_config(model_type).to_json_string(use_diff=False)))
     wanted = _saved(model_type, path)
     config = load_model_config(path)
     if config.foreign is None:

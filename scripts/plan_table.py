@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from tandem.bench.architectures import named_subject  # noqa: E402
-from tandem.config import EngineConfig, Machine  # noqa: E402
-from tandem.config.forecast.advice import Question  # noqa: E402
-from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
-from tandem.config.forecast.prediction import Range  # noqa: E402
-from tandem.config.forecast.report import Report, report  # noqa: E402
-from tandem.config.machine import Core  # noqa: E402
 from tandem.errors import ConfigError  # noqa: E402
+from tandem.flags.engine_config import EngineConfig  # noqa: E402
+from tandem.machine.machine import Core, Machine  # noqa: E402
+from tandem.planner.forecast.advice import Question  # noqa: E402
+from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
+from tandem.planner.forecast.prediction import Range  # noqa: E402
+from tandem.planner.forecast.report import Report, report  # noqa: E402
 
 PAGE = ROOT / "docs" / "plans.md"
 ROWS = "nvidia-h100-80gb-hbm3-intel-xeon-processor-16-threads/plan.json"  # of benchmarks/plan_measured.py

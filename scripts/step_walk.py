@@ -79,8 +79,8 @@ def steps(engine: Any, prompt: list[int]) -> Iterator[tuple[str, Walk]]:
 
 
 def main(arguments: list[str]) -> None:
-    from tandem.config import EngineConfig
     from tandem.engine.engine import Engine
+    from tandem.flags.engine_config import EngineConfig
 
     engine = Engine(EngineConfig.from_args(arguments))
     for name, walk in steps(engine, list(range(1, 40))):

@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT / "src"), str(SUPPORT), str(SUPPORT / "gguf_models")]
 
 from peers import PEERS, Missing, Rates, Wish  # noqa: E402
 from tandem.bench.rows import keep, machine_name, stamp  # noqa: E402
-from tandem.config import Machine  # noqa: E402
 from tandem.errors import TandemError  # noqa: E402
+from tandem.machine.machine import Machine  # noqa: E402
 
 OURS = "kt"
 

@@ -18,11 +18,11 @@ from mtp.training import Text
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.sequence import Sequence
 from tandem.engine.start.loader import load_parts
+from tandem.flags.engine_config import EngineConfig
 
 TEMPERATURES = (0.0, 0.0, 0.2, 0.7)
 ANSWERS = (120, 250, 400)  # most tokens of one

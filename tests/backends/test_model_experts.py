@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tandem.backends import Host, ModelExperts, experts_config, model_experts
-from tandem.config.ranks.shard import Shard
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.kernels.this_machine import these_cpus
+from tandem.spec.shard import Shard
 from tiny import TinyModels
 
 WHERE = "--additional-config"

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from plans import GIB, MODEL, machine, plan, reason, with_gpu
-from tandem.config import Machine
-from tandem.config.state import Pages
 from tandem.errors import ConfigError
+from tandem.machine.machine import Machine
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.latent.shape import Latent
+from tandem.spec.state import Pages
 
 
 def ada(capability: tuple[int, int] = (8, 9)) -> Machine:
@@ -69,8 +69,8 @@ def test_an_unknown_name_lists_those_that_are() -> None:
 
 
 def test_only_keys_and_values_change() -> None:
-    from tandem.config import EngineConfig
-    from tandem.config.choices.cached import cached_as
+    from tandem.flags.engine_config import EngineConfig
+    from tandem.planner.choices.cached import cached_as
 
     config = EngineConfig(model="demo", kv_cache_dtype="fp8_e4m3")
     changed = cached_as(config, MODEL)

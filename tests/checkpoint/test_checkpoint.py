@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint, resolve_model
 from tandem.checkpoint.mapped.shards import INDEX
-from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -177,7 +177,7 @@ def test_directories_without_a_model_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not a directory"):
         open_checkpoint(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        ModelConfig.load(tmp_path)
+        load_config(tmp_path)
 
 
 def test_what_a_user_types_is_resolved(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from gguf_files import write_gguf
 from quantised_models import experts_only, save_deepseek_names, save_quantised
 from tandem import LLM, SamplingParams
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint, with_experts
 from tandem.cli.app import app
-from tandem.config import ModelConfig
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tiny import VARIANTS, file_tensors, save_tiny, settings
 
@@ -117,7 +117,7 @@ def test_a_packed_cache_belongs_to_its_experts(models, tmp_path, capsys) -> None
 
 def test_bytes_are_those_that_are_read(models) -> None:
     dense, other = models
-    both = with_experts(open_checkpoint(dense), str(other), ModelConfig.load(dense))
+    both = with_experts(open_checkpoint(dense), str(other), load_config(dense))
     routed = sum(v.nbytes for k, v in file_tensors(other).items() if is_routed(k))
     rest = sum(v.nbytes for k, v in file_tensors(dense).items() if not is_routed(k))
     assert both.nbytes() == routed + rest and both.nbytes(experts=True) == routed
@@ -204,7 +204,7 @@ def test_what_ktransformers_packed_is_refused_with_the_command_for_ours(
     dense, path = models[0], made(tmp_path / f"Tiny-AMX{'INT8' if made is kt_loose else 'INT4'}")
     ours = f"{path}-tandem"
     with pytest.raises(ConfigError) as refused:
-        with_experts(open_checkpoint(dense), str(path), ModelConfig.load(dense))
+        with_experts(open_checkpoint(dense), str(path), load_config(dense))
     text = str(refused.value)
     assert (
         kind in text

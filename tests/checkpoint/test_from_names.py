@@ -11,9 +11,9 @@ import pytest
 
 import stored_formats
 from quantised_models import everything, experts_only, save_quantised
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.checkpoint.glance.from_names import INDEX, formats_from_names, read_index
-from tandem.config import ModelConfig
 from tiny import VARIANTS, file_tensors, save_tiny, settings
 
 SIZES = settings(
@@ -55,7 +55,7 @@ def without_weights(path: Path, target: Path) -> Path:
 def test_names_say_what_headers_say(model, tmp_path, fmt):
     quantised, _ = save_quantised(model, tmp_path, everything(fmt))
     known = open_checkpoint(quantised).formats()
-    found = formats_from_names(without_weights(quantised, tmp_path / "bare"), ModelConfig.load(model))
+    found = formats_from_names(without_weights(quantised, tmp_path / "bare"), load_config(model))
     for kind in ("experts", "shared", "dense"):
         ours, theirs = getattr(found, kind), getattr(known, kind)
         assert ours.quantised == theirs.quantised, kind
@@ -70,7 +70,7 @@ def test_names_say_what_headers_say(model, tmp_path, fmt):
 
 def test_dense_matrices_may_be_left_as_they_are(model, tmp_path):
     quantised, _ = save_quantised(model, tmp_path, experts_only("int4 packed g32"))
-    found = formats_from_names(without_weights(quantised, tmp_path / "bare"), ModelConfig.load(model))
+    found = formats_from_names(without_weights(quantised, tmp_path / "bare"), load_config(model))
     assert found.experts.name == "int4 g32" and not found.dense.quantised and not found.shared.quantised
 
 
@@ -81,9 +81,9 @@ def test_the_total_size_settles_what_names_leave_open(model, tmp_path):
     config = json.loads((fp8 / "config.json").read_text())
     bare = without_weights(fp4, tmp_path / "bare")
     (bare / "config.json").write_text(json.dumps(config))
-    assert formats_from_names(bare, ModelConfig.load(model)).experts.name == "mxfp4"
+    assert formats_from_names(bare, load_config(model)).experts.name == "mxfp4"
     bare = without_weights(fp8, tmp_path / "bare8")
-    assert formats_from_names(bare, ModelConfig.load(model)).experts.name == "fp8 128x128"
+    assert formats_from_names(bare, load_config(model)).experts.name == "fp8 128x128"
 
 
 def test_without_an_index_the_configuration_says_it(model, tmp_path):
@@ -91,17 +91,17 @@ def test_without_an_index_the_configuration_says_it(model, tmp_path):
     (bare := tmp_path / "bare").mkdir()
     shutil.copy(quantised / "config.json", bare)
     assert read_index(bare) == ((), 0)
-    found = formats_from_names(bare, ModelConfig.load(model))
+    found = formats_from_names(bare, load_config(model))
     assert found.experts.name == found.dense.name.split(" + ")[0] and found.experts.methods[0] == "GPTQ_INT4"
     shutil.copy(model / "config.json", bare)
-    assert not formats_from_names(bare, ModelConfig.load(model)).experts.quantised
+    assert not formats_from_names(bare, load_config(model)).experts.quantised
 
 
 @pytest.mark.parametrize("ending", ["weight", "qweight", "weight_packed"])
 def test_a_stored_head_counts_however_it_is_stored(model, tmp_path, ending):
     """It counts whatever config.json says of it; another module's head does not."""
     quantised, _ = save_quantised(model, tmp_path, everything("fp8 blocks"))
-    tied = replace(ModelConfig.load(model), tied_embeddings=True)
+    tied = replace(load_config(model), tied_embeddings=True)
     names = [name for name in file_tensors(quantised) if not name.startswith("lm_head.")]
     inside = [f"language_model.{name}" for name in names]
 

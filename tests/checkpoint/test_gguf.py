@@ -30,16 +30,16 @@ from gguf_files import (
 from sessions import Session, ours, prompts, rms, worst
 from tandem import LLM, SamplingParams, _core
 from tandem.architectures import GGUF
+from tandem.architectures.load import load_config
 from tandem.architectures.model_types import read_table
 from tandem.checkpoint import load_model_config, open_checkpoint, read_generation, resolve_model
 from tandem.checkpoint.gguf_config import AS_SAFETENSORS
-from tandem.config import ModelConfig
-from tandem.config.model_config import STORED
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError, TandemError
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.reference import decoded
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.spec.model_config import STORED
 from tiny import save_tokenizer, settings
 
 # All but those with a sliding window, which these architectures' metadata do not have.
@@ -64,7 +64,7 @@ def files(tiny_models, tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_metadata_says_what_config_json_says(tiny_models, files, variant):
-    found, expected = load_model_config(files(variant)), ModelConfig.load(tiny_models[variant])
+    found, expected = load_model_config(files(variant)), load_config(tiny_models[variant])
     assert found.unread_keys == ()
     assert replace(found, unread_keys=()) == replace(expected, unread_keys=(), eos_ids=found.eos_ids)
     assert set(found.eos_ids) == {257}
@@ -87,7 +87,7 @@ def test_ernie(tmp_path, monkeypatch, changes):
     monkeypatch.setitem(tiny.VARIANTS, "ernie", (family, others | {"moe_norm_min": 1e-12} | changes))
     tiny.save_tiny("ernie", tmp_path / "source")
     file = write_gguf(tmp_path / "source", tmp_path / "m.gguf")
-    found, expected = load_model_config(file), ModelConfig.load(tmp_path / "source")
+    found, expected = load_model_config(file), load_config(tmp_path / "source")
     assert replace(found, unread_keys=()) == replace(expected, unread_keys=(), eos_ids=found.eos_ids)
     for a, b in zip(ours(Session(tmp_path / "source")), ours(Session(file)), strict=True):
         assert torch.equal(a, b)

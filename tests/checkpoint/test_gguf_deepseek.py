@@ -12,10 +12,11 @@ import torch
 from gguf_files import Kind, matrices_as, write_gguf
 from sessions import Session, ours, reference, rms, worst
 from tandem import LLM, SamplingParams, _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import Layer, ModelConfig
-from tandem.config.model_config import STORED
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.spec.layers import Layer
+from tandem.spec.model_config import STORED, ModelConfig
 from tiny import VARIANTS, save_tiny, settings
 
 
@@ -67,7 +68,7 @@ def without_factor(config: ModelConfig, eos: tuple[int, ...]) -> ModelConfig:
 @pytest.mark.parametrize("name", LIKE_TRAINED)
 def test_the_metadata_says_what_config_json_says(models, tmp_path, name, whole) -> None:
     found = load_model_config(write_gguf(models(name), tmp_path / "m.gguf", whole=whole))
-    expected = ModelConfig.load(models(name))
+    expected = load_config(models(name))
     assert without_factor(found, ()) == without_factor(expected, ())
     theirs, mine = expected.mixers[0].softmax_factor, found.mixers[0].softmax_factor
     assert mine == pytest.approx(theirs, rel=1e-6)  # a float32 of it is stored

@@ -12,8 +12,8 @@ import gguf_deepseek_v4
 from gguf_deepseek_v4 import keys, write_deepseek_v4
 from gguf_files import Kind
 from sessions import Session, ours, reference, worst
+from tandem.architectures.load import load_config
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 
 VARIANTS = ["deepseek_v4-hub", "deepseek_v4-narrow"]
@@ -24,7 +24,7 @@ VARIANTS = ["deepseek_v4-hub", "deepseek_v4-narrow"]
 def test_the_metadata_says_what_config_json_says(tiny_models, tmp_path, variant: str, drafts: int) -> None:
     """Also where a file names a draft layer that it does not have."""
     found = load_model_config(write_deepseek_v4(tiny_models[variant], tmp_path / "m.gguf", drafts=drafts))
-    assert found.layers == ModelConfig.load(tiny_models[variant]).layers and found.unread_keys == ()
+    assert found.layers == load_config(tiny_models[variant]).layers and found.unread_keys == ()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -13,8 +13,8 @@ import torch
 import gguf_files
 from gguf_files import Kind, write_gguf
 from sessions import Session, ours, reference, worst
+from tandem.architectures.load import load_config
 from tandem.checkpoint import gguf_rows, load_model_config, open_checkpoint
-from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 from tiny import VARIANTS, save_tiny
 
@@ -26,7 +26,7 @@ WIDE = ("ssm_out", "attn_qkv", "attn_gate", "ssm_in", "ssm_ba", "ssm_beta", "ssm
 def test_the_metadata_says_what_config_json_says(tiny_models, tmp_path, variant: str, whole: bool) -> None:
     source = tiny_models[variant]
     found = load_model_config(write_gguf(source, tmp_path / "m.gguf", whole=whole))
-    expected = ModelConfig.load(source)
+    expected = load_config(source)
     assert found.unread_keys == () and len(found.layers) == len(expected.layers)
     for mine, theirs in zip(found.layers, expected.layers, strict=True):
         assert mine.moe == theirs.moe

@@ -13,8 +13,8 @@ import torch
 
 from gguf_files import Kind, write_gguf
 from sessions import Session, ours, reference, worst
+from tandem.architectures.load import load_config
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
 from tiny import VARIANTS, save_tiny, settings
 
@@ -43,7 +43,7 @@ def saved(variant: str, directory: Path, **changes) -> Path:
 
 
 def test_the_metadata_says_what_config_json_says(source, tmp_path) -> None:
-    found, expected = load_model_config(write_gguf(source, tmp_path / "m.gguf")), ModelConfig.load(source)
+    found, expected = load_model_config(write_gguf(source, tmp_path / "m.gguf")), load_config(source)
     assert found.unread_keys == ()
     assert replace(found, eos_ids=()) == replace(expected, eos_ids=(), unread_keys=())
 
@@ -108,7 +108,7 @@ def test_a_file_of_glm_5_2_without_the_key_is_what_its_config_json_says(every, t
     config.pop("indexer_types", None)
     (told / "config.json").write_text(json.dumps(config))
     assert choosing(file) == list(CHOOSING)
-    assert load_model_config(file).layers == ModelConfig.load(told).layers
+    assert load_model_config(file).layers == load_config(told).layers
     found = ours(Session(file))
     assert worst(found, ours(Session(told))) < 1e-5 < worst(found, ours(Session(every)))
 

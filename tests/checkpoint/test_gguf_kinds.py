@@ -16,9 +16,10 @@ import gguf_files
 import tiny
 from gguf_files import write_gguf
 from sessions import Session, ours, worst
+from tandem.architectures.load import load_config
 from tandem.checkpoint import load_model_config
-from tandem.config import ModelConfig
 from tandem.errors import CheckpointError
+from tandem.spec.model_config import ModelConfig
 
 VARIANTS = (
     "gemma4_text", "gemma4_text-plain", "gemma4_text-dense", "mimo_v2_flash", "hy_v3", "hy_v3-bias", "afmoe",
@@ -29,7 +30,7 @@ VARIANTS = (
 
 def same(file: Path, source: Path, close: float = 1e-6) -> None:
     """The same configuration, but for the family's name, and the same logits. Files have numbers in float32."""
-    found, expected = load_model_config(file), ModelConfig.load(source)
+    found, expected = load_model_config(file), load_config(source)
     assert found.unread_keys == ()
     expected = replace(expected, model_type=found.model_type, eos_ids=found.eos_ids, unread_keys=())
     assert shortened(found) == shortened(expected)

@@ -12,8 +12,8 @@ import torch
 
 from gguf_files import Kind, rewritten, split, write_gguf
 from sessions import Session, ours, worst
+from tandem.architectures.load import load_config
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import ModelConfig
 from tandem.errors import CheckpointError, ConfigError
 from tiny import save_tiny
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_a_gguf_file_is_the_same_model(model: tuple[Path, Path], tmp_path: Path) -> None:
     """Norms are 1 + w there, which rounds. What ends an answer need not end n-grams."""
-    found, expected = load_model_config(model[1]), ModelConfig.load(model[0])
+    found, expected = load_model_config(model[1]), load_config(model[0])
     assert found.unread_keys == () and shortened(found.layers) == shortened(expected.layers)
     other = rewritten(model[1], tmp_path / "other.gguf", {"tokenizer.ggml.eos_token_id": 7})
     assert load_model_config(other).layers == found.layers

@@ -349,7 +349,7 @@ LAYERS, LAYER_EXPERTS, HIDDEN, WIDTH = 6, 32, 512, 256
 LOADING = """
 import sys
 from pathlib import Path
-from tandem.config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 from tandem.engine.start import loader
 
 def resident(key):

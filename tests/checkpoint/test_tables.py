@@ -14,17 +14,20 @@ from torch import Tensor
 from fake_model import request, run
 from plans import machine
 from recorded_steps import tiny_engine
+from tandem.architectures.load import load_config
 from tandem.bench.architectures import named_config
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.checkpoint.glance.from_names import formats_from_names
 from tandem.checkpoint.tables import readers
-from tandem.config import EngineConfig, ModelConfig, StoredFormats, resolve
-from tandem.config.forecast.advice import Question
-from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.config.forecast.report import report
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.memory import GIB
 from tandem.errors import CheckpointError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.planner.forecast.report import report
+from tandem.planner.forecast.speeds import Speeds
+from tandem.planner.memory import GIB
+from tandem.planner.resolve import resolve
+from tandem.spec.stored import StoredFormats
 from tiny import file_tensors
 
 WAYS = ["ram", "map", "disk"]
@@ -238,7 +241,7 @@ def test_what_a_machine_lacks_is_counted_without_tables() -> None:
 
 def test_the_flag_changes_nothing_without_tables(tiny_models) -> None:
     config = EngineConfig.from_keywords("m", tables="disk")
-    plan = resolve(config, ModelConfig.load(tiny_models["qwen3_moe"]), machine())
+    plan = resolve(config, load_config(tiny_models["qwen3_moe"]), machine())
     assert any("--tables disk changes nothing" in notice for notice in plan.notices)
 
 

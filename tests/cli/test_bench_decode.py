@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from fake_model import VOCAB, fake_engine, fake_plan
+from tandem.architectures.load import load_config
 from tandem.bench import decode as bench_decode
 from tandem.bench import peers as bench_peers
-from tandem.config import ModelConfig
-from tandem.config.forecast.bound import bytes_per_step
 from tandem.errors import ConfigError
+from tandem.planner.forecast.bound import bytes_per_step
+from tandem.spec.model_config import ModelConfig
 
 
 @pytest.fixture(scope="module")
 def demo_config(demo_dir) -> ModelConfig:
-    return ModelConfig.load(demo_dir)
+    return load_config(demo_dir)
 
 
 def test_one_token_reads_its_experts_and_many_read_them_all(demo_config) -> None:

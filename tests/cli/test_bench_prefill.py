@@ -9,8 +9,8 @@ from tandem.bench.architectures import named_config
 from tandem.bench.prefill import Rates, Work, work_of
 from tandem.bench.probes import GpuSpeeds
 from tandem.cli.app import app
-from tandem.config import Machine
 from tandem.errors import ConfigError
+from tandem.machine.machine import Machine
 
 GPU = GpuSpeeds(4000.0, 50.0, 50.0, 8e14, 1e-6, 1e-5)
 RATES = Rates(dram_gbps=100.0, cpu_flops=2e13, gpu=GPU)

@@ -12,10 +12,11 @@ from tandem.bench import sample, synthetic
 from tandem.bench.architectures import named_config, named_subject
 from tandem.bench.sample import depths_of, whole_seconds
 from tandem.bench.synthetic import SyntheticCheckpoint
-from tandem.config import EngineConfig, Plan
-from tandem.config.forecast.advice import Question
-from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
-from tandem.config.stored import StoredFormats
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.planner.plan import Plan
+from tandem.spec.stored import StoredFormats
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import CONFIGS
 from tandem.bench.told import rows as told_rows
 from tandem.bench.told import turns as told_turns
@@ -21,7 +22,6 @@ from tandem.bench.told.parts import ToldCopies, told_tokens
 from tandem.bench.told.plot import lines
 from tandem.bench.told.routing import ToldRouting, chains, distinct
 from tandem.cli.app import app
-from tandem.config import ModelConfig
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import TokenOutput
 from tandem.errors import ConfigError
@@ -91,7 +91,7 @@ def batch_of(starts: list[int], positions: list[int], first_pages: list[int]) ->
 
 def test_rows_get_the_experts_of_their_places() -> None:
     """The same ones, whether a sequence's rows are one sequence or as many; other sequences have others."""
-    routing = ToldRouting(ModelConfig.from_dict(CONFIGS["glm-4.5-air"] | SMALL | {"num_hidden_layers": 3}), 0.5, 8)
+    routing = ToldRouting(config_from_dict(CONFIGS["glm-4.5-air"] | SMALL | {"num_hidden_layers": 3}), 0.5, 8)
     assert routing.chosen.shape == (2, 8, 4)
     routing.begin(batch_of([0, 3, 4], [5, 6, 7, 9], [0, 2]))
     together = routing.chosen.clone()

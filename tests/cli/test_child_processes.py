@@ -15,12 +15,12 @@ import typer
 
 import tandem
 from tandem.cli.serve import prepare_in_a_child
-from tandem.config import EngineConfig
 from tandem.engine.grammar.process import Cancellation, CompilerProcess
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.token_table import TokenTable
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.engine_client import EngineClient
 from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.template_process import TemplateProcess

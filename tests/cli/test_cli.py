@@ -20,7 +20,7 @@ from tandem import __version__
 from tandem.cli.app import app, run
 from tandem.cli.other_names import Commands, ModelCommands, flowing
 from tandem.cli.serve import tell_at_once
-from tandem.config.engine_config import FLAGS
+from tandem.flags.engine_config import FLAGS
 
 COMMANDS = ["serve", "plan", "chat", "convert", "version", "doctor", "demo", "model", "quality", "bench"]
 MODEL = {
@@ -131,7 +131,7 @@ def test_a_model_that_is_here_is_found_without_torch(demo_dir: Path) -> None:
     code = """if True:
         import sys
         from tandem.cli.serve import all_is_here
-        from tandem.config import EngineConfig
+        from tandem.flags.engine_config import EngineConfig
         print([all_is_here(EngineConfig(model=name)) for name in sys.argv[1:]], 'torch' in sys.modules)"""
     command = [
         sys.executable,

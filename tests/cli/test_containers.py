@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config import EngineConfig
-from tandem.config.engine_config import FLAGS
+from tandem.flags.engine_config import FLAGS, EngineConfig
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -22,10 +22,9 @@ from tandem.cli.doctor_checks import (
     speeds_found,
     storage,
 )
-from tandem.config import Machine
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.gpus import Gpu
-from tandem.config.machine import Core
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import Core, Machine
+from tandem.planner.forecast.speeds import Speeds
 
 POOR = Machine("Old CPU", (Core(0, 0, 0), Core(1, 0, 0)), ("scalar",), 1 << 30, 1 << 29, cpu_quota=1.0)
 GPU = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, "gen5 x16", capability=(9, 0))

@@ -15,8 +15,8 @@ import pytest
 from plans import GIB, machine, plan
 from tandem.cli.doctor_checks import Finding
 from tandem.cli.doctor_container import in_container, limits
-from tandem.config import Machine
-from tandem.config.gpus import Gpu
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import Machine
 from tandem.server import endpoint
 
 GPU = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, "gen5 x16", capability=(9, 0))
@@ -151,7 +151,7 @@ bound = WorkerPool([-1, -1], 20, [0, 1], [0, 0])
 @needs_mbind
 def test_a_filter_that_forbids_binding_is_seen() -> None:
     code = (
-        "from tandem.config.numa_binding import mbind_error; calls.forbid(calls.MBIND); print(mbind_error())"
+        "from tandem.machine.numa_binding import mbind_error; calls.forbid(calls.MBIND); print(mbind_error())"
     )
     assert child(code).stdout.strip() == FORBIDDEN
 

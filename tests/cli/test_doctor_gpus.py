@@ -9,8 +9,8 @@ import pytest
 from plans import GIB, machine
 from tandem.cli.doctor_checks import Finding
 from tandem.cli.doctor_gpus import several_gpus, topology
-from tandem.config import Machine
-from tandem.config.gpus import Gpu, usable_gpus
+from tandem.machine.gpus import Gpu, usable_gpus
+from tandem.machine.machine import Machine
 
 UNDERLINED = "\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
 TOPOLOGY = f"""\t{UNDERLINED}

@@ -11,17 +11,17 @@ import torch
 
 from fake_model import fake_plan
 from tandem import _core
+from tandem.architectures.load import config_from_dict
 from tandem.bench.memory_ledger import Taken, anonymous_bytes, memory_columns, planned
-from tandem.config import ModelConfig
-from tandem.config.gpu_plan import GpuPlan, dense_bytes
-from tandem.config.host_memory import HostShare, host_memory, pinned_bytes
-from tandem.config.model_config import rope_bytes
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.sampling.graph_masks import GraphMasks
 from tandem.experts.eager_copies import Copies
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.formats.codes import WeightCodes
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
+from tandem.planner.gpu_plan import GpuPlan, dense_bytes
+from tandem.planner.host_memory import HostShare, host_memory, pinned_bytes
+from tandem.spec.model_config import ModelConfig, rope_bytes
 
 MIB = 1 << 20
 PATIENCE = 60.0
@@ -29,7 +29,7 @@ SHAPES = [(2048, 768), (4096, 1536), (7168, 2048), (2048, 512)]  # hidden, exper
 
 
 def qwen3(hidden: int, width: int, layers: int = 1) -> ModelConfig:
-    return ModelConfig.from_dict(
+    return config_from_dict(
         {
             "model_type": "qwen3_moe", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 32,
             "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,

@@ -13,8 +13,8 @@ from plans import plan, with_gpu
 from tandem.bench import probes, sample
 from tandem.cli import plan_text
 from tandem.cli.app import app
-from tandem.config.forecast.speeds import Speeds
 from tandem.errors import CheckpointError, ConfigError, HubError
+from tandem.planner.forecast.speeds import Speeds
 from tandem.server.engine_process import print_plan
 
 MODEL = {

@@ -12,8 +12,8 @@ from tandem._core import WorkerPool, supported_tiers
 from tandem.bench import probes
 from tandem.bench.attention_flops import attention_flops
 from tandem.bench.ceilings import DramReader, measure_flops
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.machine import Core
+from tandem.machine.machine import Core
+from tandem.planner.forecast.speeds import Speeds
 
 
 @pytest.mark.parametrize(

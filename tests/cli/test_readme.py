@@ -11,8 +11,8 @@ import typer.main
 from page_lines import PAGES as EVERY_PAGE
 from tandem.architectures import FAMILIES
 from tandem.cli.app import app
-from tandem.config.engine_config import FLAGS
-from tandem.config.foreign_flags import FOREIGN
+from tandem.flags.engine_config import FLAGS
+from tandem.flags.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ("coming-from.md", "backends.md", "containers.md", "several-gpus.md", "several-hosts.md", "files.md")  # …

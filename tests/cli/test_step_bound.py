@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.bench.step_bound import Ceilings, Turn, paired_share
-from tandem.config.forecast.bound import experts_seconds
+from tandem.planner.forecast.bound import experts_seconds
 
 GB = 10**9
 

@@ -19,10 +19,10 @@ from stream_draft_models import stream_drafted
 from tandem import LLM, SamplingParams
 from tandem.cli.app import app
 from tandem.cli.serve import possible_config
-from tandem.config import EngineConfig
 from tandem.engine.protocol import SpeculationStats
 from tandem.engine.start.planning import plan_of, planned
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import these_cpus
 from tandem.server import engine_process
 from tiny import save_tiny, settings

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import EngineConfig
-from tandem.config.engine_config import FLAGS
-from tandem.config.foreign_flags import FOREIGN
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import FLAGS, EngineConfig
+from tandem.flags.foreign_flags import FOREIGN
 
 # The names that users already type; a copy on purpose, so that a renamed flag fails here.
 PUBLIC_FLAGS = """

@@ -10,15 +10,18 @@ from plans import GIB, reason, with_gpu
 from tandem.bench.architectures import named_config
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import expert_bytes, stored_as
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.forecast.ledger import VRAM
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.layers import Block, Layer
-from tandem.config.memory import MemoryRequest
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.planner.forecast.ledger import VRAM
+from tandem.planner.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
+from tandem.planner.memory import MemoryRequest
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.layers import Block, Layer
+from tandem.spec.model_config import ModelConfig
 
 MODEL = named_config("qwen3-next-80b", 8)  # six delta nets, two attentions
 SLOT = 6 * (4 * (8192 + 2 * 32) * 2 + 32 * 128 * 128 * 4)  # last inputs and gates, memory

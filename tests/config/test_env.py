@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import env
+from tandem.flags import env
 
 
 @pytest.mark.parametrize("writable", [True, False])

@@ -8,10 +8,14 @@ import pytest
 from transformers import AutoConfig
 
 from plans import GIB, with_gpu
+from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import named_config
 from tandem.bench.stored import FORMATS, stored_as
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.model_config import ModelConfig
 from tiny import settings
 
 # model type: what differs from its class's defaults, and how many billions its authors count
@@ -37,7 +41,7 @@ PUBLISHED: dict[str, tuple[dict[str, object], float]] = {
 
 def config_of(model_type: str, **changes: object) -> ModelConfig:
     config = AutoConfig.for_model(model_type, **(PUBLISHED[model_type][0] | changes)).to_dict()
-    return ModelConfig.from_dict({"rope_theta": 1e6} | config)
+    return config_from_dict({"rope_theta": 1e6} | config)
 
 
 def planned(model: ModelConfig, **flags: object) -> Plan:

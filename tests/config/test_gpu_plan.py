@@ -9,19 +9,27 @@ from pathlib import Path
 import pytest
 
 from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
+from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import named_config
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
-from tandem.config.cuda_graphs import (
+from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
+from tandem.mechanisms.cost import cost_of
+from tandem.mechanisms.experts.shape import Experts
+from tandem.planner.cuda_graphs import (
     CHUNK_KERNELS,
     GRAPH_BYTES,
     KERNEL_BYTES,
     PART_KERNELS,
     prompt_graph_bytes,
 )
-from tandem.config.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
-from tandem.config.forecast.ledger import VRAM
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes, unpacking_bytes
-from tandem.config.gpu_scratch import (
+from tandem.planner.cuda_graphs import SMALL_GRAPH_SIZES as SMALL
+from tandem.planner.forecast.ledger import VRAM
+from tandem.planner.gpu_plan import GPU_WORKSPACE_BYTES, dense_bytes, unpacking_bytes
+from tandem.planner.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.gpu_scratch import (
     LEAST_ROW_BYTES,
     MOST_ROW_BYTES,
     RING_BYTES,
@@ -30,11 +38,8 @@ from tandem.config.gpu_scratch import (
     expert_scratch_bytes,
     pair_bytes,
 )
-from tandem.config.memory import DEFAULT_FRACTION, GRAMMAR_BYTES, LONG_PREFILL_TOKENS
-from tandem.config.model_config import rope_bytes
-from tandem.errors import ConfigError
-from tandem.mechanisms.cost import cost_of
-from tandem.mechanisms.experts.shape import Experts
+from tandem.spec.model_config import ModelConfig, rope_bytes
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 
 def test_a_gpu_is_used_and_filled() -> None:
@@ -200,7 +205,7 @@ QWEN3_KEYS = {
     "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True, "vocab_size": 151936,
     "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e7,
 }  # fmt: skip
-QWEN3 = ModelConfig.from_dict(QWEN3_KEYS)
+QWEN3 = config_from_dict(QWEN3_KEYS)
 QWEN3_KV = QWEN3.state_layout("bfloat16").token_bytes
 
 
@@ -216,7 +221,7 @@ def qwen3_of(gpu_bytes: int, positions: int = 40960, **flags: object) -> Plan:
 def test_graphs_of_prompts_keep_what_lies_within_dense_layers() -> None:
     """A row of gate and up in float32, and the activation in bfloat16; a piece of 512 MiB at a time."""
     dense, widths = {**QWEN3_KEYS, "model_type": "llama"}, (6144, 12288, 200_000)
-    models = (ModelConfig.from_dict({**dense, "intermediate_size": w}) for w in widths)
+    models = (config_from_dict({**dense, "intermediate_size": w}) for w in widths)
     taken = [prompt_graph_bytes(model, (512, 2048), False) for model in models]
     assert taken[1] - taken[0] == 2048 * 6144 * (2 * 4 + 2)
     assert taken[2] - taken[0] == (512 << 20) - 2048 * 6144 * (2 * 4 + 2)
@@ -495,7 +500,7 @@ def test_experts_stay_where_they_cannot_travel(
     changes: dict[str, int], flags: dict[str, int], why: str
 ) -> None:
     roomy = replace(with_gpu(free=24 * GIB), available_memory=250 * GIB)
-    p = plan(roomy, ModelConfig.from_dict(QWEN3_KEYS | changes), kt_gpu_experts_ratio=0.25, **flags)
+    p = plan(roomy, config_from_dict(QWEN3_KEYS | changes), kt_gpu_experts_ratio=0.25, **flags)
     assert p.gpu is not None and (p.gpu.ring_bytes, p.gpu.stream_from) == (0, 0)
     assert why in reason(p, "streamed experts") and p.max_step_tokens == 2048
 

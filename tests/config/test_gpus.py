@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.config import Machine
-from tandem.config.gpu_plan import GpuPlan
-from tandem.config.gpus import Gpu, detect_gpus, parse_nvidia_smi, usable_gpus
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import ConfigError
+from tandem.machine.gpus import Gpu, detect_gpus, parse_nvidia_smi, usable_gpus
+from tandem.machine.machine import Machine
+from tandem.planner.gpu_plan import GpuPlan
 
 GIB = 1 << 30
 ANSWER = """\

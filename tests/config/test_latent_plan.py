@@ -10,14 +10,16 @@ from plans import GIB, with_gpu
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import stored_as
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
-from tandem.config.gpu_scratch import SQUARE
-from tandem.config.memory import MemoryRequest
-from tandem.config.model_config import rope_bytes
+from tandem.flags.engine_config import EngineConfig
 from tandem.mechanisms.latent.cost import PARTIAL_BYTES, latent_scratch_bytes
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.token_index.cost import SCORE_BYTES
+from tandem.planner.gpu_plan import GPU_WORKSPACE_BYTES, workspace_bytes
+from tandem.planner.memory import MemoryRequest
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.gpu_scratch import SQUARE
+from tandem.spec.model_config import ModelConfig, rope_bytes
 
 LITE = "deepseek-v2-lite"
 

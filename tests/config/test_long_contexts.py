@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from sessions import Session
+from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import named_config
-from tandem.config import ModelConfig
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.model_config import rope_bytes
-from tandem.config.rope import Rope
 from tandem.mechanisms.grouped_query.cost import gqa_scratch_bytes
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES, shared_kv_scratch_bytes
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.models import builder
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.model_config import ModelConfig, rope_bytes
+from tandem.spec.rope import Rope
 
 LONG = 1 << 20
 
@@ -50,8 +50,8 @@ def test_the_positions_are_the_least_of_layers_that_look_back(tiny_models) -> No
             "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
         },
     }  # fmt: skip
-    assert ModelConfig.from_dict(keys).max_positions == 1024
-    assert ModelConfig.from_dict(keys | {"layer_types": ["sliding_attention"] * 3}).max_positions == 128
+    assert config_from_dict(keys).max_positions == 1024
+    assert config_from_dict(keys | {"layer_types": ["sliding_attention"] * 3}).max_positions == 128
 
 
 def test_entries_of_long_contexts_are_counted() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tandem import _core
-from tandem.config.machine import (
+from tandem.kernels.this_machine import this_machine
+from tandem.machine.machine import (
     TIERS,
     Core,
     Machine,
@@ -16,7 +17,6 @@ from tandem.config.machine import (
     parse_cpu_list,
     tiers_of,
 )
-from tandem.kernels.this_machine import this_machine
 
 GIB = 1 << 30
 AVX2 = "fpu sse2 avx avx2 fma f16c bmi1 bmi2"

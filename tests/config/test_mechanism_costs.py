@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from tandem.bench.architectures import CONFIGS, named_config
-from tandem.config.gpu_plan import without_kernels
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.model_config import ModelConfig
-from tandem.config.stored import UNQUANTISED
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.slices import has_part, slice_of
+from tandem.planner.gpu_plan import without_kernels
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import UNQUANTISED
 
 
 def parts_of(model: ModelConfig) -> dict[object, None]:

@@ -9,10 +9,10 @@ import math
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandem.config import ModelConfig
-from tandem.config.json_keys import JsonKeys
+from tandem.architectures.load import config_from_dict
 from tandem.errors import ConfigError
 from tandem.mechanisms.router.shape import Router
+from tandem.spec.json_keys import JsonKeys
 from tiny import COMMON, VARIANTS
 
 GLM = {
@@ -27,7 +27,7 @@ GLM = {
 
 
 def test_glm_as_published():
-    config = ModelConfig.from_dict(GLM)
+    config = config_from_dict(GLM)
     attention, router = config.mixers[0], config.moe.router
     assert (attention.heads, attention.kv_heads, attention.head_dim, attention.rope.dims) == (96, 8, 128, 64)
     assert attention.rope.theta == 1e6 and attention.qkv_bias and not attention.out_bias
@@ -40,20 +40,20 @@ def test_glm_as_published():
 
 
 def test_generation_config_decides_the_end_tokens():
-    assert ModelConfig.from_dict(GLM, {"eos_token_id": 7}).eos_ids == (7,)
+    assert config_from_dict(GLM, {"eos_token_id": 7}).eos_ids == (7,)
 
 
 def test_both_spellings_of_rope_say_the_same():
     new = {k: v for k, v in GLM.items() if k not in ("rope_theta", "partial_rotary_factor", "rope_scaling")}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
-    assert ModelConfig.from_dict(new).layers == ModelConfig.from_dict(GLM).layers
+    assert config_from_dict(new).layers == config_from_dict(GLM).layers
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_are_counted_as_transformers_counts_them(variant):
     model_type, changes = VARIANTS[variant]
     theirs = AutoConfig.for_model(model_type, **(COMMON | changes))
-    config = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
+    config = config_from_dict(json.loads(theirs.to_json_string(use_diff=False)))
     model = AutoModelForCausalLM.from_config(theirs)
     small = (
         "bias",
@@ -102,14 +102,14 @@ DEEPSEEK = {
 
 def test_deepseek_v3_is_what_its_authors_say_it_is():
     """671 B parameters (arXiv 2412.19437), 576 numbers per token and layer in the cache, all read."""
-    config = ModelConfig.from_dict(DEEPSEEK)
+    config = config_from_dict(DEEPSEEK)
     assert round((config.dense_params + config.routed_params + config.vocab * config.hidden) / 1e9) == 671
     assert config.state_layout("bfloat16").token_bytes == 61 * 576 * 2
     assert not config.unread_keys and config.drafts.layer == config.layers[-1] and config.drafter is None
     attention = config.mixers[0]
     assert attention.rope.table_factor == 1.0
     assert attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
-    kimi = ModelConfig.from_dict(DEEPSEEK | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1})
+    kimi = config_from_dict(DEEPSEEK | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1})
     assert kimi.moe.router.num_groups == 1 and kimi.mixers[0] == attention
 
 
@@ -127,11 +127,11 @@ def test_deepseek_v3_is_what_its_authors_say_it_is():
 )
 def test_deepseek_keys_that_mean_something_else_are_refused(key, value, message):
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(DEEPSEEK | {key: value})
+        config_from_dict(DEEPSEEK | {key: value})
 
 
 def test_sizes_for_the_planner():
-    config = ModelConfig.from_dict(GLM)
+    config = config_from_dict(GLM)
     assert config.state_layout("bfloat16").token_bytes == 46 * 2 * 8 * 128 * 2
     assert config.expert_bytes("bf16") == 3 * 4096 * 1408 * 2
     routed = 45 * 128 * config.expert_bytes("bf16")
@@ -144,7 +144,7 @@ def test_sizes_for_the_planner():
 def test_a_missing_key_is_named_with_a_value_to_try(key):
     without = {k: v for k, v in GLM.items() if k != key}
     with pytest.raises(ConfigError, match=rf"lacks '{key}': add it, for example \{{\"{key}\": [\d.e-]+\}}"):
-        ModelConfig.from_dict(without)
+        config_from_dict(without)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_missing_key_is_named_with_a_value_to_try(key):
 )
 def test_what_cannot_be_served_is_refused_by_name(key, value, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        ModelConfig.from_dict(GLM | {key: value})
+        config_from_dict(GLM | {key: value})
 
 
 def test_a_score_that_nobody_computes_is_refused_by_name():
@@ -202,7 +202,7 @@ def test_a_score_that_nobody_computes_is_refused_by_name():
 
 
 def test_a_key_that_nobody_understood_is_reported():
-    assert ModelConfig.from_dict(GLM | {"use_xyz": True}).unread_keys == ("use_xyz",)
+    assert config_from_dict(GLM | {"use_xyz": True}).unread_keys == ("use_xyz",)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -210,10 +210,10 @@ def test_a_key_that_nobody_understood_is_reported():
 def test_junk_in_any_key_is_accepted_or_a_config_error(variant, junk):
     model_type, changes = VARIANTS[variant]
     good = COMMON | changes | {"model_type": model_type, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
-    ModelConfig.from_dict(good)
+    config_from_dict(good)
     for key in (*good, "rope_parameters", "layer_types", "mlp_only_layers", "sliding_window", "head_dim"):
         with contextlib.suppress(ConfigError):
-            ModelConfig.from_dict(good | {key: junk})
+            config_from_dict(good | {key: junk})
 
 
 def test_keys_that_are_null_say_nothing():
@@ -241,4 +241,4 @@ def test_numbers_that_cannot_be_computed_with_are_refused(variant, change, messa
     rope = rope | inside if "full_attention" not in rope else {kind: own | inside for kind, own in rope.items()}
     config = COMMON | {"model_type": family, "rms_norm_eps": 1e-6} | sizes | change | {"rope_parameters": rope}
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(config)
+        config_from_dict(config)

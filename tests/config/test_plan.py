@@ -9,20 +9,23 @@ from pathlib import Path
 import pytest
 
 from plans import GIB, INT4, MODEL, MOE, machine, model_of, plan, reason, with_gpu
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
-from tandem.config.machine import TIERS
-from tandem.config.memory import (
+from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import TIERS, Machine
+from tandem.mechanisms.dense.shape import Dense
+from tandem.mechanisms.experts.shape import Experts, Moe
+from tandem.mechanisms.router.shape import Router
+from tandem.planner.memory import (
     DEFAULT_KV_BYTES,
     DEFAULT_PREFILL_TOKENS,
     GRAMMAR_BYTES,
     RESULT_BYTES,
     WORKSPACE_BYTES,
 )
-from tandem.config.model_config import rope_bytes
-from tandem.errors import ConfigError
-from tandem.mechanisms.dense.shape import Dense
-from tandem.mechanisms.experts.shape import Experts, Moe
-from tandem.mechanisms.router.shape import Router
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.model_config import ModelConfig, rope_bytes
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # K and V × layers × heads × head_dim × bf16
 

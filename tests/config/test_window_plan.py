@@ -8,10 +8,12 @@ import pytest
 
 from plans import GIB, machine, reason, with_gpu
 from tandem.bench.architectures import named_config
-from tandem.config import EngineConfig, Plan, resolve
-from tandem.config.memory import MemoryRequest
 from tandem.engine.state.arrays import allocate
+from tandem.flags.engine_config import EngineConfig
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.planner.memory import MemoryRequest
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
 
 MODEL = replace(
     named_config("qwen3-30b-a3b", 8),

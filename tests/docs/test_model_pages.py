@@ -16,12 +16,12 @@ from repo_scripts import script_module
 from tandem.architectures.model_types import read_table
 from tandem.bench import probes
 from tandem.cli.app import app
-from tandem.config import EngineConfig
-from tandem.config.forecast.machine_spec import SYSTEM_BYTES, wished_machine
-from tandem.config.forecast.prediction import Range
-from tandem.config.memory import DEFAULT_FRACTION
 from tandem.engine.start.planning import planned
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.forecast.machine_spec import SYSTEM_BYTES, wished_machine
+from tandem.planner.forecast.prediction import Range
+from tandem.planner.memory import DEFAULT_FRACTION
 
 ROOT = Path(__file__).parents[2]
 script: ModuleType = script_module("model_pages")

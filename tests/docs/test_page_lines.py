@@ -36,10 +36,9 @@ from tandem.bench import probes
 from tandem.cli import prepare
 from tandem.cli.app import app
 from tandem.cli.serve import possible_config
-from tandem.config import EngineConfig
-from tandem.config.engine_config import FLAGS
-from tandem.config.forecast.speeds import Speeds
 from tandem.errors import TandemError
+from tandem.flags.engine_config import FLAGS, EngineConfig
+from tandem.planner.forecast.speeds import Speeds
 from tandem.server import engine_process
 from tiny import save_tiny
 

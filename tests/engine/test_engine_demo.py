@@ -14,13 +14,13 @@ import tandem
 from kernel_cases import INVARIANT_TIER
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import demo_dir
-from tandem.config import EngineConfig
 from tandem.engine import protocol
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.start.sampling_defaults import read_sampling_defaults
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.chat.conversation import Conversation, Message
 from tandem.server.chat.model import ChatModel
 from tandem.server.prompts.reader import PromptReader

@@ -9,10 +9,10 @@ import pytest
 
 from random_engine import engine
 from schemas import kinds_of_answers, made_up_object, of_check_jsonschema, of_suite, outcomes
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.grammar.schema import check_schema, prepared
 from tandem.errors import RequestError
+from tandem.flags.engine_config import EngineConfig
 
 
 @pytest.fixture(scope="module")

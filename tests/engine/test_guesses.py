@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from fake_folding import folding_config
 from plans import MODEL, machine
-from tandem.config import EngineConfig, resolve
-from tandem.config.model_config import ForeignCode
-from tandem.config.speculation.choice import speculation, speculation_notices
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation import ngram
@@ -24,6 +21,10 @@ from tandem.engine.speculation.ngram import NGram, kind_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.speculation.step_times import Curve, StepTimes, rounded
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.speculation import speculation, speculation_notices
+from tandem.planner.resolve import resolve
+from tandem.spec.model_config import ForeignCode
 
 
 class Text(SimpleNamespace):

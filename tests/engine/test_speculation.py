@@ -28,8 +28,6 @@ from fake_model import (
 from kernel_cases import INVARIANT_TIER
 from recorded_steps import tiny_engine
 from tandem import LLM
-from tandem.config import EngineConfig
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams
@@ -39,6 +37,8 @@ from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.batch import BatchArrays
 from tandem.experts.usage.usage_file import read_usage
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.speculation import SpeculationPlan
 
 PROMPT = list(range(2, 9))
 

@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 
 from plans import GIB, machine, with_gpu
+from tandem.architectures.load import load_config
 from tandem.bench.architectures import CONFIGS, named_config
-from tandem.config import EngineConfig, Machine, ModelConfig, resolve
-from tandem.config.choices.cached import cached_as
-from tandem.config.speculation.choice import drafting
-from tandem.config.state import Pages
 from tandem.engine.state.arrays import allocate
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
+from tandem.planner.choices.cached import cached_as
+from tandem.planner.choices.speculation import drafting
+from tandem.planner.resolve import resolve
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.state import Pages
 from tiny import VARIANTS
 
 ROOM = 4096 * GIB
@@ -44,7 +48,7 @@ def test_states_of_named_models_take_what_is_planned(name: str, flags: dict[str,
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_states_of_every_family_take_what_is_planned(variant: str, tiny_models) -> None:
-    planned, allocated = taken(ModelConfig.load(tiny_models[variant]), HOST)
+    planned, allocated = taken(load_config(tiny_models[variant]), HOST)
     assert planned == pytest.approx(allocated, rel=SHARE)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fake_folding import folded, folding_config, folding_engine
 from fake_model import greedy_reference, request, run, token_ids
-from tandem.config.state import Array, Fold, Pages, Ring, state_layout
 from tandem.engine.state.arrays import allocate
 from tandem.engine.state.slots import SlotPool
+from tandem.spec.state import Array, Fold, Pages, Ring, state_layout
 
 PAGE = 4
 

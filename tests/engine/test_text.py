@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_model import EOS, fake_engine, greedy_reference, request, run, text, token_ids
-from tandem.config.model_config import ModelConfig
+from tandem.architectures.load import load_config
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.detokenizer import IncrementalDecoder, TextStream
@@ -168,7 +168,7 @@ def test_whatever_lies_under_a_file_s_name_is_noticed(put, name: str, tmp_path: 
     put(tmp_path / name)
     with pytest.raises((CheckpointError, ConfigError)):
         Tokenizer.load(tmp_path)
-        ModelConfig.load(tmp_path)  # without a model type: it says so where all else is well
+        load_config(tmp_path)  # without a model type: it says so where all else is well
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import torch
 
 from sessions import plan
 from tandem import _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig
-from tandem.config.state import Pages
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.sampling import logits
@@ -30,6 +29,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.kernel_loads import KernelLoads
 from tandem.models import build
 from tandem.models.batch import ForwardBatch
+from tandem.spec.state import Pages
 
 PAGE, PAGES, MOST, RUNNING, SLOTS = 16, 4, 40, 6, 3
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def warmed(path: Path, seconds: float) -> tuple[Watched, ExpertUsage, Handoff]:
 
 def with_state(path: Path, seconds: float) -> tuple[Watched, ExpertUsage, Handoff, list[Any], torch.Tensor]:
     """Also page arrays of each state, and the slots' bytes, after the steps."""
-    config, ops = ModelConfig.load(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
+    config, ops = load_config(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
     top_k = config.moe.router.top_k + config.moe.fusible_shared
     handoff = Handoff(HandoffSizes(8, MOST, config.expert_channels, top_k), CPU, 20.0)
     usage = ExpertUsage(len(config.moe_layers), config.moe.router.num_experts)
@@ -114,7 +114,7 @@ def test_every_size_of_prompts_and_batches_runs_once_with_a_layer_of_each_kind(t
     batches = sorted(rows for rows, sequences in model.rows if sequences == rows)
     assert prompts == sorted(set(row_counts(MOST)) - {1})
     assert batches == sorted([1, *row_counts(RUNNING)])
-    assert model.indices == set(kinds_of_layers(model, ModelConfig.load(tiny_models["qwen3_moe"]).layers))
+    assert model.indices == set(kinds_of_layers(model, load_config(tiny_models["qwen3_moe"]).layers))
     assert len(model.indices) < model.depth
 
 

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from sessions import Session, plan, prompts
 from tandem import _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig
-from tandem.config.activation import SILU, Activation
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
 from tandem.experts import mailbox as module
@@ -34,6 +33,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops, Routing
 from tandem.kernels.reference import TorchOps
 from tandem.models import ForwardBatch, build
+from tandem.spec.activation import SILU, Activation
 from tiny import VOCAB, file_tensors
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 7, 24, 16, 5
@@ -139,7 +139,7 @@ class ByHand(torch.nn.Module):
 def exact_logits(path: Path, most: int) -> list[Tensor]:
     """Of Transformers' attention and norms with our own blocks, in float64."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
-    config, tensors, owed = ModelConfig.load(path), file_tensors(path), [None]
+    config, tensors, owed = load_config(path), file_tensors(path), [None]
     top_k, last = config.moe.router.top_k, config.moe_layers[-1]
     for index in config.moe_layers:
         kept = top_k if index == last else top_k - most
@@ -253,7 +253,7 @@ def plainly(path: Path, most: int, rows: int, dtype: str) -> Tensor:
 
 def through_the_mailbox(path: Path, most: int, rows: int, steps: int = 1) -> Tensor:
     """The same step `steps` times; the last one's logits, bfloat16."""
-    config, ops = ModelConfig.load(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
+    config, ops = load_config(path), CpuOps(_core.WorkerPool([-1, -1]), "scalar")
     sizes = HandoffSizes(rows, rows, config.hidden, config.moe.router.top_k, late=True)
     handoff, layers = Handoff(sizes, torch.device("cpu"), 20.0), list[HybridExperts]()
     model = build(config, plan("bfloat16"), open_checkpoint(path), ops, None, AllOnCpu(ops, handoff, layers))

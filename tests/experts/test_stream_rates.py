@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.forecast.stream_rates import HOST_SECONDS, PART_SECONDS, WHOLE, StreamRates
-from tandem.config.gpu_scratch import RING_BYTES, ring_of
+from tandem.planner.forecast.stream_rates import HOST_SECONDS, PART_SECONDS, WHOLE, StreamRates
+from tandem.spec.gpu_scratch import RING_BYTES, ring_of
 
 H100 = {"bus": 6.2e-3, "cpu_fixed": 2.32e-3, "cpu_row": 1.036e-5}  # Qwen3-30B-A3B in int4, as measured
 

@@ -8,14 +8,16 @@ import pytest
 
 from plans import GIB, MODEL, machine, with_gpu
 from tandem.bench.architectures import named_subject
-from tandem.config import EngineConfig, Machine, StoredFormat, StoredFormats
-from tandem.config.forecast.advice import Question, least_ram, roundings, ways_to_fit, ways_to_go_faster
-from tandem.config.forecast.compare import compare
-from tandem.config.forecast.machine_spec import MachineWish, system_bytes, wished_machine, wished_speeds
-from tandem.config.forecast.report import report
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.memory import GRAMMAR_BYTES
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.advice import Question, least_ram, roundings, ways_to_fit, ways_to_go_faster
+from tandem.planner.forecast.compare import compare
+from tandem.planner.forecast.machine_spec import MachineWish, system_bytes, wished_machine, wished_speeds
+from tandem.planner.forecast.report import report
+from tandem.planner.forecast.speeds import Speeds
+from tandem.planner.memory import GRAMMAR_BYTES
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 WEIGHTS = MODEL.weight_bytes("bfloat16", "bf16")
 

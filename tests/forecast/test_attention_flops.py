@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tandem.bench.architectures import named_config
-from tandem.config import ModelConfig
-from tandem.config.forecast.attention import attention_flops
-from tandem.config.layers import Block, Layer
 from tandem.mechanisms.cost import pairs
 from tandem.mechanisms.grouped_query.shape import Gqa, Values
 from tandem.mechanisms.latent.shape import Latent
+from tandem.planner.forecast.attention import attention_flops
+from tandem.spec.layers import Block, Layer
+from tandem.spec.model_config import ModelConfig
 
 SPANS = [(1, 0), (1, 40), (7, 0), (16, 24), (30, 3), (5, 100)]  # rows, tokens before them
 

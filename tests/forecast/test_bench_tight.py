@@ -11,14 +11,15 @@ from plans import GIB, MODEL, machine
 from tandem.bench import tight
 from tandem.bench.probes import MachineProbe
 from tandem.bench.sample import running_plan
-from tandem.config import EngineConfig, StoredFormats
-from tandem.config.forecast.advice import Question
-from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.gpus import Gpu
-from tandem.config.machine import TIERS
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import these_cpus
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import TIERS
+from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.planner.forecast.speeds import Speeds
+from tandem.spec.stored import StoredFormats
 
 H200 = Gpu("NVIDIA H200", 141 * GIB, 140 * GIB, "gen5 x16", capability=(9, 0))
 HOST = replace(machine(16), total_memory=128 * GIB, available_memory=120 * GIB, tiers=TIERS)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from plans import GIB, machine
-from tandem.config.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
-from tandem.config.forecast.speeds import GPU_MODELS, MEASURED, Speeds, gpu_model, read_rate, read_size
-from tandem.config.gpus import Gpu
 from tandem.errors import ConfigError
+from tandem.machine.gpus import Gpu
+from tandem.planner.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
+from tandem.planner.forecast.speeds import GPU_MODELS, MEASURED, Speeds, gpu_model, read_rate, read_size
 
 HERE = Speeds().having(MEASURED, dram_gbps=44.0, cpu_flops=3e12, cpu_attention_flops=9e11)
 

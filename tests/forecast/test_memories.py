@@ -8,19 +8,22 @@ import pytest
 
 from plans import GIB, machine
 from tandem.bench.architectures import named_config
-from tandem.config import EngineConfig, ModelConfig, StoredFormats, resolve
-from tandem.config.forecast.attention import attention_flops
-from tandem.config.forecast.prediction import GPU_ATTENTION_SHARE, Case, predict
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.gpus import Gpu
-from tandem.config.layers import Layer, Mixer
-from tandem.config.norm import Norm
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu
 from tandem.mechanisms.channel_delta.cost import CORRECT_SECONDS
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.mechanisms.state_space.cost import SCAN_SECONDS
 from tandem.mechanisms.state_space.shape import StateSpace
+from tandem.planner.forecast.attention import attention_flops
+from tandem.planner.forecast.prediction import GPU_ATTENTION_SHARE, Case, predict
+from tandem.planner.forecast.speeds import Speeds
+from tandem.planner.resolve import resolve
+from tandem.spec.layers import Layer, Mixer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.stored import StoredFormats
 
 SPACE = StateSpace(64, 64, 8, 128, 4, Norm(1e-5))
 DELTA = ChannelDelta(32, 128, 4, Norm(1e-5))

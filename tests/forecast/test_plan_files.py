@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from plans import GIB
 from tandem.bench import probes
 from tandem.cli.app import app
-from tandem.config import EngineConfig
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.gpus import Gpu
 from tandem.engine.start.planning import planned
 from tandem.errors import CheckpointError, ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import these_cpus
+from tandem.machine.gpus import Gpu
+from tandem.planner.forecast.speeds import Speeds
 
 MODEL = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "rms_norm_eps": 1e-6,

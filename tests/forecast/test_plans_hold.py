@@ -13,11 +13,15 @@ from hypothesis import strategies as st
 
 from plans import GIB, MODEL, machine
 from tandem.bench.architectures import named_subject
-from tandem.config import EngineConfig, ModelConfig, Plan, StoredFormats, resolve
-from tandem.config.gpus import Gpu
-from tandem.config.machine import Machine
-from tandem.config.planner import sizing
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import Machine
+from tandem.planner import sizing
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormats
 
 SUBJECTS: dict[str, tuple[ModelConfig, StoredFormats]] = {"small": (MODEL, StoredFormats())} | {
     name: named_subject(name)

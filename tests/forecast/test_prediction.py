@@ -12,12 +12,15 @@ import pytest
 from plans import GIB, MODEL, machine
 from tandem.bench.architectures import CONFIGS, named_config, named_subject
 from tandem.bench.stored import STORED_METHODS, experts_of, stored_as
-from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats, resolve
-from tandem.config.forecast.bound import bytes_per_step
-from tandem.config.forecast.prediction import CPU_ATTENTION_SHARE, WIDTH, Case, Prediction, Range, predict
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.gpus import Gpu
-from tandem.config.machine import TIERS, Core
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import TIERS, Core, Machine
+from tandem.planner.forecast.bound import bytes_per_step
+from tandem.planner.forecast.prediction import CPU_ATTENTION_SHARE, WIDTH, Case, Prediction, Range, predict
+from tandem.planner.forecast.speeds import Speeds
+from tandem.planner.resolve import resolve
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormats
 
 # The machine that was measured, and its speeds on that day (benchmarks/results, commit 9481f19).
 CORES = tuple(Core(cpu, 0, 0) for cpu in range(16))

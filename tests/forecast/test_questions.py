@@ -14,10 +14,10 @@ import pytest
 from repo_scripts import script_module
 from tandem import LLM, SamplingParams
 from tandem.bench.architectures import named_keys
-from tandem.config import EngineConfig
-from tandem.config.forecast.machine_spec import wished_machine
-from tandem.config.gpus import parse_nvidia_smi
 from tandem.engine.start.planning import planned
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import parse_nvidia_smi
+from tandem.planner.forecast.machine_spec import wished_machine
 from tandem.server import engine_process
 
 script: ModuleType = script_module("plan_table")

@@ -10,19 +10,19 @@ import pytest
 from rank_threads import RankThread, RankThreads
 from sessions import Session, ours
 from tandem.bench.architectures import named_subject
-from tandem.config import EngineConfig, Machine
-from tandem.config.choices.decision import Decision
-from tandem.config.forecast.advice import Question, ways_to_fit, ways_to_go_faster
-from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
-from tandem.config.forecast.prediction import Case, Prediction
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.forecast.sums import lane_of, sums_of
-from tandem.config.machine import TIERS, Core
-from tandem.config.model_config import past_bytes
-from tandem.config.plan import Plan
-from tandem.config.ranks.shard import Shard
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.reference import TorchOps
+from tandem.machine.machine import TIERS, Core, Machine
+from tandem.planner.choices.decision import Decision
+from tandem.planner.forecast.advice import Question, ways_to_fit, ways_to_go_faster
+from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.planner.forecast.prediction import Case, Prediction
+from tandem.planner.forecast.speeds import Speeds
+from tandem.planner.forecast.sums import lane_of, sums_of
+from tandem.planner.plan import Plan
+from tandem.spec.model_config import past_bytes
+from tandem.spec.shard import Shard
 
 HERE = Machine("Test CPU", tuple(Core(cpu, 0, 0) for cpu in range(64)), TIERS, 384 << 30, 370 << 30, None)
 NEXT = "qwen3-next-80b-fp8"

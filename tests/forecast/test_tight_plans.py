@@ -13,29 +13,23 @@ from hypothesis import strategies as st
 
 from plans import GIB, machine, reason
 from tandem.bench.architectures import named_subject
-from tandem.config import EngineConfig, Plan
-from tandem.config.choices.cached import cached_as
-from tandem.config.cuda_graphs import prompt_graph_bytes
-from tandem.config.expert_format import dtype_of
-from tandem.config.forecast.advice import LEAST_KEPT, Question
-from tandem.config.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
-from tandem.config.forecast.prediction import WIDTH, WORTH
-from tandem.config.forecast.report import Report, report
-from tandem.config.gpu_plan import GPU_WORKSPACE_BYTES, needs_gpu, usable_gpu
-from tandem.config.gpu_scratch import (
-    LEAST_ROW_BYTES,
-    MOST_ROW_BYTES,
-    expert_row_bytes,
-    expert_scratch_bytes,
-    experts_at_once,
-    pair_bytes,
-    ring_of,
-)
-from tandem.config.gpus import Gpu
-from tandem.config.machine import Machine
-from tandem.config.planner import best_plan, sizing
-from tandem.config.planner.one_plan import Wish, one_plan, running_sequences
-from tandem.config.planner.tight import (
+from tandem.errors import ConfigError, DoesNotFit
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import Machine
+from tandem.planner import best_plan, sizing
+from tandem.planner.choices.cached import cached_as
+from tandem.planner.choices.speculation import drafting
+from tandem.planner.cuda_graphs import prompt_graph_bytes
+from tandem.planner.expert_format import dtype_of
+from tandem.planner.forecast.advice import LEAST_KEPT, Question
+from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
+from tandem.planner.forecast.prediction import WIDTH, WORTH
+from tandem.planner.forecast.report import Report, report
+from tandem.planner.gpu_plan import GPU_WORKSPACE_BYTES, needs_gpu, usable_gpu
+from tandem.planner.one_plan import Wish, one_plan, running_sequences
+from tandem.planner.plan import Plan
+from tandem.planner.tight import (
     USABLE_CONTEXT,
     USUAL,
     Tight,
@@ -44,8 +38,15 @@ from tandem.config.planner.tight import (
     token_seconds,
     wanted_tokens,
 )
-from tandem.config.speculation.choice import drafting
-from tandem.errors import ConfigError, DoesNotFit
+from tandem.spec.gpu_scratch import (
+    LEAST_ROW_BYTES,
+    MOST_ROW_BYTES,
+    expert_row_bytes,
+    expert_scratch_bytes,
+    experts_at_once,
+    pair_bytes,
+    ring_of,
+)
 
 SERVER = MachineWish("4090", "768GB", "350GB/s", 64, "amx", "25GB/s")
 LAPTOP = MachineWish("8GB@250GB/s", "32GB", "60GB/s", 8, "avx2", "12GB/s")

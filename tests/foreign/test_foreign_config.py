@@ -14,10 +14,12 @@ from plans import with_gpu
 from tandem.architectures.foreign import registry
 from tandem.architectures.foreign.gates import activation_of
 from tandem.architectures.foreign.masks import seen_through
-from tandem.config import EngineConfig, ModelConfig, resolve
-from tandem.config.activation import Activation
-from tandem.config.model_config import why_alone
+from tandem.architectures.load import config_from_dict
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.resolve import resolve
+from tandem.spec.activation import Activation
+from tandem.spec.model_config import why_alone
 
 NATIVE = """
 import sys
@@ -41,7 +43,7 @@ def test_a_native_family_does_not_import_transformers(tiny_models):
 
 def test_sizes_are_those_of_the_modules():
     """flex_olmo: 3 layers of 6 experts; k and v of 2 heads of 16."""
-    config = ModelConfig.from_dict(values_of("flex_olmo"))
+    config = config_from_dict(values_of("flex_olmo"))
     assert config.routed_params == 3 * 6 * 3 * 48 * config.moe.experts.width
     assert config.state_layout("float32").token_bytes == 3 * 2 * 2 * 16 * 4
     assert config.moe.router.top_k == 3 and config.moe_layers == (0, 1, 2)
@@ -60,7 +62,7 @@ def test_windows_are_those_of_the_masks():
 
 def planned(model_type: str, **changes: object):
     values = values_of(model_type, **(ALONE.get(model_type, {}) | changes))
-    plan = resolve(EngineConfig(model="m"), ModelConfig.from_dict(values), with_gpu())
+    plan = resolve(EngineConfig(model="m"), config_from_dict(values), with_gpu())
     return plan, {each.name: each.reason for each in plan.decisions}
 
 
@@ -140,17 +142,17 @@ def test_experts_without_a_gate_are_known_by_their_numbers():
 def test_what_is_missing_is_named(model_type, changes, why):
     values = {"model_type": model_type} if model_type.startswith("no") else values_of(model_type, **changes)
     with pytest.raises(ConfigError, match=why):
-        ModelConfig.from_dict(values)
+        config_from_dict(values)
 
 
 def test_a_missing_or_old_package_is_named(monkeypatch):
     for found, why in (("", "which is not installed"), ("5.9.1", "5.10 or newer, this is 5.9.1")):
         monkeypatch.setattr(registry, "installed_version", lambda found=found: found)
         with pytest.raises(ConfigError, match=why):
-            ModelConfig.from_dict({"model_type": "flex_olmo"})
+            config_from_dict({"model_type": "flex_olmo"})
 
 
 def test_a_rotation_that_depends_on_the_batch_runs_alone():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    config = ModelConfig.from_dict(values_of("flex_olmo", rope_parameters=rope))
+    config = config_from_dict(values_of("flex_olmo", rope_parameters=rope))
     assert "rotation (dynamic)" in why_alone(config)

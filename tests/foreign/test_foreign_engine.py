@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from foreign_models import ALONE, PAGED, ForeignModels
 from tandem import LLM, SamplingParams
-from tandem.config import EngineConfig
-from tandem.config.model_config import why_alone
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.speculation import SpeculationPlan
+from tandem.spec.model_config import why_alone
 from tiny import VOCAB
 
 ANSWER = 12

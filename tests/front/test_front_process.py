@@ -15,9 +15,9 @@ import pytest
 
 from quiet_clock import PATIENCE
 from server_harness import ServerProcess, free_port, running, spawn
-from tandem.config.gpus import Gpu
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.kernels.this_machine import these_cpus
+from tandem.machine.gpus import Gpu
 from tandem.server import launch
 from tandem.server.front import fits
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.front.models_file import read_models, words
 
 

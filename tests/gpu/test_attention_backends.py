@@ -19,15 +19,15 @@ from torch.nn.attention import varlen
 from gpu import DEVICE, READS_PAGES
 from paged_batches import Batch
 from plans import ATTENTION, MODEL, MOE, NORM, machine, plan, reason, with_gpu
-from tandem.config import ModelConfig
-from tandem.config.attention_backend import release
-from tandem.config.layers import pre_norm
 from tandem.errors import ConfigError, KernelError
 from tandem.kernels.gpu.attention_backends import attention_of
 from tandem.kernels.gpu.attention_flashinfer import AttentionShape, FlashInferAttention
 from tandem.kernels.gpu.attention_torch import TorchAttention
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.planner.attention_backend import release
+from tandem.spec.layers import pre_norm
+from tandem.spec.model_config import ModelConfig
 
 PAGE = 256
 

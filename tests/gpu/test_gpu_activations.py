@@ -11,9 +11,9 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from kernel_cases import stored
 from tandem import _core
-from tandem.config.activation import Activation, ActivationKind
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Ops
+from tandem.spec.activation import Activation, ActivationKind
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps

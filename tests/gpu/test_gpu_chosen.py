@@ -19,7 +19,6 @@ from paged_batches import PAGE, IndexCase, check_choice, make_batch, random_tabl
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import _core
-from tandem.config.rope import Rope as RopeShape
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Rope
@@ -27,6 +26,7 @@ from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
+from tandem.spec.rope import Rope as RopeShape
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps

@@ -11,8 +11,8 @@ import torch
 import kernel_cases as cases
 from gpu import HAS_TRITON, pretend_cuda_core
 from kernel_cases import DENSE_FORMATS, coded
-from tandem.config.activation import SILU, Activation
 from tandem.kernels.packed.matrix import PackedMatrix
+from tandem.spec.activation import SILU, Activation
 
 if HAS_TRITON:
     from tandem.kernels.gpu.mma import code_mma, expert_mma, mma_source

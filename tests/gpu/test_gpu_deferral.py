@@ -16,8 +16,8 @@ from torch import Tensor
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PAGE, PAGES, PROMPT, ROWS, Session, batch_of, by_row, plan
 from tandem import _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig
 from tandem.engine.state.arrays import allocate
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
 from tandem.experts.placement import ExpertPlacement
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 
 def on_the_cpu(path: Any, dtype: str, most: int, placement: ExpertPlacement) -> Tensor:
     """[ROWS, PROMPT + DECODED, vocab]: prompts as usual, then a token at a time with late experts."""
-    config = ModelConfig.load(path)
+    config = load_config(path)
     fmt = "f32" if dtype == "float32" else "bf16"
     made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
     model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))

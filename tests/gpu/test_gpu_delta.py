@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from tandem.config.norm import Norm
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Product, TorchDelta
 from tandem.models.batch import ForwardBatch
+from tandem.spec.norm import Norm
 
 if AVAILABLE:
     from tandem.kernels.gpu.linear import GpuLinear

@@ -16,12 +16,12 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from kernel_cases import DENSE_FORMATS, coded
 from tandem import _core
-from tandem.config.activation import Activation, ActivationKind
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.reference import decoded, magnitudes, stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import activated
+from tandem.spec.activation import Activation, ActivationKind
 
 if AVAILABLE:
     from tandem.kernels.gpu import code_tiles, dense_codes

@@ -13,15 +13,18 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
 from quantised_models import BLOCKS, CHOICES, MACHINE, save_quantised
 from sessions import Session, median, ours, prompts, reference
 from tandem import _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.gpu_plan import dense_bytes
-from tandem.config.gpus import Gpu
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
+from tandem.machine.gpus import Gpu
 from tandem.models import ForwardBatch
 from tandem.models.linear import SideBySide
+from tandem.planner.gpu_plan import dense_bytes
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
 from tiny import VARIANTS, TinyModels
 
 if AVAILABLE:
@@ -89,7 +92,7 @@ def model(tmp_path_factory):
 def planned(path: Path) -> Plan:
     gpu = replace(MACHINE, gpus=(Gpu("H100", 80 << 30, 80 << 30, "gen5 x16"),))
     return resolve(
-        EngineConfig(model=str(path)), ModelConfig.load(path), gpu, open_checkpoint(path).formats()
+        EngineConfig(model=str(path)), load_config(path), gpu, open_checkpoint(path).formats()
     )
 
 
@@ -142,7 +145,7 @@ def test_the_plan_counts_what_dense_matrices_take(
 ) -> None:
     """Within 3 %, but for padding of the smallest matrices and norms in bfloat16, which real sizes do not show."""
     quantised, _ = save_quantised(model, tmp_path, FORMATS[name])
-    stored, config = open_checkpoint(quantised).formats(), ModelConfig.load(quantised)
+    stored, config = open_checkpoint(quantised).formats(), load_config(quantised)
     chosen = replace(planned(quantised), fuse_shared_experts=False)  # fused ones count among the routed
     session = GpuSession(quantised, ops, chosen, codes=True)
     matrices = {id(read.weights): read.weights for layer in session.model.layers for read in layer.reads()}

@@ -18,10 +18,10 @@ from fake_model import request
 from fake_windows import scored, windows_of
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, by_row, on_the_cpu, rms
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.start.loader import load_parts
 from tandem.errors import EngineError
+from tandem.flags.engine_config import EngineConfig
 from tandem.models import ForwardBatch
 
 pytestmark = [pytest.mark.gpu, needs_cuda]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, needs_triton
 from tandem import _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig, Plan
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.state.arrays import allocate
 from tandem.experts import mailbox as module
 from tandem.experts.handoff import Handoff
@@ -26,6 +25,8 @@ from tandem.experts.placement import place
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.models import ForwardBatch, build
+from tandem.planner.gpu_plan import GpuPlan
+from tandem.planner.plan import Plan
 from tiny import VOCAB
 
 if AVAILABLE:
@@ -86,7 +87,7 @@ class PlayedMailbox(module.Mailbox):
 
 def decoded(path, share: float, foresight: bool) -> tuple[Tensor, HintCounts]:
     """Logits of a first decode step."""
-    config = ModelConfig.load(path)
+    config = load_config(path)
     experts = config.routed_experts
     plan = Plan(
         dtype="bfloat16", expert_format="bf16", tier="scalar", cpus=(-1, -1), context_length=32, page_size=PAGE,

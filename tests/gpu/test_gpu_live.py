@@ -20,8 +20,6 @@ from tandem import _core
 from tandem.bench.architectures import named_config
 from tandem.bench.placement.request import Request, traffic
 from tandem.bench.placement.traces import TraceShape, Zipf, expert_counts, generate
-from tandem.config import Plan
-from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import EngineError
 from tandem.experts.live.copies import Copies, CudaCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
@@ -31,6 +29,8 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
+from tandem.planner.gpu_plan import GpuPlan
+from tandem.planner.plan import Plan
 
 if AVAILABLE:
     from tandem.bench.placement import turns as placement_turns

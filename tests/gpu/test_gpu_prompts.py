@@ -21,11 +21,11 @@ from torch import Tensor
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_cuda, needs_triton
 from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
-from tandem.config.activation import SILU, Activation, ActivationKind
 from tandem.formats.codes import WeightCodes, join_nibbles
 from tandem.formats.reference import decoded, magnitudes, quantise, stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Routing
+from tandem.spec.activation import SILU, Activation, ActivationKind
 
 if AVAILABLE:
     from tandem.kernels import which

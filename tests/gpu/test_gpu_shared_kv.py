@@ -18,7 +18,6 @@ from gpu_sessions import DECODED, PROMPT, ROWS, Session, check_answers, on_the_c
 from sessions import Session as PlainSession
 from sessions import ours, reference, worst
 from tandem import LLM, SamplingParams, _core
-from tandem.config.rope import Rope
 from tandem.engine.state.slots import SlotPool
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
@@ -27,6 +26,7 @@ from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.shared_kv.torch import Projected, SharedKvHeads, plain_attend
 from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights
 from tandem.models.batch import ForwardBatch
+from tandem.spec.rope import Rope
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps

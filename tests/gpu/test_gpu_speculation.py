@@ -17,13 +17,13 @@ from gpu import needs_cuda
 from gpu_sessions import logprobs
 from kernel_cases import INVARIANT_TIER
 from tandem import LLM
-from tandem.config import EngineConfig
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import Grammar, SamplingParams
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.speculation import SpeculationPlan
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 ROWS, MOST = 12, 5

@@ -19,8 +19,6 @@ from gpu import AVAILABLE, DEVICE, INTERPRETED, fed, needs_cuda, needs_triton
 from gpu_sessions import DECODED, PROMPT, ROWS, Session, batch_of, on_the_cpu, rms
 from kernel_cases import GGUF_BLOCKS, gguf_codes
 from tandem import _core
-from tandem.config.forecast.stream_rates import BUS_BESIDE, StreamRates
-from tandem.config.gpu_scratch import Ring
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
@@ -30,6 +28,8 @@ from tandem.experts.placement import ExpertPlacement
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Routing
+from tandem.planner.forecast.stream_rates import BUS_BESIDE, StreamRates
+from tandem.spec.gpu_scratch import Ring
 
 if AVAILABLE:
     from tandem.experts.hybrid_store import HybridStore

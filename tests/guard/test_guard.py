@@ -11,8 +11,8 @@ import pytest
 import tandem
 from server_harness import LocalServer
 from server_requests import error_of, run
-from tandem.config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.guard.key import readable_by_others, with_key
 
 ASK = {"text": "x"}

@@ -25,14 +25,15 @@ from tandem.checkpoint import resolve_model
 from tandem.cli import prepare
 from tandem.cli.app import app
 from tandem.cli.serve import all_is_here
-from tandem.config import EngineConfig, Machine
 from tandem.engine.start import model_files
 from tandem.errors import CheckpointError, ConfigError, HubError
+from tandem.flags.engine_config import EngineConfig
 from tandem.hub import download, remote
 from tandem.hub.files import INDEX, gguf_variants, variant_of
 from tandem.hub.names import HubName, hub_name, shown_name
 from tandem.hub.snapshot import find_snapshot
 from tandem.hub.store import kept_models
+from tandem.machine.machine import Machine
 from tiny import save_tiny
 
 NAME = "tiny/Qwen3-Tiny"

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from pictures import bomb, png
-from tandem.config.vision import Processor
 from tandem.engine.images import process as image_process
 from tandem.engine.images.limits import WORKER_BYTES
 from tandem.engine.images.process import ImageProcess
 from tandem.errors import EngineError, RequestError
+from tandem.spec.vision import Processor
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import kernel_cases as cases
 import stored_formats as formats
 from tandem.checkpoint import open_checkpoint
 from tandem.checkpoint.survey import stored_formats
-from tandem.config import StoredFormat
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.gpu_reading import PACKED_KINDS, refusal
 from tandem.formats.quant_format import BITS, FLOATS, QuantFormat
 from tandem.kernels.cpu import PackedExperts, PackedMatrix
+from tandem.spec.stored import StoredFormat
 
 SIZE = 256  # gate, up and down alike
 CPU_ONLY = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # codebooks

@@ -16,11 +16,14 @@ from plans import GIB, MODEL, machine, reason
 from quantised_models import save_deepseek_names
 from tandem import LLM, SamplingParams, _core
 from tandem.checkpoint import open_checkpoint
-from tandem.config import EngineConfig, StoredFormat, StoredFormats, in_place, resolve
 from tandem.engine.start.loader import load_parts
 from tandem.errors import CheckpointError, ConfigError, KernelError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, WorkerPool, Workspace
 from tandem.kernels.ops import ExpertBiases
+from tandem.planner import in_place
+from tandem.planner.resolve import resolve
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 EXPERTS, TOP_K = 6, 3
 SIZES = [(64, 32), (160, 96), (2048, 64)]  # rows of 4 KiB share a set of L1

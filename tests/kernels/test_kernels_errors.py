@@ -11,11 +11,11 @@ import torch
 
 import kernel_cases as cases
 from tandem import _core
-from tandem.config.activation import Activation
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts, PackedMatrix, Workspace
 from tandem.kernels.ops import ExpertBiases
 from tandem.kernels.reference import TorchOps
+from tandem.spec.activation import Activation
 
 WORKSPACE = cases.workspace_of("scalar")
 MATRIX = PackedMatrix(WORKSPACE, torch.ones(40, 100))

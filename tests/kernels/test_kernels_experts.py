@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernel_cases as cases
-from tandem.config.activation import Activation, ActivationKind
 from tandem.errors import KernelError
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.fit import as_packed
 from tandem.kernels.ops import ExpertBiases
 from tandem.kernels.reference import TorchOps
+from tandem.spec.activation import Activation, ActivationKind
 
 EXPERTS, HIDDEN, WIDTH = 13, 100, 40  # width: half a pair of panels is padding
 ALPHA, LIMIT = 1.702, 1.0  # a limit that cuts many values

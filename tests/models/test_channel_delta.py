@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from folded_steps import TIERS, folds_of, step_of
-from tandem.config.norm import Norm
 from tandem.errors import KernelError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.channel_delta.torch import ChannelGates, ChannelWeights, TorchChannelFolds
+from tandem.spec.norm import Norm
 
 HEADS, DIM, LENGTH, SLOTS = 3, 20, 75, 4
 INNER = HEADS * DIM

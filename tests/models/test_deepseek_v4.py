@@ -16,19 +16,23 @@ from hub_v4 import both_forms, hub_config, saved
 from plans import reason, with_gpu
 from sessions import Session, worst
 from tandem import LLM, SamplingParams, _core
+from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import named_subject
 from tandem.checkpoint import open_checkpoint
 from tandem.checkpoint.key_names import hugging_face_names
 from tandem.cli.app import app
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.rope import Rope
-from tandem.config.speculation.choice import speculation, speculation_notices
-from tandem.config.speculation.drafts import GuessBlock
 from tandem.errors import CheckpointError, ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.mechanisms.shared_kv.weights import SharedKvWeights
+from tandem.planner.choices.speculation import speculation, speculation_notices
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.drafts import GuessBlock
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.rope import Rope
 from tiny import file_tensors
 
 OPS = ["torch", *_core.supported_tiers()]
@@ -93,7 +97,7 @@ def test_the_engine_answers_beside_a_draft_that_cannot_guess(both: tuple[Path, P
 
 def changed(tiny_models, **changes: object) -> ModelConfig:
     config = hub_config(tiny_models["deepseek_v4-hub"]) | changes
-    return ModelConfig.from_dict({key: value for key, value in config.items() if value is not None})
+    return config_from_dict({key: value for key, value in config.items() if value is not None})
 
 
 DSPARK = {
@@ -150,7 +154,7 @@ def kinds(model: ModelConfig) -> list[int]:
 
 def test_the_flash_model_has_its_layers_and_sizes() -> None:
     """284 billion weights, 13 of which a token uses, without the draft: as its makers say."""
-    model = ModelConfig.from_dict(FLASH)
+    model = config_from_dict(FLASH)
     assert [kinds(model).count(stride) for stride in (0, 4, 128)] == [2, 21, 20]
     assert [layer.moe.router.table for layer in model.layers if layer.moe][:4] == [True, True, True, False]
     everything = model.routed_params + model.dense_params + model.vocab * model.hidden
@@ -159,7 +163,7 @@ def test_the_flash_model_has_its_layers_and_sizes() -> None:
 
 
 def test_the_pro_model_by_its_configuration() -> None:
-    model = ModelConfig.from_dict({key: value for key, value in PRO.items() if value is not None})
+    model = config_from_dict({key: value for key, value in PRO.items() if value is not None})
     assert kinds(model)[:6] == [128, 128, 128, 4, 128, 4]
     everything = model.routed_params + model.dense_params + model.vocab * model.hidden
     assert 1.5e12 < everything < 1.7e12

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kernel_cases import TIERS, require_tier
 from tandem import LLM, SamplingParams, _core
-from tandem.config.norm import Norm
 from tandem.engine.speculation.foretold import Foretold
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, TorchDelta
 from tandem.models.batch import ForwardBatch
+from tandem.spec.norm import Norm
 
 SHAPE = DeltaRule(2, 6, 20, 40, 4, Norm(1e-6), "heads")
 SLOTS = 5

@@ -16,11 +16,12 @@ from kernel_cases import TIERS, require_tier
 from sessions import Session, ours, prompts
 from tandem import LLM, SamplingParams, _core
 from tandem.architectures import FAMILIES
-from tandem.config import ModelConfig
-from tandem.config.choices.deterministic import deterministic
-from tandem.config.engine_config import EngineConfig
+from tandem.architectures.load import load_config
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
+from tandem.planner.choices.deterministic import deterministic
+from tandem.spec.model_config import ModelConfig
 from tiny import VARIANTS, VOCAB
 
 WISH = EngineConfig(model="demo", enable_deterministic_inference=True)
@@ -52,7 +53,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 def test_a_row_has_the_same_bits_in_every_batch(tiny_models, ops: CpuOps, variant: str) -> None:
     """`ours` mixes chunks of three sequences and decode rows; beside it, prompts at once and token by token."""
     path = tiny_models[variant]
-    if refused(ModelConfig.load(path)):
+    if refused(load_config(path)):
         pytest.skip("the mode refuses this family")
     mixed = ours(Session(path, "bfloat16", ops=ops))
     for s, prompt in enumerate(prompts()):
@@ -112,5 +113,5 @@ def test_the_demo_answers_with_the_same_bits(demo_dir: Path, tier: str) -> None:
 
 
 def test_few_families_are_refused(tiny_models) -> None:
-    kinds = {VARIANTS[variant][0] for variant in VARIANTS if refused(ModelConfig.load(tiny_models[variant]))}
+    kinds = {VARIANTS[variant][0] for variant in VARIANTS if refused(load_config(tiny_models[variant]))}
     assert kinds == {"deepseek_v4"} and len(FAMILIES) > 10

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem import _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig, Plan
 from tandem.engine.state.arrays import allocate
 from tandem.experts import CpuExperts, Experts
 from tandem.experts.handoff import Handoff
@@ -22,6 +22,7 @@ from tandem.kernels.ops import Routing
 from tandem.models import ForwardBatch, Model, build
 from tandem.models.foresight import operators
 from tandem.models.layers import DecoderLayer
+from tandem.planner.plan import Plan
 from tiny import VOCAB
 
 ROWS, PAGE = 3, 16
@@ -63,7 +64,7 @@ def made(path, kind: type[ListeningExperts] | None = None) -> tuple[Model, list[
         num_pages=ROWS, max_running_requests=ROWS, max_step_tokens=ROWS, radix_cache=False, fuse_shared_experts=True,
     )  # fmt: skip
     ops = CpuOps(_core.WorkerPool([-1]), "scalar")
-    model, heard = build(ModelConfig.load(path), plan, open_checkpoint(path), ops), []
+    model, heard = build(load_config(path), plan, open_checkpoint(path), ops), []
     for layer in model.layers if kind is not None else []:
         if layer.moe is not None:
             layer.moe.experts = cast(Any, kind(layer.moe.experts, heard))

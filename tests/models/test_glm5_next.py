@@ -16,10 +16,11 @@ from hub_copies import keys_of
 from plans import machine, with_gpu
 from sessions import Session, ours, prompts, reference, worst
 from tandem import _core
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.bench.architectures import CONFIGS, named_config, named_subject
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.errors import CheckpointError, ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
@@ -27,6 +28,7 @@ from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.token_index.shape import Index
+from tandem.planner.resolve import resolve
 from tiny import BOS, EOS, VOCAB, save_tiny, save_tokenizer, settings
 from tiny import VARIANTS as VARIANTS_OF_ALL
 
@@ -133,7 +135,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, monkeypatch, variant: str
     monkeypatch.setitem(VARIANTS_OF_ALL, "file", (family, sizes | alike))
     save_tiny("file", tmp_path / "source")
     file = write_gguf(tmp_path / "source", tmp_path / "m.gguf")
-    found, expected = load_model_config(file), ModelConfig.load(tmp_path / "source")
+    found, expected = load_model_config(file), load_config(tmp_path / "source")
     assert found.unread_keys == () and shortened(found.layers) == shortened(expected.layers)
     assert worst(ours(Session(file)), ours(Session(tmp_path / "source"))) < 1e-5
 
@@ -168,7 +170,7 @@ HUB: dict[str, Any] = CONFIGS[FLASH] | {
 def test_glm_flash_is_what_its_authors_say_it_is() -> None:
     """34 delta nets, 11 latent attentions whose keys of an index stand for 4 tokens. Of its 321 billion weights a draft
     layer has 7.4."""
-    config = ModelConfig.from_dict({"model_type": "glm5_next", "text_config": HUB | {"model_type": "glm5_next_text"}})
+    config = config_from_dict({"model_type": "glm5_next", "text_config": HUB | {"model_type": "glm5_next_text"}})
     assert config.unread_keys == () and config.layers == named_config(FLASH, None).layers
     deltas = [mixer for mixer in config.mixers if isinstance(mixer, ChannelDelta)]
     attentions = [mixer for mixer in config.mixers if isinstance(mixer, Latent)]
@@ -193,7 +195,7 @@ def _index(mixer: Latent) -> Index:
 
 def test_layers_are_counted_from_nought_where_kinds_are_absent() -> None:
     keys = HUB | {"layer_types": None, "indexer_types": None}
-    assert ModelConfig.from_dict(keys).layers == ModelConfig.from_dict(HUB).layers
+    assert config_from_dict(keys).layers == config_from_dict(HUB).layers
 
 
 @pytest.mark.parametrize(("inner", "floor"), [
@@ -203,7 +205,7 @@ def test_layers_are_counted_from_nought_where_kinds_are_absent() -> None:
 def test_without_a_floor_decays_are_kimis(inner: dict[str, Any], floor: float) -> None:
     """As Transformers reads it: null is the usual one, unless it says that there is none."""
     keys = HUB | {"linear_attn_config": HUB["linear_attn_config"] | inner}
-    (found,) = {mixer.floor for mixer in ModelConfig.from_dict(keys).mixers if isinstance(mixer, ChannelDelta)}
+    (found,) = {mixer.floor for mixer in config_from_dict(keys).mixers if isinstance(mixer, ChannelDelta)}
     assert found == floor
 
 
@@ -230,26 +232,26 @@ def test_what_is_not_understood_is_refused(changes: dict[str, object], message: 
     if "linear_attn_config" in changes:
         changes = {"linear_attn_config": HUB["linear_attn_config"] | changes["linear_attn_config"]}
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(keys | changes)
+        config_from_dict(keys | changes)
 
 
 def test_it_stays_on_the_cpu(tiny_models) -> None:
-    plan = resolve(EngineConfig(model="m"), ModelConfig.load(tiny_models["glm5_next"]), with_gpu())
+    plan = resolve(EngineConfig(model="m"), load_config(tiny_models["glm5_next"]), with_gpu())
     why = next(each.reason for each in plan.decisions if each.name == "device")
     assert plan.gpu is None and "latent attention need channels that turn" in why
     with pytest.raises(ConfigError, match="--device cuda: the GPU kernels of latent attention need channels"):
-        resolve(EngineConfig(model="m", device="cuda"), ModelConfig.load(tiny_models["glm5_next"]), with_gpu())
+        resolve(EngineConfig(model="m", device="cuda"), load_config(tiny_models["glm5_next"]), with_gpu())
 
 
 def test_pages_have_whole_pools(tiny_models) -> None:
     config = EngineConfig.from_keywords("m", page_size=6)
-    plan = resolve(config, ModelConfig.load(tiny_models["glm5_next"]), machine())
+    plan = resolve(config, load_config(tiny_models["glm5_next"]), machine())
     assert plan.page_size == 8 and any("--page-size 6 becomes 8" in notice for notice in plan.notices)
 
 
 def test_guesses_are_refused_by_name(tiny_models) -> None:
     config = EngineConfig(model="m", speculative_algorithm="NEXTN")
-    plan = resolve(config, ModelConfig.load(tiny_models["glm5_next"]), machine())
+    plan = resolve(config, load_config(tiny_models["glm5_next"]), machine())
     assert any("wrong guesses could not be taken back" in notice for notice in plan.notices)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from gguf_files import Kind, write_gguf
 from sessions import Session, generated, ours, reference, rms, worst
 from tandem import _core
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.checkpoint import Checkpoint, open_checkpoint
-from tandem.config import ModelConfig
 from tandem.convert import Conversion, convert
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
@@ -98,9 +98,9 @@ def test_experts_out_of_a_packed_cache_have_their_biases(tiny_models, tmp_path: 
 def test_unknown_layer_types_are_refused(tiny_models) -> None:
     config = json.loads((tiny_models["gpt_oss"] / "config.json").read_text())
     with pytest.raises(ConfigError, match="layer type 'chunked_attention' is not supported"):
-        ModelConfig.from_dict(config | {"layer_types": ["chunked_attention"] * 3})
+        config_from_dict(config | {"layer_types": ["chunked_attention"] * 3})
     with pytest.raises(ConfigError, match="limit of a swiglu_oai activation is 0.0"):
-        ModelConfig.from_dict(config | {"swiglu_limit": 0.0})
+        config_from_dict(config | {"swiglu_limit": 0.0})
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.MXFP4])
@@ -119,7 +119,7 @@ def test_gguf_files_give_what_their_numbers_give(tiny_models, tmp_path: Path, ki
     plain = saved(tmp_path / "plain", tensors, source)
     session = Session(file, expert_format="stored")
     assert worst(ours(session), reference(plain)) < 1e-4
-    assert session.config.moe == ModelConfig.load(source).moe
+    assert session.config.moe == load_config(source).moe
     assert held.formats().experts.unread_by_gpu == ""
 
 

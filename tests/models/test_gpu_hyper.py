@@ -7,12 +7,12 @@ import torch
 
 from gpu import AVAILABLE, DEVICE, needs_triton
 from tandem import _core
-from tandem.config.state import LANES
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperWeights, Leaving, Mix, RowNorm
+from tandem.spec.state import LANES
 
 if AVAILABLE:
     from tandem.kernels.gpu.ops import GpuOps

@@ -11,9 +11,11 @@ from hub_copies import nested, omni
 from plans import with_gpu
 from quantised_models import CHOICES, save_quantised
 from sessions import Session, ours, reference, worst
+from tandem.architectures.load import config_from_dict
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.resolve import resolve
 from tiny import VARIANTS, file_tensors, save_tiny, settings
 
 NESTED = [
@@ -125,8 +127,8 @@ def test_the_hubs_keys_say_what_transformers_do(tiny_models, variant):
     if variant == "mimo_v2_flash":
         theirs |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
     ours = {key: value for key, value in theirs.items() if key not in absent} | said
-    found = ModelConfig.from_dict(ours)
-    assert found.layers == ModelConfig.from_dict(theirs).layers and not found.unread_keys
+    found = config_from_dict(ours)
+    assert found.layers == config_from_dict(theirs).layers and not found.unread_keys
 
 
 @pytest.mark.parametrize(
@@ -145,12 +147,12 @@ def test_what_is_not_computed_is_refused(tiny_models, variant, key, value, messa
     if key == "moe_layer_freq":
         del theirs["mlp_layer_types"]
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(theirs | {key: value})
+        config_from_dict(theirs | {key: value})
 
 
 def test_wide_heads_stay_on_the_cpu(tiny_models):
     keys = json.loads((tiny_models["gemma4_text"] / "config.json").read_text()) | GEMMA | {"global_head_dim": 512}
     del keys["per_layer_config"]
-    plan = resolve(EngineConfig(model="m"), ModelConfig.from_dict(keys), with_gpu())
+    plan = resolve(EngineConfig(model="m"), config_from_dict(keys), with_gpu())
     why = next(each.reason for each in plan.decisions if each.name == "device")
     assert plan.gpu is None and "heads of at most 256 channels, not 512" in why

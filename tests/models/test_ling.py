@@ -15,8 +15,8 @@ import hub_copies
 from gguf_files import write_gguf
 from hub_copies import ling_keys
 from sessions import Session, ours, reference, worst
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.checkpoint import load_model_config
-from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def ling(tiny_models, tmp_path_factory) -> Path:
 
 def test_it_is_the_model_that_it_was_made_of(tiny_models, ling) -> None:
     config = load_model_config(ling)
-    assert config.unread_keys == () and config.layers == ModelConfig.load(tiny_models["glm4_moe"]).layers
+    assert config.unread_keys == () and config.layers == load_config(tiny_models["glm4_moe"]).layers
     assert worst(ours(Session(ling)), reference(tiny_models["glm4_moe"])) < 1e-4
 
 
@@ -52,4 +52,4 @@ def test_a_gguf_file_is_the_same_model(tiny_models, ling, tmp_path, monkeypatch)
 
 def test_another_relative_is_refused(tiny_models) -> None:
     with pytest.raises(ConfigError, match="score_function = 'softmax' is not supported"):
-        ModelConfig.from_dict(ling_keys(tiny_models["glm4_moe"]) | {"score_function": "softmax"})
+        config_from_dict(ling_keys(tiny_models["glm4_moe"]) | {"score_function": "softmax"})

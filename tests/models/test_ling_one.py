@@ -10,8 +10,8 @@ import torch
 from gguf_files import write_gguf
 from hub_copies import keys_of, ling_one_keys, ling_one_names, plain_names, saved
 from sessions import Session, ours, reference, worst
+from tandem.architectures.load import config_from_dict
 from tandem.checkpoint import load_model_config
-from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.quality.stream import LayerStream, Variant
 from tiny import VARIANTS, file_tensors, save_tiny, settings
@@ -58,7 +58,7 @@ def test_a_gguf_file_is_the_same_model(made, tmp_path) -> None:
 @pytest.mark.parametrize("key", ["use_bias", "norm_softmax", "use_qk_norm"])
 def test_what_no_ling_one_has_is_refused(made, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} = True is not supported"):
-        ModelConfig.from_dict(keys_of(made["hub"]) | {key: True})
+        config_from_dict(keys_of(made["hub"]) | {key: True})
 
 
 def test_kt_quality_ends_as_the_model_does(made) -> None:

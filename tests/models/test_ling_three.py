@@ -18,18 +18,20 @@ from hub_copies import keys_of
 from plans import machine
 from sessions import Session, ours, prompts, reference, worst
 from tandem import _core
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, resolve
-from tandem.config.activation import Activation
-from tandem.config.gpu_plan import without_kernels
 from tandem.errors import CheckpointError, ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.latent.shape import Latent
+from tandem.planner.gpu_plan import without_kernels
+from tandem.planner.resolve import resolve
+from tandem.spec.activation import Activation
 
 VARIANTS = ["bailing_hybrid", "bailing_hybrid-plain"]
 FLASH = "ling-3.0-flash"
@@ -146,7 +148,7 @@ def test_a_gguf_file_is_the_same_model(limited, tmp_path: Path, monkeypatch, sou
     limits = {key: limits[:4] for key, limits in LIMITS.items()} if source == "limited" else {}
     path = _with(tmp_path / "source", tmp_path, **limits)
     file = write_gguf(path, tmp_path / "m.gguf")
-    found, expected = load_model_config(file), ModelConfig.load(path)
+    found, expected = load_model_config(file), load_config(path)
     assert found.unread_keys == () and found.layers == expected.layers
     assert worst(ours(Session(file)), ours(Session(path))) < 1e-5
 
@@ -177,7 +179,7 @@ HUB = CONFIGS[FLASH] | {
 
 def test_ling_flash_is_what_its_authors_say_it_is() -> None:
     """35 delta nets, 7 latent attentions, 124 billion weights, of which a token uses 5; limits behind layer 34."""
-    config = ModelConfig.from_dict(HUB)
+    config = config_from_dict(HUB)
     assert config.unread_keys == ()
     deltas = [mixer for mixer in config.mixers if isinstance(mixer, ChannelDelta)]
     attentions = [mixer for mixer in config.mixers if isinstance(mixer, Latent)]
@@ -201,7 +203,7 @@ def test_without_limits_shared_experts_count_as_routed_ones() -> None:
 
 def test_layers_behind_the_last_whole_group_are_attention() -> None:
     """As in the vendor's code, where no list says it."""
-    mixers = ModelConfig.from_dict(CONFIGS[FLASH] | {"num_hidden_layers": 8}).mixers
+    mixers = config_from_dict(CONFIGS[FLASH] | {"num_hidden_layers": 8}).mixers
     assert [isinstance(mixer, Latent) for mixer in mixers] == [False] * 5 + [True] * 3
 
 
@@ -226,11 +228,11 @@ def test_layers_behind_the_last_whole_group_are_attention() -> None:
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(CONFIGS[FLASH] | changes)
+        config_from_dict(CONFIGS[FLASH] | changes)
 
 
 def test_its_draft_layer_is_named_and_left_out() -> None:
-    config = ModelConfig.from_dict(HUB | {"num_nextn_predict_layers": 1})
+    config = config_from_dict(HUB | {"num_nextn_predict_layers": 1})
     assert config.drafts is None and config.unread_keys == ("num_nextn_predict_layers",)
     plan = resolve(EngineConfig(model="m"), config, machine(free=512 << 30))
     assert any("draft layers (MTP) are not loaded" in notice for notice in plan.notices)

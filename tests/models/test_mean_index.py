@@ -12,8 +12,6 @@ from torch import Tensor
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.norm import Norm
-from tandem.config.rope import Rope
 from tandem.errors import ConfigError
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
@@ -23,6 +21,8 @@ from tandem.mechanisms.mean_index.torch import ChooseBlocks, MeanWeights
 from tandem.mechanisms.token_index.pooled import PooledKeys
 from tandem.models.builder import rope_table
 from tandem.models.passing import Pass
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope
 
 GUESSES = 3  # rows that a ring has room for beside those that are asked for
 

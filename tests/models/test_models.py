@@ -13,8 +13,8 @@ from covering import one_of_each_type, pairwise
 from sessions import Session, ours, plan, prompts, reference, rms, worst
 from tandem import _core
 from tandem.architectures import FAMILIES
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
@@ -98,9 +98,9 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16_is(tiny_models
 
 
 def test_an_unknown_family_is_refused_with_what_is_missing(tiny_models):
-    config = ModelConfig.load(tiny_models["olmoe"])
+    config = load_config(tiny_models["olmoe"])
     with pytest.raises(ConfigError, match="'gpt2' is not supported: .* `kt models` lists the types that run"):
-        ModelConfig.from_dict({"model_type": "gpt2"})
+        config_from_dict({"model_type": "gpt2"})
     object.__setattr__(config, "model_type", "gpt2")
     with pytest.raises(ConfigError, match=KNOWN):
         build(config, plan(), open_checkpoint(tiny_models["olmoe"]), TorchOps())
@@ -108,7 +108,7 @@ def test_an_unknown_family_is_refused_with_what_is_missing(tiny_models):
 
 def test_loading_reports_progress_up_to_the_end(tiny_models):
     path, seen = tiny_models["glm4_moe"], []
-    config, checkpoint = ModelConfig.load(path), open_checkpoint(path)
+    config, checkpoint = load_config(path), open_checkpoint(path)
     build(config, plan(), checkpoint, TorchOps(), lambda *report: seen.append(report))
     assert len(seen) == len(config.layers) + 1
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)

@@ -12,7 +12,6 @@ from torch.nn.functional import layer_norm
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, Batch, make_batch, random_tables
 from tandem import _core
-from tandem.config.rope import still
 from tandem.errors import ConfigError, KernelError
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
@@ -20,6 +19,7 @@ from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.token_index.pooled import PooledIndex, PooledKeys, PoolWeights
 from tandem.mechanisms.token_index.shape import Index
 from tandem.models.passing import Pass
+from tandem.spec.rope import still
 
 GUESSES = 3  # rows that a ring has room for beside those that are asked for
 

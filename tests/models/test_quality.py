@@ -17,23 +17,25 @@ from typer.testing import CliRunner
 
 from covering import one_of_each
 from plans import GIB, MOE, machine, model_of
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.cli.quality_run import Request, measure
-from tandem.config import ModelConfig, Plan, StoredFormats
-from tandem.config.gpus import Gpu
 from tandem.engine.state.arrays import allocate
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError
+from tandem.machine.gpus import Gpu
 from tandem.mechanisms.experts.shape import Experts
 from tandem.mechanisms.shared_kv.shape import SharedKv
 from tandem.models import build
 from tandem.models.layers import DecoderLayer
+from tandem.planner.plan import Plan
 from tandem.quality import text as texts
 from tandem.quality.compare import Head
 from tandem.quality.measures import Divergence, divergences, kept_rows, losses, top_tokens
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
 from tandem.quality.stream import WORKSPACE_BYTES, LayerStream, Variant
+from tandem.spec.stored import StoredFormats
 from tiny import VARIANTS, file_tensors
 from windows import some_windows
 
@@ -356,7 +358,7 @@ def test_models_of_different_shape_are_refused(tiny_models, text_file: Path, tmp
     other = changed(path, tmp_path / "shorter", {})
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    assert len(ModelConfig.load(other).layers) == 2
+    assert len(load_config(other).layers) == 2
     with pytest.raises(ConfigError, match="has 3 layers, the reference 2"):
         measure(request(path, text_file, reference=str(other)))
 

@@ -20,12 +20,15 @@ from quantised_models import (
 )
 from sessions import Session, median, ours, prompts, reference, worst
 from tandem import _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.models.builder import _packed_parts
 from tandem.models.linear import SideBySide
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
 from tiny import VARIANTS, TinyModels
 
 
@@ -65,7 +68,7 @@ def test_decoded_in_float32(saved, name):
 def planned(path) -> Plan:
     """What the planner chooses for this checkpoint: codes stay codes."""
     stored = open_checkpoint(path).formats()
-    return resolve(EngineConfig(model=str(path)), ModelConfig.load(path), MACHINE, stored)
+    return resolve(EngineConfig(model=str(path)), load_config(path), MACHINE, stored)
 
 
 TORCH = ("experts int4", "fp8 + int4")  # plain torch is slow, and the same code for all

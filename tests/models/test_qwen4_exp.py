@@ -22,12 +22,13 @@ from hub_copies import keys_of
 from plans import machine, with_gpu
 from sessions import Session, ours, plan, prompts, reference, worst
 from tandem import _core
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.architectures.recurrent.qwen4_exp import primes
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, resolve
 from tandem.errors import CheckpointError, ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
@@ -37,6 +38,7 @@ from tandem.mechanisms.ngrams.shape import Ngram
 from tandem.mechanisms.ngrams.torch import Hashes, hashed, last_ids
 from tandem.models import build
 from tandem.models.passing import Pass
+from tandem.planner.resolve import resolve
 from tiny import BOS, EOS, VOCAB, save_tokenizer, settings
 
 VARIANTS = ["qwen4_exp", "qwen4_exp-tables"]
@@ -304,7 +306,7 @@ HUB: dict[str, Any] = CONFIGS[NEXT] | {
 def test_flash_next_is_what_its_authors_say_it_is() -> None:
     """36 delta nets and 12 attentions that choose: 125 billion weights, of which a token uses 6, and the head, beside a
     table of 51 billion."""
-    config = ModelConfig.from_dict({"model_type": "qwen4_exp", "text_config": HUB | {"model_type": "qwen4_exp_text"}})
+    config = config_from_dict({"model_type": "qwen4_exp", "text_config": HUB | {"model_type": "qwen4_exp_text"}})
     assert config.unread_keys == () and config.layers == named_config(NEXT, None).layers
     deltas = [mixer for mixer in config.mixers if isinstance(mixer, DeltaRule)]
     attentions = [mixer for mixer in config.mixers if isinstance(mixer, Gqa)]
@@ -324,7 +326,7 @@ def test_flash_next_is_what_its_authors_say_it_is() -> None:
 
 
 def test_layers_have_their_usual_kinds_where_none_are_given() -> None:
-    assert ModelConfig.from_dict(HUB | {"layer_types": None}).layers == ModelConfig.from_dict(HUB).layers
+    assert config_from_dict(HUB | {"layer_types": None}).layers == config_from_dict(HUB).layers
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -349,27 +351,27 @@ def test_layers_have_their_usual_kinds_where_none_are_given() -> None:
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(HUB | changes)
+        config_from_dict(HUB | changes)
 
 
 def test_it_stays_on_the_cpu(tiny_models) -> None:
-    plan = resolve(EngineConfig(model="m"), ModelConfig.load(tiny_models["qwen4_exp"]), with_gpu())
+    plan = resolve(EngineConfig(model="m"), load_config(tiny_models["qwen4_exp"]), with_gpu())
     why = next(each.reason for each in plan.decisions if each.name == "device")
     assert plan.gpu is None and "gated delta nets whose gate is a sigmoid" in why
     with pytest.raises(ConfigError, match="--device cuda: there are no GPU kernels for gated delta nets whose gate"):
-        resolve(EngineConfig(model="m", device="cuda"), ModelConfig.load(tiny_models["qwen4_exp"]), with_gpu())
+        resolve(EngineConfig(model="m", device="cuda"), load_config(tiny_models["qwen4_exp"]), with_gpu())
 
 
 def test_pages_have_whole_blocks(tiny_models) -> None:
     config = EngineConfig.from_keywords("m", page_size=6)
-    plan = resolve(config, ModelConfig.load(tiny_models["qwen4_exp"]), machine())
+    plan = resolve(config, load_config(tiny_models["qwen4_exp"]), machine())
     assert plan.page_size == 8 and any("--page-size 6 becomes 8" in notice for notice in plan.notices)
 
 
 def test_bits_are_the_same_in_every_batch(tiny_models) -> None:
     """As `--enable-deterministic-inference` promises, which takes the family."""
     config = EngineConfig(model="m", enable_deterministic_inference=True)
-    assert resolve(config, ModelConfig.load(tiny_models["qwen4_exp"]), machine()).deterministic
+    assert resolve(config, load_config(tiny_models["qwen4_exp"]), machine()).deterministic
     path, (a, b, c) = tiny_models["qwen4_exp"], map(with_ends, prompts())
     own = CpuOps(_core.WorkerPool([-1, -1]), _core.supported_tiers()[-1])
     alone, together = Session(path, ops=own), Session(path, ops=own)
@@ -382,7 +384,7 @@ def test_bits_are_the_same_in_every_batch(tiny_models) -> None:
 
 def test_made_up_weights_run(tiny_models) -> None:
     """As benches have them, whatever the sizes."""
-    config = ModelConfig.load(tiny_models["qwen4_exp-tables"])
+    config = load_config(tiny_models["qwen4_exp-tables"])
     session = Session(tiny_models["qwen4_exp-tables"])
     session.model = build(config, plan(), SyntheticCheckpoint(), TorchOps())  # type: ignore[arg-type]
     logits = session.step([(0, prompts()[0])])[0]

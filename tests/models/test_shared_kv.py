@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from sessions import Session, worst
 from tandem import LLM, SamplingParams, _core
-from tandem.config.rope import Rope
-from tandem.config.state import page_tokens, state_layout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
@@ -23,6 +21,8 @@ from tandem.mechanisms.shared_kv.torch import plain_attend
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights
 from tandem.models.batch import ForwardBatch
+from tandem.spec.rope import Rope
+from tandem.spec.state import page_tokens, state_layout
 
 OPS = ["torch", *_core.supported_tiers()]
 PROMPT, LONG = 41, 300

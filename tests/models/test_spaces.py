@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from folded_steps import TIERS, folds_of, step_of
-from tandem.config.norm import Norm
 from tandem.errors import KernelError
 from tandem.mechanisms.state_space.shape import StateSpace
 from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights, TorchSpaceFolds
+from tandem.spec.norm import Norm
 
 HEADS, GROUPS, KEYS, VALUES, LENGTH, SLOTS = 6, 2, 12, 21, 75, 4
 INNER, CHANNELS = HEADS * VALUES, HEADS * VALUES + 2 * GROUPS * KEYS

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from quantised_models import save_deepseek_names, save_quantised
 from sessions import Session, median, ours, prompts, reference, worst
 from tandem import LLM, _core
+from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import CONFIGS, named_config
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import stored_as
 from tandem.bench.synthetic import SyntheticCheckpoint
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
@@ -25,6 +25,7 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.token_index.shape import Index
+from tandem.spec.model_config import ModelConfig
 from tiny import VARIANTS, save_tiny, settings
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]
@@ -146,7 +147,7 @@ def test_a_checkpoint_of_fp8_blocks(blocks: Path, tmp_path: Path) -> None:
 def test_deepseek_v32_is_what_its_authors_say_it_is() -> None:
     """DeepSeek-V3 and an indexer in each of 61 layers; 128 numbers more per token and layer; MTP's layer apart."""
     keys = CONFIGS["deepseek-v32"] | {"num_nextn_predict_layers": 1, "ep_size": 1, "scoring_func": "sigmoid"}
-    config, base = ModelConfig.from_dict(keys), named_config("deepseek-v3", None)
+    config, base = config_from_dict(keys), named_config("deepseek-v3", None)
     each = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64
     assert config.dense_params - base.dense_params == 61 * each
     assert config.state_layout("bfloat16").token_bytes == 61 * (576 + 128) * 2
@@ -167,7 +168,7 @@ GLM_52 = settings(
 @pytest.mark.parametrize("left_out", [(), ("indexer_types",)])
 def test_glm_52_chooses_in_21_of_78_layers(left_out: tuple[str, ...]) -> None:
     keys = CONFIGS["glm-5"] | {key: value for key, value in GLM_52.items() if key not in left_out}
-    config = ModelConfig.from_dict(keys)
+    config = config_from_dict(keys)
     assert not config.unread_keys
     sources = [_index(config, i).reuse for i in range(78)]
     assert sources.count(None) == 21 and sources[:8] == [None, None, None, 2, 2, 2, None, 6]
@@ -177,7 +178,7 @@ def test_glm_52_chooses_in_21_of_78_layers(left_out: tuple[str, ...]) -> None:
 
 def test_patterns_of_letters() -> None:
     keys = CONFIGS["glm-5"] | {"num_hidden_layers": 5, "index_topk_pattern": "FSFSS"}
-    assert [_index(ModelConfig.from_dict(keys), i).reuse for i in range(5)] == [None, 0, None, 2, 2]
+    assert [_index(config_from_dict(keys), i).reuse for i in range(5)] == [None, 0, None, 2, 2]
 
 
 def _index(config: ModelConfig, layer: int) -> Index:
@@ -200,7 +201,7 @@ def _index(config: ModelConfig, layer: int) -> Index:
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(CONFIGS["glm-5"] | changes)
+        config_from_dict(CONFIGS["glm-5"] | changes)
 
 
 def test_a_step_reads_the_latents_of_chosen_tokens_and_all_keys_of_indexers() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tandem import _core
+from tandem.architectures.load import config_from_dict
 from tandem.checkpoint import open_checkpoint
-from tandem.config import EngineConfig, ModelConfig
-from tandem.config.choices.deferral import deferred_experts
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.step_rows import Step
 from tandem.kernels.this_machine import this_machine
@@ -23,6 +23,7 @@ from tandem.mechanisms.recurrence.tokens import Tokens
 from tandem.mechanisms.recurrence.torch import Folds, Taps, TorchFolds, taps_of
 from tandem.models import ForwardBatch
 from tandem.models.passing import Pass
+from tandem.planner.choices.deferral import deferred_experts
 from tandem.quality.stream import Variant
 from tiny import COMMON, VARIANTS
 
@@ -184,7 +185,7 @@ def test_what_is_missing_is_named(variant: str, key: str, value: object, message
     model_type, changes = VARIANTS[variant]
     keys = json.loads(AutoConfig.for_model(model_type, **(COMMON | changes)).to_json_string(use_diff=False))
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(keys | {key: value})
+        config_from_dict(keys | {key: value})
 
 
 def test_a_pattern_of_letters_is_the_list_of_words() -> None:
@@ -194,7 +195,7 @@ def test_a_pattern_of_letters_is_the_list_of_words() -> None:
     other = {key: value for key, value in keys.items() if key != "layers_block_type"} | {
         "hybrid_override_pattern": "ME*EME"
     }
-    assert ModelConfig.from_dict(other).layers == ModelConfig.from_dict(keys).layers
+    assert config_from_dict(other).layers == config_from_dict(keys).layers
 
 
 def test_experts_in_fewer_channels_are_never_late(tiny_models) -> None:

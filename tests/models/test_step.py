@@ -16,11 +16,12 @@ from gguf_files import write_gguf
 from sessions import Session, generated, ours, prompts, worst
 from tandem import _core
 from tandem.architectures.foreign.registry import model_class
+from tandem.architectures.load import config_from_dict
 from tandem.checkpoint import load_model_config
-from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.spec.model_config import ModelConfig
 
 ABSENT = ("rope_parameters", "layer_types", "mlp_layer_types", "num_sliding_attention_heads", "per_layer_config")
 
@@ -89,8 +90,8 @@ def test_a_gguf_file_turns_as_llama_3s_rule_says(text, tmp_path) -> None:
     config["rope_parameters"]["full_attention"] |= rule | {"original_max_position_embeddings": 64}
     (tmp_path / "llama3/config.json").write_text(json.dumps(config))
     found = turns(load_model_config(write_gguf(tmp_path / "llama3", tmp_path / "m.gguf")))
-    assert found == pytest.approx(turns(ModelConfig.from_dict(config)), rel=1e-6)
-    assert found != pytest.approx(turns(ModelConfig.from_dict(keys_of_text(text))), rel=0.1)
+    assert found == pytest.approx(turns(config_from_dict(config)), rel=1e-6)
+    assert found != pytest.approx(turns(config_from_dict(keys_of_text(text))), rel=0.1)
 
 
 def keys_of_text(text: Path) -> dict[str, Any]:
@@ -115,8 +116,8 @@ def test_the_hubs_keys_say_what_transformers_do(whole) -> None:
         "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0, 1.0], "use_head_wise_attn_gate": True, "att_impl_type": "GQA",
     }  # fmt: skip
     del hub["num_key_value_heads"], hub["n_routed_experts"], hub["num_experts_per_tok"]
-    found = ModelConfig.from_dict(hub)
-    assert found.layers == ModelConfig.from_dict(theirs).layers
+    found = config_from_dict(hub)
+    assert found.layers == config_from_dict(theirs).layers
     assert found.unread_keys == ("num_nextn_predict_layers",)
 
 
@@ -131,4 +132,4 @@ def test_the_hubs_keys_say_what_transformers_do(whole) -> None:
 )
 def test_what_is_not_computed_is_refused(whole, key, value, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_dict(keys_of(whole) | {key: value})
+        config_from_dict(keys_of(whole) | {key: value})

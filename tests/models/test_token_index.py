@@ -12,7 +12,6 @@ from torch import Tensor
 from kernel_cases import TIERS, require_tier
 from paged_batches import PAGE, IndexCase, check_choice
 from tandem import _core
-from tandem.config.rope import Rope
 from tandem.errors import KernelError
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
@@ -20,6 +19,7 @@ from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.token_index.cpu import CpuChosenAttention
 from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights, TorchTokenIndex, attend_chosen
+from tandem.spec.rope import Rope
 
 SHAPE = Index(20, 18, 9, Rope(1e4, 12, pairs="halves"))
 

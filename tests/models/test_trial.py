@@ -16,9 +16,9 @@ from gguf_files import write_gguf
 from quantised_models import BLOCKS, CHOICES, save_quantised
 from sessions import plan
 from tandem.checkpoint import load_model_config, open_checkpoint, with_experts
-from tandem.config import EngineConfig
 from tandem.engine.start.loader import load_parts
 from tandem.errors import CheckpointError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.reference import TorchOps
 from tandem.models import build, check_headers
 from tiny import VARIANTS, TinyModels, file_tensors

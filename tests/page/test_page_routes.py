@@ -15,8 +15,8 @@ import echo_engine
 import tandem.server.page
 from server_harness import LocalServer
 from server_requests import error_of, run
-from tandem.config import EngineConfig
 from tandem.errors import EngineError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.page import live
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from quiet_clock import PATIENCE
 from ranks.processes import processes_of_ranks
 from server_harness import ServerProcess, running, spawn_real
 from tandem import LLM, SamplingParams
-from tandem.config import Machine
+from tandem.machine.machine import Machine
 from tandem.server.ranks.processes import RankProcesses
 
 pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a rank needs a core")

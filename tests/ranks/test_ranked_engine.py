@@ -7,10 +7,11 @@ import pytest
 
 from ranked_engine import ranked_engine
 from tandem import LLM, SamplingParams
-from tandem.config import EngineConfig, Machine
 from tandem.engine.protocol import Grammar
 from tandem.engine.ranks.messages import StepList
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
 
 pytestmark = pytest.mark.skipif(len(Machine.detect_cpus().cores) < 2, reason="a rank needs a core")
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from quantised_models import BLOCKS, everything, experts_only, save_quantised
-from tandem.config import EngineConfig, Machine, Plan
-from tandem.config.gpus import Gpu
-from tandem.config.machine import TIERS, Core
-from tandem.config.ranks.ranked import own_side
 from tandem.engine.start.planning import planned
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import TIERS, Core, Machine
+from tandem.planner.plan import Plan
+from tandem.planner.ranks.ranked import own_side
 from tiny import VARIANTS, TinyModels, settings
 
 CORES = tuple(Core(cpu, cpu // 4, cpu // 4) for cpu in range(8))

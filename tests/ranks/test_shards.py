@@ -16,9 +16,6 @@ from rank_threads import with_ranks
 from sessions import Session, median, ours, plan, prompts, worst
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config.model_config import head_rows
-from tandem.config.ranks.cut import cut, divided, possible_ranks
-from tandem.config.ranks.shard import Shard
 from tandem.errors import ConfigError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.reference import decoded
@@ -26,6 +23,9 @@ from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.models import build
+from tandem.planner.ranks.cut import cut, divided, possible_ranks
+from tandem.spec.model_config import head_rows
+from tandem.spec.shard import Shard
 from tiny import VARIANTS, TinyModels, settings
 
 BLOCK_COUNT, SUMMANDS = 12, 64

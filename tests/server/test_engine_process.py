@@ -17,9 +17,9 @@ import zmq
 from fake_model import VOCAB, FakeModel, fake_config, fake_engine, fake_plan
 from idle_engine import PLAN, IdleEngine
 from quiet_clock import PATIENCE
-from tandem.config import EngineConfig
 from tandem.engine.protocol import ExpertTraffic, GenerateRequest, LookAtExperts, SamplingParams
 from tandem.errors import EngineError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import engine_process
 from tandem.server.engine_process import EngineLoop, LoadedEngine, load_engine, run_engine, warm_up
 from tandem.server.messages import FromEngine, StartEngine, StartFailed, StepOutputs, StopEngine

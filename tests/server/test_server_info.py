@@ -18,7 +18,7 @@ from echo_tokenizer import END, EchoTokenizer
 from server_harness import LocalServer, listening_server
 from server_requests import CHAT, error_of, run, user
 from tandem import __version__
-from tandem.config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 
 
 def test_tokens():

@@ -21,8 +21,8 @@ import pytest
 
 from quiet_clock import PATIENCE, QuietClock
 from server_harness import ServerProcess, echo_code, free_port, running, spawn, spawn_echo
-from tandem.config import EngineConfig
 from tandem.errors import EngineError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import launch, load_progress
 from tandem.server.engine_process import load_engine
 from tandem.server.launch import greeting

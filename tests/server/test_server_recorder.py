@@ -12,11 +12,11 @@ import idle_engine
 from recorded_steps import generate, tiny_engine
 from server_harness import ServerProcess, local_server, running, spawn_real
 from tandem.checkpoint import load_model_config
-from tandem.config import EngineConfig
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.expert_statistics import expert_placement
 from tandem.experts.placement import load_counts, place
 from tandem.experts.usage.usage_file import read_usage
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.gpu_plan import GpuPlan
 from tandem.server.engine_process import LoadedEngine
 
 ROUTES = [f"/{action}_expert_distribution_record" for action in ("start", "stop", "dump")]

@@ -12,8 +12,8 @@ import echo_engine
 from echo_tokenizer import EchoTokenizer
 from server_harness import LocalServer
 from server_requests import CHAT, error_of, run, user
-from tandem.config import EngineConfig
 from tandem.engine import limits as engine_limits
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import limits
 
 

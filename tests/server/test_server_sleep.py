@@ -17,8 +17,8 @@ import pytest
 from quiet_clock import PATIENCE
 from server_harness import ServerProcess, running, spawn_echo, spawn_real
 from supervision import answer, engine_path, request, until
-from tandem.config import EngineConfig
 from tandem.errors import ConfigError, EngineError, RequestError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import supervisor
 from tandem.server.engine_client import ASLEEP, EngineClient
 from tandem.server.metrics import ServerMetrics

@@ -7,7 +7,7 @@ import json
 
 import echo_engine
 from server_harness import LocalServer, local_server
-from tandem.config.speculation.choice import SpeculationPlan
+from tandem.planner.choices.speculation import SpeculationPlan
 
 WORDS = "one two three one two three one two three four one two three"
 SPECULATION = SpeculationPlan("NGRAM", 7, governed=False, least_match=3)

@@ -14,8 +14,8 @@ import pytest
 
 from quiet_clock import PATIENCE
 from supervision import answer, engine_path, request, until
-from tandem.config import EngineConfig
 from tandem.errors import ConfigError, EngineError, RequestError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import supervisor
 from tandem.server.engine_client import EngineClient
 from tandem.server.metrics import ServerMetrics

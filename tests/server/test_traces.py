@@ -14,8 +14,8 @@ import pytest
 import echo_engine
 from server_harness import LocalServer
 from server_requests import CHAT, run, user
-from tandem.config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.guard import traces as module
 from tandem.server.guard.traces import OpenTelemetry, traces_of
 

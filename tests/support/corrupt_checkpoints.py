@@ -266,8 +266,10 @@ def load(model: Path) -> None:
     """Everything that `kt serve` does with the files before it serves."""
     from tandem import models
     from tandem.checkpoint import load_model_config, open_checkpoint
-    from tandem.config import EngineConfig, Machine, resolve
+    from tandem.flags.engine_config import EngineConfig
     from tandem.kernels.reference import TorchOps
+    from tandem.machine.machine import Machine
+    from tandem.planner.resolve import resolve
 
     config = load_model_config(model)
     plan = resolve(EngineConfig(model=str(model), dtype="float32"), config, Machine.detect())

@@ -20,16 +20,16 @@ import torch
 
 from echo_tokenizer import END, EOS, VOCAB, EchoTokenizer
 from fake_model import fake_config, fake_plan
-from tandem.config import EngineConfig
-from tandem.config.choices.decision import Decision
-from tandem.config.forecast.ledger import RAM, VRAM, Entry, Ledger
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import ExpertMeter
 from tandem.engine.protocol import ExpertStats
 from tandem.engine.start.parts import EngineParts
 from tandem.errors import ConfigError, EngineError
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.decision import Decision
+from tandem.planner.choices.speculation import SpeculationPlan
+from tandem.planner.forecast.ledger import RAM, VRAM, Entry, Ledger
 from tandem.server.engine_process import LoadedEngine
 
 PAGES, CONTEXT = 2048, 4096

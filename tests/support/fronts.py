@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from quiet_clock import PATIENCE
-from tandem.config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import launch
 from tandem.server.front.app import FrontApp
 from tandem.server.front.child import Child

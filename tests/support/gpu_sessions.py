@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem import LLM, SamplingParams, _core
+from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
-from tandem.config import ModelConfig, Plan
-from tandem.config.gpu_plan import GpuPlan
-from tandem.config.ranks.cut import cut
-from tandem.config.ranks.shard import Shard
 from tandem.engine.engine import Engine
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.llm import Generation
@@ -30,6 +27,10 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.models import ForwardBatch, build
+from tandem.planner.gpu_plan import GpuPlan
+from tandem.planner.plan import Plan
+from tandem.planner.ranks.cut import cut
+from tandem.spec.shard import Shard
 from tiny import VOCAB
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Session:
         from tandem.engine.start.gpu_side import begin_step, gpu_side, order_posts
         from tandem.engine.step.batch import StepShape
 
-        config = ModelConfig.load(path)
+        config = load_config(path)
         config = config if meeting is None else cut(config, Shard(meeting.rank, meeting.ranks))
         experts = config.routed_experts
         made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
@@ -197,7 +198,7 @@ def batch_of(rows: list[int], first: int, count: int) -> ForwardBatch:
 
 @cache
 def on_the_cpu(path: Path, dtype: str) -> Tensor:
-    config = ModelConfig.load(path)
+    config = load_config(path)
     fmt = "f32" if dtype == "float32" else "bf16"
     made = replace(plan(0.0, (), 0), dtype=dtype, expert_format=fmt, gpu=None)
     model = build(config, made, open_checkpoint(path), CpuOps(_core.WorkerPool([-1, -1]), made.tier))

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from tandem.config import EngineConfig, Plan
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.plan import Plan
 from tandem.server.engine_process import LoadedEngine
 
 PLAN = Plan(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.config import EngineConfig, Machine, ModelConfig, Norm, Plan, StoredFormat, resolve
-from tandem.config.gpus import Gpu
-from tandem.config.layers import pre_norm
-from tandem.config.machine import TIERS, Core
-from tandem.config.rope import Rope
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu
+from tandem.machine.machine import TIERS, Core, Machine
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Experts, Moe
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.router.shape import Router
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.layers import pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope
+from tandem.spec.stored import StoredFormat
 
 GIB = 1 << 30
 NORM = Norm(1e-5)

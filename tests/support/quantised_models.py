@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import stored_formats as formats
-from tandem.config import Machine
-from tandem.config.machine import TIERS, Core
+from tandem.machine.machine import TIERS, Core, Machine
 from tiny import file_tensors, settings
 
 Choice = Callable[[str], str | None]

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts
@@ -15,6 +14,7 @@ from tandem.engine.start.parts import EngineParts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
 from tandem.experts.usage.usage_file import UsageRecord, read_usage
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.router.shape import Router
 

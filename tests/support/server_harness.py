@@ -23,7 +23,7 @@ import echo_engine
 import echo_tokenizer
 import tandem
 from quiet_clock import PATIENCE
-from tandem.config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import engine_client, launch
 from tandem.server.app import create_app
 from tandem.server.engine_process import EngineLoop, LoadedEngine
@@ -185,7 +185,8 @@ def echo_code(loader: str, load_tokenizer: str = "load_tokenizer", **flags: Any)
     once: tests/server/test_server_supervisor.py looks at the pauses."""
     loader = loader if ":" in loader else f"echo_engine:{loader}"
     return (
-        "import sys, echo_tokenizer; from tandem.config import EngineConfig; from tandem.server.launch import serve; "
+        "import sys, echo_tokenizer; from tandem.flags.engine_config import EngineConfig; "
+        "from tandem.server.launch import serve; "
         "from tandem.server import supervisor; supervisor.LONGEST_PAUSE_SECONDS = 0.05; "
         f"sys.exit(serve(EngineConfig(model='echo', **{flags!r}), "
         f"loader={loader!r}, load_tokenizer=echo_tokenizer.{load_tokenizer}))"

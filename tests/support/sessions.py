@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from tandem import LLM, SamplingParams
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import Plan
-from tandem.config.ranks.cut import cut
-from tandem.config.ranks.shard import ALONE
-from tandem.config.state import page_tokens
 from tandem.engine.state.arrays import allocate
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.reference import TorchOps
 from tandem.models import ForwardBatch, build
+from tandem.planner.plan import Plan
+from tandem.planner.ranks.cut import cut
+from tandem.spec.shard import ALONE
+from tandem.spec.state import page_tokens
 from tiny import VOCAB
 
 PAGE_SIZE, PAGES = 4, 12

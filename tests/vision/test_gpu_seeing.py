@@ -11,8 +11,8 @@ import torch
 from fake_model import run, token_ids
 from gpu import needs_cuda
 from seeing_requests import ONE, TWO, request
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.flags.engine_config import EngineConfig
 from tiny_seeing import FAMILIES, IMAGE, Prompt, image, oracle, patches, prompt, reference, save_seeing, text
 from walking import encoded, pixels_of
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from plans import machine
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.checkpoint import load_model_config
-from tandem.config import EngineConfig, ModelConfig, resolve
-from tandem.config.choices.images import TEXT_ONLY
-from tandem.config.vision import Processor, Tower
-from tandem.config.vision_costs import FEATURE_BYTES, feature_bytes, image_flops, image_seconds, tower_params
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.images import TEXT_ONLY
+from tandem.planner.resolve import resolve
+from tandem.planner.vision_costs import FEATURE_BYTES, feature_bytes, image_flops, image_seconds, tower_params
+from tandem.spec.vision import Processor, Tower
 from tiny import file_tensors
 from tiny_seeing import PROCESSOR, SEEING, save_seeing
 
@@ -76,10 +78,10 @@ def test_what_files_say_of_pixels(paths, tmp_path) -> None:
     assert load_model_config(paths["qwen3_vl_moe"]).tower.processor == PROCESSOR
     config = json.loads((paths["qwen3_vl_moe"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ModelConfig.load(tmp_path).tower.processor == Processor(patch=4)
+    assert load_config(tmp_path).tower.processor == Processor(patch=4)
     nested = {"image_processor": {"min_pixels": 1024, "max_pixels": 4096, "image_mean": [0.1, 0.2, 0.3]}}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
-    found = ModelConfig.load(tmp_path).tower.processor
+    found = load_config(tmp_path).tower.processor
     assert (found.min_pixels, found.max_pixels, found.mean) == (1024, 4096, (0.1, 0.2, 0.3))
 
 
@@ -93,7 +95,7 @@ WRONG = {
 def test_pixels_that_are_not_made_so_are_refused_by_name(paths, tmp_path, key: str) -> None:
     (tmp_path / "config.json").write_text((paths["qwen3_5_moe"] / "config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({key: WRONG[key]}))
-    model = ModelConfig.load(tmp_path)
+    model = load_config(tmp_path)
     assert model.tower is None and model.blind.startswith("preprocessor_config.json") and key in model.blind
     assert any(said.endswith(model.blind) for said in planned(tmp_path).notices)
 
@@ -108,16 +110,16 @@ TOWERS = {
 def test_towers_that_are_not_computed_are_refused_by_name(paths, key: str) -> None:
     config = json.loads((paths["qwen3_vl_moe"] / "config.json").read_text())
     config["vision_config"][key] = TOWERS[key]
-    model = ModelConfig.from_dict(config)
+    model = config_from_dict(config)
     assert model.tower is None and model.blind.startswith("config.json: vision_config")
 
 
 def test_parts_of_a_position_alternate_as_long_as_they_have_pairs(paths) -> None:
     config = json.loads((paths["qwen3_vl_moe"] / "config.json").read_text())
     config["text_config"]["rope_parameters"]["mrope_section"] = [6, 4, 2]
-    assert ModelConfig.from_dict(config).tower.axes == (0, 1, 2, 0, 1, 2, 0, 1, 0, 0, 1, 0)
+    assert config_from_dict(config).tower.axes == (0, 1, 2, 0, 1, 2, 0, 1, 0, 0, 1, 0)
     config["text_config"]["rope_parameters"]["mrope_section"] = [12]
-    assert "mrope_section" in ModelConfig.from_dict(config).blind
+    assert "mrope_section" in config_from_dict(config).blind
 
 
 def test_a_cap_bounds_both_limits() -> None:

@@ -12,11 +12,11 @@ import torch
 
 from fake_model import run, token_ids
 from seeing_requests import ONE, OTHER, PLAIN, PROMPTS, TALL, TWO, WIDE, check, request
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest
 from tandem.engine.vision.spans import PixelSource
 from tandem.errors import RequestError
+from tandem.flags.engine_config import EngineConfig
 from tiny_seeing import FAMILIES, Prompt, image, oracle, prompt, save_drafted, save_seeing, text
 
 PAGE = 4

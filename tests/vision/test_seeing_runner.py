@@ -11,12 +11,12 @@ import torch
 from fake_model import run, token_ids
 from replayed_graphs import NotedHandoff, NotedStart, without_gpu
 from seeing_requests import ONE, PLAIN, PROMPTS, check, request
-from tandem.config import EngineConfig
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sequence import Chunk, Sequence, show
 from tandem.engine.start.loader import load_parts
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.gpu_plan import GpuPlan
 from tiny_seeing import save_seeing
 
 

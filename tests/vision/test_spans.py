@@ -7,11 +7,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tandem.config.choices.images import TEXT_ONLY
-from tandem.config.vision import Processor, Tower
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.vision.spans import ImageSpan, PixelSource, check_images
 from tandem.errors import RequestError
+from tandem.planner.choices.images import TEXT_ONLY
+from tandem.spec.vision import Processor, Tower
 
 PROCESSOR = Processor(patch=4, min_pixels=64, max_pixels=1024)
 TOWER = Tower(2, 8, 2, 8, 4, 8, placeholder=9, start=7, end=8, processor=PROCESSOR)

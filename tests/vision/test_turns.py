@@ -7,8 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from tandem.config.host_memory import graph_input_bytes
-from tandem.config.vision import Tower
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.pool import GraphPool
 from tandem.engine.graphs.prefill_graphs import ChunkInputs
@@ -18,6 +16,8 @@ from tandem.engine.step.batch import BatchArrays, moved
 from tandem.engine.step.path import Path, background_path_of, path_of
 from tandem.engine.vision.rows import ImageRows
 from tandem.models import ForwardBatch
+from tandem.planner.host_memory import graph_input_bytes
+from tandem.spec.vision import Tower
 from tiny_seeing import PROCESSOR, Prompt, image, oracle, prompt, save_seeing, text
 
 PAGE, CPU, REGION = 4, torch.device("cpu"), 1000

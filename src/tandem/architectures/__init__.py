@@ -35,10 +35,10 @@ from tandem.architectures.recurrent import (
 )
 from tandem.architectures.shared import text_part
 from tandem.architectures.windows import afmoe, exaone_moe, laguna, mimo_v2_flash, step3p7
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
-from tandem.config.rope import one_rope
 from tandem.errors import ConfigError
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.rope import one_rope
 
 _ALL = (
     afmoe.FAMILY, bailing_hybrid.FAMILY, bailing_moe.FAMILY, *deepseek.FAMILIES, deepseek_v4.FAMILY,

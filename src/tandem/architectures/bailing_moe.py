@@ -9,8 +9,8 @@ from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.glm4_moe import LING_RENAMES
 from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layer_count, model, moe, softmax_router
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = Names(shared="mlp.shared_experts")
 UNUSED = ("embedding_dropout", "output_dropout", "router_dtype")

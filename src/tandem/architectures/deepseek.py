@@ -9,12 +9,12 @@ from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.glm4_moe import STEMS
 from tandem.architectures.names import Names
 from tandem.architectures.shared import layer_count, model, moe, sigmoid_router, text_part, with_drafts
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
-from tandem.config.rope import read_rope, rope_keys, softmax_factor
 from tandem.errors import ConfigError
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.router.shape import Router
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.rope import read_rope, rope_keys, softmax_factor
 
 NAMES = Names(shared="mlp.shared_experts")
 

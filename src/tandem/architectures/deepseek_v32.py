@@ -21,11 +21,11 @@ from tandem.architectures.shared import (
     sigmoid_router,
     with_drafts,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.token_index.shape import Index
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 Pairs = Literal["halves", "neighbours"]
 KINDS = "indexed_attention", "deepseek_sparse_attention"

@@ -10,18 +10,18 @@ from tandem.architectures.family import Family
 from tandem.architectures.gguf.deepseek_v4 import DEEPSEEK_V4
 from tandem.architectures.names import DraftNames, Names
 from tandem.architectures.shared import activation, assembled, epsilon, layer_count, moe, positive
-from tandem.config.activation import Activation
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import pre_norm
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.rope import Rope, read_rope
-from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.router.shape import Router
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.streams.shape import Hyper
+from tandem.spec.activation import Activation
+from tandem.spec.drafts import Drafts
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope, read_rope
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = (SLIDING, SPARSE, HEAVY)

@@ -15,8 +15,8 @@ from tandem.architectures.shared import (
     sigmoid_router,
     windowed,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

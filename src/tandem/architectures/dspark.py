@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.config.json_keys import DRAFT_LAYERS, JsonKeys
-from tandem.config.model_config import ModelConfig
-from tandem.config.speculation.drafts import Drafts, GuessBlock
+from tandem.spec.drafts import Drafts, GuessBlock
+from tandem.spec.json_keys import DRAFT_LAYERS, JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 KEYS = "dspark_"
 BLOCK_SIZE = f"{KEYS}block_size"

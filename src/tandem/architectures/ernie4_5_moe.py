@@ -8,10 +8,10 @@ from typing import Any
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layer_count, model, moe
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.mechanisms.router.shape import Router
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = Names(router_bias="mlp.moe_statics.e_score_correction_bias", shared="mlp.shared_experts")
 IN_MEMORY = replace(NAMES, router_bias="mlp.gate.moe_statics.e_score_correction_bias")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tandem.architectures.names import PLAIN_DRAFT_NAMES, DraftNames, Names, Renames
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 SIGMOID = 2  # of GGUF's expert_gating_func; 1 is softmax
 

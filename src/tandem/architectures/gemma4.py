@@ -21,14 +21,14 @@ from tandem.architectures.shared import (
     softmax_router,
     text_part,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Layer
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Beside, Moe
 from tandem.mechanisms.grouped_query.shape import Gqa, Values
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Block, Layer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
 
 NAMES = Names(
     norms=("input_layernorm", "pre_feedforward_layernorm"), router="router.proj",

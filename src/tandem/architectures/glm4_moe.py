@@ -8,8 +8,8 @@ from typing import Any
 from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names, Renames
 from tandem.architectures.shared import gqa, layer_count, model, moe, sigmoid_router, text_part, with_drafts
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = Names(shared="mlp.shared_experts")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family
 from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router, with_drafts
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

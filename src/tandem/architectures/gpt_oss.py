@@ -8,15 +8,15 @@ from typing import Any
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names
 from tandem.architectures.shared import assembled, epsilon, gqa, layer_kinds, moe
-from tandem.config.activation import Activation
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import pre_norm
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 from tandem.mechanisms.experts.shape import Experts, Moe
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.router.shape import Router
+from tandem.spec.activation import Activation
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
 
 KINDS = ("sliding_attention", "full_attention")
 ROPE = {

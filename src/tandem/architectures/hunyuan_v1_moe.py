@@ -8,10 +8,10 @@ from typing import Any
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names, Renames
 from tandem.architectures.shared import gqa, layer_count, model, moe, softmax_router
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
-from tandem.config.rope import rope_keys
 from tandem.errors import ConfigError
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.rope import rope_keys
 
 NAMES = Names(shared="mlp.shared_mlp")
 RENAMES = Renames(

@@ -7,8 +7,8 @@ from typing import Any
 from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, Names
 from tandem.architectures.shared import gqa, layers_after_dense, model, moe, sigmoid_router
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = Names(router="mlp.router.gate", router_bias="mlp.expert_bias", shared="mlp.shared_mlp")
 IN_MEMORY = Names(router_bias="mlp.e_score_correction_bias", shared="mlp.shared_experts")

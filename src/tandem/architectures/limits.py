@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.architectures.shared import layer_count
-from tandem.config.activation import Activation
-from tandem.config.json_keys import JsonKeys
 from tandem.errors import ConfigError
 from tandem.mechanisms.experts.shape import Moe
+from tandem.spec.activation import Activation
+from tandem.spec.json_keys import JsonKeys
 
 
 def of_layers(keys: JsonKeys, key: str, default: Any) -> list[Any]:

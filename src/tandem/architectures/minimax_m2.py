@@ -10,9 +10,9 @@ from tandem.architectures.mixtral import NAMES as MIXTRAL
 from tandem.architectures.mixtral import STEMS as MIXTRAL_STEMS
 from tandem.architectures.names import Names
 from tandem.architectures.shared import gqa, layer_count, model, moe, softmax_router
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = replace(MIXTRAL, router_bias="block_sparse_moe.e_score_correction_bias")
 IN_MEMORY = Names(router_bias="mlp.e_score_correction_bias")

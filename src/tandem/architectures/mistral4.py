@@ -9,11 +9,11 @@ from tandem.architectures import deepseek
 from tandem.architectures.deepseek import NAMES, latent
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.shared import layers_after_dense, model, moe, sigmoid_router, text_part
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
-from tandem.config.rope import rope_keys
 from tandem.errors import ConfigError
 from tandem.mechanisms.latent.shape import Latent, QueryScale
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.rope import rope_keys
 
 BETA = 0.1  # of what queries grow with
 ROPE = {

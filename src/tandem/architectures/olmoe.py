@@ -7,8 +7,8 @@ from typing import Any
 from tandem.architectures.family import Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER
 from tandem.architectures.shared import gqa, layer_count, model, moe, softmax_router
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

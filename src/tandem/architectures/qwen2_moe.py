@@ -16,8 +16,8 @@ from tandem.architectures.shared import (
     softmax_router,
     sparse_step_layers,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = Names(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 

@@ -9,8 +9,8 @@ from tandem.architectures.names import GGUF_DECODER
 from tandem.architectures.qwen2_moe import gguf_experts
 from tandem.architectures.shared import gqa, model, moe, softmax_router, sparse_step_layers, text_part
 from tandem.architectures.vision import with_tower
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from tandem.config.activation import Activation, ActivationKind
-from tandem.config.json_keys import DRAFT_LAYERS, JsonKeys
-from tandem.config.layers import Attention, Layer, Mixer, pre_norm
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.rope import Rope, one_rope, positions_of, read_rope, rope_keys, still
-from tandem.config.speculation.drafts import Drafts
 from tandem.errors import ConfigError
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Experts, Moe
 from tandem.mechanisms.grouped_query.shape import Gqa, QkNorm
 from tandem.mechanisms.router.shape import Router
+from tandem.spec.activation import Activation, ActivationKind
+from tandem.spec.drafts import Drafts
+from tandem.spec.json_keys import DRAFT_LAYERS, JsonKeys
+from tandem.spec.layers import Attention, Layer, Mixer, pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope, one_rope, positions_of, read_rope, rope_keys, still
 
 
 def text_part(keys: JsonKeys, part: str = "text_config") -> JsonKeys:

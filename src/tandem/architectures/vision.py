@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
-from tandem.config.rope import rope_keys
-from tandem.config.vision import Processor, Tower
 from tandem.errors import ConfigError
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.rope import rope_keys
+from tandem.spec.vision import Processor, Tower
 
 Numbers = tuple[int, ...]
 SIDES = 3  # parts of a position: in time, downwards, across

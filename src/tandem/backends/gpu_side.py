@@ -15,8 +15,6 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.backends.host import Host
-from tandem.config import EngineConfig, ModelConfig
-from tandem.config.activation import SILU, Activation
 from tandem.experts import ExpertStore
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
@@ -24,9 +22,12 @@ from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.mailbox import Mailbox
 from tandem.experts.placement import ExpertPlacement, load_counts, place
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.ops import GpuOps
 from tandem.kernels.ops import Routing
+from tandem.spec.activation import SILU, Activation
+from tandem.spec.model_config import ModelConfig
 
 _log = logging.getLogger(__name__)
 FAILED = 3  # exit status of an engine whose experts have failed

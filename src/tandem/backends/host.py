@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem.config.ranks.shard import ALONE, Shard
+from tandem.spec.shard import ALONE, Shard
 
 CPU = torch.device("cpu")
 

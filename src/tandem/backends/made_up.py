@@ -12,10 +12,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tandem.config import StoredFormats
-from tandem.config.ranks.shard import ALL
-from tandem.config.stored import UNQUANTISED
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.shard import ALL
+from tandem.spec.stored import UNQUANTISED, StoredFormats
 
 POOL_WEIGHTS, STARTS = 1 << 26, 4096
 WEIGHT_SIZE = 0.02  # standard deviation, as models are initialised

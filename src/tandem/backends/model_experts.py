@@ -20,15 +20,12 @@ from tandem.backends.made_up import MadeUpExperts
 from tandem.backends.own_experts import OwnExperts
 from tandem.backends.planning import beginning_at, check_model, experts_plan, share_of, threads_text
 from tandem.checkpoint import Checkpoint, load_model_config, open_checkpoint, with_experts
-from tandem.config import EngineConfig, ModelConfig
-from tandem.config.choices.left_to_ram import asked_experts
-from tandem.config.in_place import stored_in
-from tandem.config.ranks.ranked import expert_unit
 from tandem.engine.start.loader import for_loading, model_directory
 from tandem.engine.start.packed_start import packed_cache
 from tandem.errors import CacheDamaged, ConfigError
 from tandem.experts import Experts, ExpertStore
 from tandem.experts.hybrid_experts import HybridExperts
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.this_machine import these_cpus
@@ -38,6 +35,10 @@ from tandem.mechanisms.experts.cost import cut_experts
 from tandem.mechanisms.experts.shape import Moe
 from tandem.models.builder import Builder
 from tandem.models.model import names_of
+from tandem.planner.choices.left_to_ram import asked_experts
+from tandem.planner.in_place import stored_in
+from tandem.planner.ranks.ranked import expert_unit
+from tandem.spec.model_config import ModelConfig
 
 
 class ModelExperts:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from tandem.config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 
 OPTIONS = (
     "kt_weight_path", "kt_method", "kt_cpuinfer", "kt_threadpool_count", "kt_numa_nodes", "kernel_tier",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation
 from tandem.experts import CpuExperts, LayerFeed
 from tandem.experts.cpu_experts import Ticket
 from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.cache import KeptLayer
+from tandem.spec.activation import SILU, Activation
 
 
 class OwnExperts:

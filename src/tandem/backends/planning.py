@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.backends.host import Host
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats
-from tandem.config.choices.threads import Threads, plan_threads
-from tandem.config.expert_format import dense_choice, dtype_of, stored_or_asked
-from tandem.config.memory import gib
-from tandem.config.model_config import STORED
-from tandem.config.planner.one_plan import kernel_tier
-from tandem.config.ranks.ranked import own_side
 from tandem.errors import ConfigError, DoesNotFit
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
+from tandem.planner.choices.threads import Threads, plan_threads
+from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
+from tandem.planner.memory import gib
+from tandem.planner.one_plan import kernel_tier
+from tandem.planner.plan import Plan
+from tandem.planner.ranks.ranked import own_side
+from tandem.spec.model_config import STORED, ModelConfig
+from tandem.spec.stored import StoredFormats
 
 
 def check_model(model: ModelConfig) -> None:

@@ -8,8 +8,10 @@ import re
 import tempfile
 from pathlib import Path
 
-from tandem.config import ModelConfig, StoredFormats
+from tandem.architectures.load import config_from_dict
 from tandem.errors import ConfigError
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormats
 
 
 def _qwen3(
@@ -237,7 +239,7 @@ def _words(name: str) -> list[str]:
 
 def named_config(name: str, layers: int | None) -> ModelConfig:
     """The architecture, with its first `layers` layers only, dense and MoE ones in the order that it has them in."""
-    return ModelConfig.from_dict(named_keys(name, layers))
+    return config_from_dict(named_keys(name, layers))
 
 
 def named_keys(name: str, layers: int | None) -> dict[str, object]:
@@ -256,7 +258,7 @@ def named_keys(name: str, layers: int | None) -> dict[str, object]:
 def named_subject(name: str) -> tuple[ModelConfig, StoredFormats]:
     """The architecture, and how its published checkpoint stores it. Raises ConfigError."""
     keys = named_keys(name, None)
-    model = ModelConfig.from_dict(keys)
+    model = config_from_dict(keys)
     if "quantization_config" not in keys:
         return model, StoredFormats()
     from tandem.checkpoint.glance.from_names import formats_from_names  # torch: names alone must not load it

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from tandem import _core
-from tandem.config import Machine
 from tandem.kernels.packed.experts import PackedExperts
+from tandem.machine.machine import Machine
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MIN_BURST_SECONDS = 5e-3

@@ -16,13 +16,15 @@ from tandem.bench.known_quality import quality_lines
 from tandem.bench.peers import check_installed, llama_cpp_rate, transformers_rate
 from tandem.bench.rows import machine_name, of_bench, stamp, write
 from tandem.checkpoint import demo_dir, resolve_model
-from tandem.config import EngineConfig, Machine, Plan
-from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.start.loader import load_parts, model_directory
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.workers import planned_pool
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.bound import bytes_per_step
+from tandem.planner.plan import Plan
 
 PROMPT_TOKENS = 32
 WARM_STEPS = 4  # before each timed run

@@ -11,11 +11,14 @@ from rich.table import Table
 
 from tandem.bench.architectures import named_config
 from tandem.bench.stored import experts_of, stored_as
-from tandem.config import EngineConfig, Machine, Plan, resolve
 from tandem.engine.step.path import Choice, background_path_of, path_of
 from tandem.engine.step.planned import PlannedFacts, StepSizes
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import this_machine
+from tandem.machine.machine import Machine
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
 
 T = TypeVar("T")
 Wish = list[T] | None

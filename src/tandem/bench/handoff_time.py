@@ -6,9 +6,9 @@ import statistics
 
 import torch
 
-from tandem.config import ModelConfig
 from tandem.engine.start.gpu_side import GpuSide
 from tandem.kernels.ops import Routing
+from tandem.spec.model_config import ModelConfig
 
 
 def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:

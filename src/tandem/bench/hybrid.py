@@ -36,10 +36,6 @@ from tandem.bench.rows import machine_name, shown, stamp
 from tandem.bench.step_bound import gpu_step_bytes, paired_share
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, resolve
-from tandem.config.cuda_graphs import split_sizes
-from tandem.config.forecast.bound import experts_seconds
-from tandem.config.ranks.ranked import ranked
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
@@ -55,10 +51,18 @@ from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.stream import ExpertStream
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import caller_on, planned_pool
+from tandem.machine.machine import Machine
+from tandem.planner.cuda_graphs import split_sizes
+from tandem.planner.forecast.bound import experts_seconds
+from tandem.planner.plan import Plan
+from tandem.planner.ranks.ranked import ranked
+from tandem.planner.resolve import resolve
+from tandem.spec.model_config import ModelConfig
 
 WARM_STEPS = 5
 READ_SECONDS = 0.1

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from tandem import _core
-from tandem.config import ModelConfig, Plan
-from tandem.config.choices.beside_gpu import host_share
-from tandem.config.gpu_plan import dense_bytes
-from tandem.config.host_memory import host_memory
-from tandem.config.model_config import draft_experts, rope_bytes
-from tandem.config.stored import UNQUANTISED, StoredFormats
 from tandem.kernels.free_memory import return_free_memory
+from tandem.planner.choices.beside_gpu import host_share
+from tandem.planner.gpu_plan import dense_bytes
+from tandem.planner.host_memory import host_memory
+from tandem.planner.plan import Plan
+from tandem.spec.model_config import ModelConfig, draft_experts, rope_bytes
+from tandem.spec.stored import UNQUANTISED, StoredFormats
 
 _STATUS = Path("/proc/self/status")
 PROBE_BYTES = 32 << 20

@@ -26,12 +26,13 @@ from tandem.bench.ceilings import measure_flops
 from tandem.bench.probes import GpuSpeeds, gpu_speeds
 from tandem.bench.rows import machine_name, say, stamp
 from tandem.bench.stored import format_name
-from tandem.config import Machine, ModelConfig
-from tandem.config.forecast.attention import attention_flops
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.step.batch import SequenceRows, host_batch
 from tandem.errors import ConfigError
+from tandem.machine.machine import Machine
 from tandem.models import ForwardBatch
+from tandem.planner.forecast.attention import attention_flops
+from tandem.spec.model_config import ModelConfig
 
 SPLITS = 100
 WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0}  # the share of the experts in CPU memory that travels

@@ -17,9 +17,9 @@ import torch
 from tandem import _core
 from tandem.bench.attention_flops import attention_flops
 from tandem.bench.ceilings import DramReader, typical_flops
-from tandem.config import Machine
-from tandem.config.forecast.speeds import MEASURED, Speeds
 from tandem.kernels.workers import machine_pool
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.speeds import MEASURED, Speeds
 
 QUICK_BYTES = 512 << 20  # at least: a virtual machine does not see all of its host's cache
 THREAD_BYTES = 128 << 20  # of the buffer, for each thread, which fills its own part

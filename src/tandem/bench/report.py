@@ -19,15 +19,15 @@ from tandem.bench.probes import MachineProbe
 from tandem.bench.rows import commit
 from tandem.bench.sample import verified
 from tandem.checkpoint import with_draft_config
-from tandem.config import EngineConfig
-from tandem.config.forecast.advice import Question
-from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.config.forecast.report import Asked, report
-from tandem.config.machine import Machine
 from tandem.engine.start.model_files import inspect
 from tandem.engine.start.planning import model_at, stored_at
+from tandem.flags.engine_config import EngineConfig
 from tandem.hub.names import shown_name
 from tandem.kernels.this_machine import this_machine
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.planner.forecast.report import Asked, report
 
 PRIVATE = frozenset((
     "model", "kt_weight_path", "api_key", "api_key_file", "host", "init_expert_location", "packed_cache",

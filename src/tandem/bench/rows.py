@@ -18,8 +18,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.machine import Machine
-from tandem.config.small_files import write_whole
+from tandem.machine.machine import Machine
+from tandem.spec.small_files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console

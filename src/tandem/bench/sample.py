@@ -23,14 +23,6 @@ from tandem.bench.ceilings import DramReader, last_level_cache_bytes
 from tandem.bench.probes import MachineProbe, buffer_reader, read_beside
 from tandem.bench.stored import FORMATS, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
-from tandem.config import ModelConfig, Plan, resolve
-from tandem.config.choices.cached import cached_as
-from tandem.config.forecast.advice import Question
-from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.config.forecast.prediction import Prediction
-from tandem.config.forecast.report import Asked
-from tandem.config.layers import Layer
-from tandem.config.model_config import STORED
 from tandem.engine.engine import Engine
 from tandem.engine.expert_statistics import expert_usage
 from tandem.engine.protocol import GenerateRequest, SamplingParams
@@ -39,6 +31,15 @@ from tandem.engine.start.parts import EngineParts
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.workers import planned_pool
 from tandem.mechanisms.cost import cost_of
+from tandem.planner.choices.cached import cached_as
+from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.planner.forecast.prediction import Prediction
+from tandem.planner.forecast.report import Asked
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
+from tandem.spec.layers import Layer
+from tandem.spec.model_config import STORED, ModelConfig
 
 VOCAB = 4096  # a small head, which is counted apart
 LEAST_DEPTH = 3  # periods of layers of the deeper sample, where the model has as many

@@ -16,12 +16,13 @@ from tandem.bench.ceilings import measure_read_gbps
 from tandem.bench.load_client import Answer, Load, LoadClient, LoadError
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import stamp, write
-from tandem.config import EngineConfig, Machine
-from tandem.config.forecast.bound import bytes_per_step
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import planned
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.bound import bytes_per_step
 
 WARM_UP = Load(requests=2, input_len=32, output_len=4, concurrency=2, seed=-1)
 _ERRORS_SHOWN = 3

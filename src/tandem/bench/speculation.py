@@ -17,14 +17,15 @@ from rich.table import Table
 from tandem.bench.gaps.made_up import made_up_parts, write_folder
 from tandem.bench.rows import machine_name, progress, stamp, write
 from tandem.bench.told.governed import governed, governed_text
-from tandem.config import EngineConfig, Machine
-from tandem.config.speculation.choice import DRAFT_ALGORITHMS, SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, SpeculationPlan
 
 _CODE = "\n".join(  # of some thirty lines
     [inspect.getsource(PrefillPace.observe), inspect.getsource(PrefillPace.step_tokens)]

@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tandem.config import ModelConfig, StoredFormats
-from tandem.config.forecast.bound import experts_seconds
-from tandem.config.model_config import past_bytes
+from tandem.planner.forecast.bound import experts_seconds
+from tandem.spec.model_config import ModelConfig, past_bytes
+from tandem.spec.stored import StoredFormats
 
 
 def gpu_step_bytes(model: ModelConfig, stored: StoredFormats, batch: int, context: int) -> int:

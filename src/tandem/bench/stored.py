@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tandem.checkpoint.survey import stored_formats
-from tandem.config import ModelConfig, StoredFormats
-from tandem.config.expert_format import EXPERT_FORMATS
-from tandem.config.model_config import STORED, number_params
 from tandem.errors import ConfigError
 from tandem.formats.quant_format import QuantFormat
+from tandem.planner.expert_format import EXPERT_FORMATS
+from tandem.spec.model_config import STORED, ModelConfig, number_params
+from tandem.spec.stored import StoredFormats
 
 FORMATS = {
     "bf16": QuantFormat("bf16"),

@@ -17,8 +17,6 @@ from torch import Tensor
 from tandem.bench.formats import as_stored
 from tandem.bench.stored import FORMATS
 from tandem.checkpoint.parts import is_expert
-from tandem.config.activation import SILU, Activation
-from tandem.config.ranks.shard import ALL
 from tandem.experts import ExpertMatrices, Experts
 from tandem.experts.feed import LayerFeed
 from tandem.experts.handoff import Handoff
@@ -32,6 +30,8 @@ from tandem.kernels.cpu import PackedExperts
 from tandem.kernels.gpu.experts import GpuExperts
 from tandem.kernels.ops import ExpertBiases, Lookup, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
+from tandem.spec.activation import SILU, Activation
+from tandem.spec.shard import ALL
 
 POOL_WEIGHTS = 1 << 26
 CODED_ROWS = 1024, 512, 256, 128  # multiples of all blocks of scales

@@ -31,15 +31,17 @@ from tandem.bench.sample import (
     with_experts,
 )
 from tandem.bench.stored import stored_as
-from tandem.config import EngineConfig, Machine, Plan
-from tandem.config.forecast.advice import Question
-from tandem.config.forecast.ledger import VRAM
-from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-from tandem.config.forecast.prediction import CONTEXT, PROMPT
-from tandem.config.forecast.speeds import GIB, Speeds
-from tandem.config.gpus import Gpu, detect_gpus
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu, detect_gpus
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.advice import Question
+from tandem.planner.forecast.ledger import VRAM
+from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
+from tandem.planner.forecast.prediction import CONTEXT, PROMPT
+from tandem.planner.forecast.speeds import GIB, Speeds
+from tandem.planner.plan import Plan
 
 CLOSE = 0.03  # of what is planned, by which the GPU memory in use may differ
 HOLDER = """

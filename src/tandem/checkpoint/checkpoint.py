@@ -22,11 +22,11 @@ from tandem.checkpoint.stored_matrix import Stored
 from tandem.checkpoint.survey import stored_formats, survey
 from tandem.checkpoint.tables.readers import ignored, lookup_of
 from tandem.checkpoint.tables.stored_rows import stored_rows, stored_tables
-from tandem.config import StoredFormats
-from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.shard import ALL
+from tandem.spec.stored import StoredFormats
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

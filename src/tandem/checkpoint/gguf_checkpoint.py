@@ -23,12 +23,12 @@ from tandem.checkpoint.parts import is_table
 from tandem.checkpoint.survey import stored_formats
 from tandem.checkpoint.tables.readers import ignored, lookup_of
 from tandem.checkpoint.tables.stored_rows import Piece, StoredRows
-from tandem.config import StoredFormat, StoredFormats
-from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.shard import ALL
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 
 class GGUFCheckpoint:

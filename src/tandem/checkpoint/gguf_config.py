@@ -17,8 +17,8 @@ from tandem.architectures import GGUF
 from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import layer_of
-from tandem.config.json_keys import outside
 from tandem.errors import CheckpointError
+from tandem.spec.json_keys import outside
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 # Tokens that end an answer whatever else does, where a vocabulary has them; a file names only one or two of them.

@@ -22,8 +22,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from tandem.checkpoint.mapped.pages import Pages
-from tandem.config.small_files import lfs_pointer, unreadable
 from tandem.errors import CheckpointError
+from tandem.spec.small_files import lfs_pointer, unreadable
 
 MAGIC = b"GGUF"
 HEADER_LIMIT = 64 << 20  # bytes of metadata and tensor list; the largest vocabularies take 20 MB

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tandem.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from tandem.checkpoint.mapped.pages import Pages
-from tandem.config.small_files import unreadable
 from tandem.errors import CheckpointError
+from tandem.spec.small_files import unreadable
 
 SUFFIX = ".gguf"
 T = TypeVar("T", int, float, bool, str)

@@ -16,12 +16,12 @@ from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import Place, places, with_parts
 from tandem.checkpoint.mapped.cut import own_columns
 from tandem.checkpoint.parts import squeezed
-from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError
 from tandem.formats.codes import Weight
 from tandem.formats.cut import numbers
 from tandem.formats.gguf_blocks import GGUF_CODES
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.shard import ALL
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WHOLE = {"I32": torch.int32}

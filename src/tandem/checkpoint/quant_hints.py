@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.json_keys import read_json
 from tandem.errors import CheckpointError
+from tandem.spec.json_keys import read_json
 
 KEY = "quantization_config"
 METHODS = (

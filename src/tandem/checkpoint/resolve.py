@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from tandem.checkpoint.gguf_model import SUFFIX, is_gguf, split_files
-from tandem.config.env import DEMO, cache_dir
-from tandem.config.small_files import unreadable
 from tandem.errors import CheckpointError, HubError
+from tandem.flags.env import DEMO, cache_dir
 from tandem.hub.files import gguf_variants
 from tandem.hub.names import HubName, hub_name
 from tandem.hub.snapshot import cache_root, find_snapshot
+from tandem.spec.small_files import unreadable
 
 
 def demo_dir() -> Path:

@@ -11,18 +11,20 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.checkpoint import checkpoint as safetensors
 from tandem.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tandem.checkpoint.gguf_config import config_json, generation_json
 from tandem.checkpoint.gguf_model import is_gguf, open_gguf
 from tandem.checkpoint.glance.kt_packed import check_not_kt_packed
 from tandem.checkpoint.tables.readers import ignored
-from tandem.config import ModelConfig, StoredFormats
-from tandem.config.json_keys import read_json
-from tandem.config.ranks.shard import ALL
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.json_keys import read_json
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.shard import ALL
+from tandem.spec.stored import StoredFormats
 
 Lookup = Callable[[Tensor], Tensor]
 """Ids, int64 [T] → rows [T, K], in the stored dtype, or float32 where codes are stored."""
@@ -125,13 +127,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load_model_config(path: Path) -> ModelConfig:
-    """The architecture, from config.json or from a GGUF file's metadata. Raises as `ModelConfig.load`."""
+    """The architecture, from config.json or from a GGUF file's metadata. Raises as `load_config`."""
     if not is_gguf(path):
         _check_not_an_adapter(path)
-        return ModelConfig.load(path)
+        return load_config(path)
     model = open_gguf(path)
     try:
-        return ModelConfig.from_dict(config_json(model), generation_json(model))
+        return config_from_dict(config_json(model), generation_json(model))
     except ConfigError as error:
         raise ConfigError(f"{path}, its metadata read as a config.json: {error}") from error
 

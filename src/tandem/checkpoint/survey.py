@@ -11,8 +11,8 @@ from tandem.checkpoint.layouts import detect
 from tandem.checkpoint.parts import Part, Parts, codes_part, is_expert, is_table, one_expert
 from tandem.checkpoint.quant_hints import QuantHints
 from tandem.checkpoint.stored_matrix import FLOATS, Stored
-from tandem.config.stored import StoredFormat, StoredFormats
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 Survey = Mapping[str, tuple[Stored, int]]
 """Module → how one of its matrices is stored, and how many weights it has in all experts together."""

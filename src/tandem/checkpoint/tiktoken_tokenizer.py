@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.checkpoint.gguf_tokenizer import PRE, all_merges
-from tandem.config.small_files import lfs_pointer, read_text
 from tandem.errors import CheckpointError
+from tandem.spec.small_files import lfs_pointer, read_text
 
 FILE = "tiktoken.model"
 KIND = "TikTokenTokenizer"

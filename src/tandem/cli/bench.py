@@ -13,7 +13,7 @@ import typer
 from tandem.bench.architectures import NAMES
 from tandem.bench.told.flags import check_flags
 from tandem.cli.other_names import Group
-from tandem.config.speculation.choice import check_algorithm, default_guesses
+from tandem.planner.choices.speculation import check_algorithm, default_guesses
 
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
@@ -308,7 +308,7 @@ def serve(
 
     Example: kt bench serve demo --long-prompt 4000 --plot gaps.png
     """
-    from tandem.config import env
+    from tandem.flags import env
 
     flags = tuple(word for text in flag or () for word in shlex.split(text))
     if long_prompt is not None:
@@ -397,7 +397,7 @@ def report(
     Example: kt bench report Qwen/Qwen3-30B-A3B --kt-method INT4
     """
     from tandem.bench.report import lines, write
-    from tandem.config import EngineConfig
+    from tandem.flags.engine_config import EngineConfig
 
     argv = (
         context.args

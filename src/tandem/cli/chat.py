@@ -48,7 +48,7 @@ def chat(
     from rich.console import Console
 
     from tandem.cli.chat_client import ChatClient
-    from tandem.config import env
+    from tandem.flags import env
 
     client = ChatClient(_url(host, port), api_key or env.api_key(), temperature, max_tokens, system, model)
     Conversation(client, Console(highlight=False, soft_wrap=True)).run()

@@ -10,7 +10,7 @@ from tandem.cli import doctor_checks as checks
 from tandem.cli import doctor_container as container
 from tandem.cli import doctor_gpus as gpus
 from tandem.cli.doctor_checks import Finding
-from tandem.config import Machine
+from tandem.machine.machine import Machine
 
 
 def doctor() -> None:

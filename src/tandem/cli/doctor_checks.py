@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.cli.version import installed_version
-from tandem.config import Machine
-from tandem.config.forecast.speeds import Speeds, gpu_model
-from tandem.config.gpus import LEAST_CAPABILITY, Gpu, equals
-from tandem.config.memory import gib
+from tandem.machine.gpus import LEAST_CAPABILITY, Gpu, equals
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.speeds import Speeds, gpu_model
+from tandem.planner.memory import gib
 
 DEMO_BYTES = 1 << 30  # weights, the base file and what lies beside them while building
 LOW_BANDWIDTH = 15.0  # GB/s; one channel of old memory

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tandem.cli.doctor_checks import Finding, read_text
-from tandem.config import Machine
-from tandem.config.machine import cores_of, cpu_list_text, parse_cpu_list
-from tandem.config.memory import gib
 from tandem.errors import EngineError
+from tandem.machine.machine import Machine, cores_of, cpu_list_text, parse_cpu_list
+from tandem.planner.memory import gib
 
 NVIDIA = "0x10de"  # PCI's number of the maker
 DISPLAY = ("0x0300", "0x0302")  # PCI classes: VGA, 3D controller

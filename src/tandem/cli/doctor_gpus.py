@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 
 from tandem.cli.doctor_checks import Finding
-from tandem.config import Machine
-from tandem.config.env import visible_gpus
-from tandem.config.gpus import Gpu, ask_nvidia_smi, equals, present_gpus
+from tandem.flags.env import visible_gpus
+from tandem.machine.gpus import Gpu, ask_nvidia_smi, equals, present_gpus
+from tandem.machine.machine import Machine
 
 Ask = Callable[..., str]
 Pair = tuple[int, int]

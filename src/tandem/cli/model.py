@@ -30,9 +30,9 @@ def pull(
 
     Example: kt model pull Qwen/Qwen3-30B-A3B
     """
-    from tandem.config import EngineConfig
     from tandem.engine.start.model_files import pull as fetch_newest
     from tandem.engine.start.planning import planned
+    from tandem.flags.engine_config import EngineConfig
     from tandem.kernels.this_machine import this_machine
 
     config = EngineConfig.from_keywords(name)

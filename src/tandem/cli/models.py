@@ -57,7 +57,7 @@ def models(
 def _of_name(table: Table, name: str) -> Runs | list[Runs]:
     """Of a path, a model or a type; several where `name` is how more than one begin. Raises TandemError."""
     from tandem.architectures.model_types import rows_called, type_of_name
-    from tandem.config.env import DEMO
+    from tandem.flags.env import DEMO
     from tandem.hub.names import may_be_path
 
     if name == DEMO or may_be_path(name):
@@ -95,9 +95,9 @@ def _of_path(name: str) -> Runs:
     tell_at_once(f"looking at {name} …")
     from tandem.architectures.model_types import Runs
     from tandem.checkpoint import load_model_config, resolve_model
-    from tandem.config.gpu_plan import without_kernels
-    from tandem.config.model_config import why_alone
     from tandem.errors import ConfigError
+    from tandem.planner.gpu_plan import without_kernels
+    from tandem.spec.model_config import why_alone
 
     path = resolve_model(name)
     try:

@@ -12,11 +12,14 @@ import typer
 if TYPE_CHECKING:
     from tandem.bench.probes import MachineProbe
     from tandem.bench.sample import Verified
-    from tandem.config import EngineConfig, Machine, ModelConfig, StoredFormats
-    from tandem.config.forecast.advice import Question
-    from tandem.config.forecast.machine_spec import MachineWish
-    from tandem.config.forecast.report import Asked
-    from tandem.config.forecast.speeds import Speeds
+    from tandem.flags.engine_config import EngineConfig
+    from tandem.machine.machine import Machine
+    from tandem.planner.forecast.advice import Question
+    from tandem.planner.forecast.machine_spec import MachineWish
+    from tandem.planner.forecast.report import Asked
+    from tandem.planner.forecast.speeds import Speeds
+    from tandem.spec.model_config import ModelConfig
+    from tandem.spec.stored import StoredFormats
 
 Subject = tuple["ModelConfig", "StoredFormats"]
 NAMES = "deepseek-v3, kimi-k2, qwen3.5-35b-a3b, qwen3-30b-a3b-fp8, glm-4.5-air, …"
@@ -66,11 +69,11 @@ def plan(
 
     tell_at_once("looking at the model and this machine …")
     from tandem.cli.plan_text import show
-    from tandem.config.forecast.advice import Question
-    from tandem.config.forecast.compare import compare as compared
-    from tandem.config.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
-    from tandem.config.forecast.report import Asked, report
     from tandem.engine.start.planning import check_statistics
+    from tandem.planner.forecast.advice import Question
+    from tandem.planner.forecast.compare import compare as compared
+    from tandem.planner.forecast.machine_spec import MachineWish, assumed_text, wished_machine, wished_speeds
+    from tandem.planner.forecast.report import Asked, report
 
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
     if verify:
@@ -107,8 +110,8 @@ def _verified(question: Question, probe: MachineProbe, wanted: Asked) -> Verifie
 
 def _config(argv: list[str], named: str | None) -> tuple[EngineConfig, tuple[str, ...]]:
     """The flags that can be met, and why the others cannot. Raises ConfigError where no model is named."""
-    from tandem.config import EngineConfig
     from tandem.errors import ConfigError
+    from tandem.flags.engine_config import EngineConfig
 
     found, refused = EngineConfig.possible([*([] if named is None else [named]), *argv])
     if found is None:

@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.cli.serve import VALUE_WIDTH
-from tandem.config.choices.decision import Decision
-from tandem.config.forecast.advice import Way
-from tandem.config.forecast.compare import Row
-from tandem.config.forecast.ledger import Ledger
-from tandem.config.forecast.prediction import Prediction, Range
-from tandem.config.forecast.report import Report
-from tandem.config.forecast.speeds import Speeds
-from tandem.config.memory import gib
+from tandem.planner.choices.decision import Decision
+from tandem.planner.forecast.advice import Way
+from tandem.planner.forecast.compare import Row
+from tandem.planner.forecast.ledger import Ledger
+from tandem.planner.forecast.prediction import Prediction, Range
+from tandem.planner.forecast.report import Report
+from tandem.planner.forecast.speeds import Speeds
+from tandem.planner.memory import gib
 
 ROUNDING_BYTES = 1 << 20  # the KV cache is whole pages
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from tandem.cli.app import fail
 from tandem.cli.serve import possible_config
-from tandem.config.memory import gib
 from tandem.engine.children import signal_at_end_of
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import Planned
 from tandem.errors import TandemError, exit_status
+from tandem.planner.memory import gib
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,9 +58,9 @@ def say_coming(planned: Planned, nbytes: int) -> None:
 def _speed_text(planned: Planned) -> str:
     """From how fast this machine reads its memory, which takes a second to measure."""
     from tandem.bench.probes import cpu_speeds
-    from tandem.config.forecast.machine_spec import MachineWish, wished_speeds
-    from tandem.config.forecast.prediction import Case, predict
     from tandem.kernels.this_machine import this_machine
+    from tandem.planner.forecast.machine_spec import MachineWish, wished_speeds
+    from tandem.planner.forecast.prediction import Case, predict
 
     machine = this_machine()
     speeds = wished_speeds(MachineWish(), machine, cpu_speeds(machine, planned.plan.tier))

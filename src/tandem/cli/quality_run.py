@@ -19,12 +19,12 @@ from rich.table import Table
 from tandem import __version__
 from tandem.bench.rows import commit
 from tandem.checkpoint import demo_dir, resolve_model
-from tandem.config import Machine
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.start.shown_steps import shown_steps
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
+from tandem.machine.machine import Machine
 from tandem.quality import text as texts
 from tandem.quality.compare import Candidate, Comparison, Measured
 from tandem.quality.saved_logits import Origin, SavedLogits, writing

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tandem.config import EngineConfig
-from tandem.config.engine_config import FLAGS
-from tandem.config.env import DEMO, cache_dir
-from tandem.config.flags import Flag
 from tandem.errors import ConfigError, TandemError
+from tandem.flags.engine_config import FLAGS, EngineConfig
+from tandem.flags.env import DEMO, cache_dir
+from tandem.flags.flags import Flag
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tandem.config import Plan
+    from tandem.planner.plan import Plan
 
 VALUE_WIDTH = 24  # of a choice: the reason beside it must have room on 80 columns
 _EXAMPLES = """[bold]kt serve[/] MODEL [dim]\\[flags][/]   (= python -m tandem.launch_server --model MODEL)

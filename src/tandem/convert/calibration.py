@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.activation import SILU, Activation
 from tandem.experts.cpu_experts import Experts
 from tandem.experts.feed import LayerFeed
 from tandem.kernels.ops import ExpertBiases, Routing, SureRead
@@ -24,6 +23,7 @@ from tandem.kernels.packed.cache import KeptLayer
 from tandem.kernels.reference import activated
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
+from tandem.spec.activation import SILU, Activation
 
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 _TYPICAL_TOKENS = (

@@ -22,7 +22,6 @@ from torch import Tensor
 from tandem.architectures import FAMILIES
 from tandem.architectures.names import ExpertNames
 from tandem.checkpoint.checkpoint import open_checkpoint
-from tandem.config.json_keys import read_json
 from tandem.convert import record
 from tandem.convert.calibration import Calibration, LayerInputs, expert_of, siblings
 from tandem.convert.compensate import compensated
@@ -34,6 +33,7 @@ from tandem.convert.source import Module, Source
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight
 from tandem.quality.text import Windows
+from tandem.spec.json_keys import read_json
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes of the source done, bytes in all
 

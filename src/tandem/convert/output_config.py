@@ -10,12 +10,12 @@ from typing import Any
 
 from tandem.checkpoint.demo import MANIFEST
 from tandem.checkpoint.mapped.shards import INDEX
-from tandem.config.json_keys import read_json
-from tandem.config.small_files import write_whole
 from tandem.convert.layout import Layout
 from tandem.convert.methods import Method
 from tandem.convert.record import RECORD
 from tandem.convert.source import Module, Source
+from tandem.spec.json_keys import read_json
+from tandem.spec.small_files import write_whole
 
 CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.config.json_keys import read_json
-from tandem.config.small_files import write_whole
 from tandem.errors import CheckpointError, ConfigError
+from tandem.spec.json_keys import read_json
+from tandem.spec.small_files import write_whole
 
 RECORD = "conversion.json"
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.config.small_files import sync_directory
 from tandem.convert.methods import Part
 from tandem.errors import CheckpointError
+from tandem.spec.small_files import sync_directory
 
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,

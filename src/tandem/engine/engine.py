@@ -11,8 +11,6 @@ from time import perf_counter
 
 from torch import Tensor
 
-from tandem.config import EngineConfig
-from tandem.config.gpu_scratch import MOST_SHARED_SECONDS
 from tandem.engine.answer import Answers
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
@@ -42,8 +40,10 @@ from tandem.engine.vision.encoder import Encoder, encoder_of
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
 from tandem.experts.usage.recorder import ExpertRecorder
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.kernels.kernel_loads import kernel_loads
+from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS
 
 _log = logging.getLogger(__name__)
 

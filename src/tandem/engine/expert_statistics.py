@@ -13,9 +13,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tandem.config import EngineConfig, ModelConfig, Plan
-from tandem.config.env import recorder_dir
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.protocol import ExpertsRecorded, ExpertStats, ExpertTraffic
 from tandem.engine.step.step import Turn
 from tandem.errors import RequestError
@@ -25,6 +22,11 @@ from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, load_counts, place
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import ExpertRecorder, RecorderOptions, Rows
+from tandem.flags.engine_config import EngineConfig
+from tandem.flags.env import recorder_dir
+from tandem.planner.gpu_plan import GpuPlan
+from tandem.planner.plan import Plan
+from tandem.spec.model_config import ModelConfig
 
 READ_SECONDS = 1.0
 

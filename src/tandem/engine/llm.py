@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 
 import msgspec
 
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.offline.calls import Calls
 from tandem.engine.offline.images import Pictures
@@ -29,6 +28,7 @@ from tandem.engine.start.sampling_defaults import sampling_defaults
 from tandem.engine.text import prompt as prompts
 from tandem.engine.text.reasoning_format import begun_text, detect_reasoning_format
 from tandem.engine.vision.spans import ImageSpan
+from tandem.flags.engine_config import EngineConfig
 
 
 class LLM:

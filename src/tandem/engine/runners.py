@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.config.state import StateLayout
 from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays, allocate
 from tandem.engine.step.batch import StepShape
+from tandem.spec.state import StateLayout
 
 
 def layout_of(parts: EngineParts) -> StateLayout:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tandem.config.vision import Tower
 from tandem.engine.grammar.matcher import GrammarMatcher
 from tandem.engine.protocol import SamplingParams, TokenLogprob
 from tandem.engine.sampling.masks import RowMasks
@@ -18,6 +17,7 @@ from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.vision.rows import ImageRows
 from tandem.engine.vision.seen import SequenceImages
 from tandem.engine.vision.spans import ImageSpan
+from tandem.spec.vision import Tower
 
 
 class Status(enum.Enum):

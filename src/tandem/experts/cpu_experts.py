@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation
 from tandem.experts.feed import LayerFeed
 from tandem.kernels.ops import ExpertBiases, ExpertLayer, Routing, SureRead
 from tandem.kernels.packed.cache import KeptLayer
+from tandem.spec.activation import SILU, Activation
 
 
 class Experts(Protocol):

@@ -6,13 +6,13 @@ from functools import partial
 
 import torch
 
-from tandem.config.activation import SILU, Activation
 from tandem.experts.handoff import Handoff
 from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.residency import Tier, count_on, slots_in_use
 from tandem.experts.slot_tables import SlotTable, SlotTables
 from tandem.kernels.gpu.ops import GpuOps
+from tandem.spec.activation import SILU, Activation
 
 
 class HybridStore:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tandem import _core
-from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels import gates
@@ -38,6 +37,7 @@ from tandem.kernels.ops import (
 )
 from tandem.kernels.recorded import OnlyAllocations, RecordedStep
 from tandem.mechanisms.slices import bound_by
+from tandem.spec.activation import SILU, Activation
 
 
 def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.state import LANES
+from tandem.spec.state import LANES
 
 
 def gated(x: Tensor, gate: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ranks.group import Group
+from tandem.spec.activation import SILU, Activation
 
 
 @dataclass(frozen=True, slots=True)

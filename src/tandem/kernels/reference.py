@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.cut import one_tensor
@@ -38,6 +37,7 @@ from tandem.kernels.ops import (
     SureRead,
 )
 from tandem.mechanisms.slices import bound_by
+from tandem.spec.activation import SILU, Activation
 
 
 def round_to_format(weight: Weight, fmt: str) -> Tensor:

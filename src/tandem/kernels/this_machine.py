@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tandem import _core
-from tandem.config.machine import Machine
+from tandem.machine.machine import Machine
 
 
 def this_machine() -> Machine:

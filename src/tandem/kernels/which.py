@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tandem import _core
-from tandem.config.gpu_scratch import CODES_PAIRS
+from tandem.spec.gpu_scratch import CODES_PAIRS
 
 FEW_TOKENS = 16  # up to here every (token, expert) pair streams its weights; from there on tiles share them
 MANY_TOKENS, MANY_PAIRS = (

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tandem._core import WorkerPool
-from tandem.config.choices.threads import Threads
-from tandem.config.machine import Machine
-from tandem.config.plan import Plan
+from tandem.machine.machine import Machine
+from tandem.planner.choices.threads import Threads
+from tandem.planner.plan import Plan
 
 
 def planned_pool(plan: Plan | Threads) -> WorkerPool:

@@ -3,4 +3,3 @@
 `shape` and `cost` import no kernel, so that planner and configurations may ask them.
 """
 
-import tandem.config  # noqa: F401  # first: it imports the shapes, and they import its parts

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.rope import Rope
-from tandem.config.stored import StoredFormats, Table
 from tandem.mechanisms.slices import has_part, part_of
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.rope import Rope
+from tandem.spec.stored import StoredFormats, Table
 
 Shape = TypeVar("Shape")
 

@@ -7,7 +7,6 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
-from tandem.config import ModelConfig, Plan
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.ops import Ops
@@ -19,6 +18,8 @@ from tandem.models.model import Model
 from tandem.models.passing import States
 from tandem.models.trial import check_headers
 from tandem.models.vision.tower import with_stored_tower
+from tandem.planner.plan import Plan
+from tandem.spec.model_config import ModelConfig
 
 
 class AnyModel(Protocol):

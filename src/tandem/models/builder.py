@@ -12,13 +12,6 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
-from tandem.config import ModelConfig, Plan
-from tandem.config import rope as config_rope
-from tandem.config.model_config import STORED, drafts, moe_index
-from tandem.config.norm import Norm
-from tandem.config.ranks.shard import ALL, Share, Size, cuts_of, whole_of
-from tandem.config.stored import Table
-from tandem.config.vision import image_turns
 from tandem.errors import CheckpointError, KernelError
 from tandem.experts import CpuExperts, ExpertFeed, ExpertMatrices, Experts, ExpertStore
 from tandem.experts.feed import LayerMatrices, packable
@@ -31,6 +24,13 @@ from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts import shape as shapes
 from tandem.models.linear import SideBySide
 from tandem.models.names import check_groups
+from tandem.planner.plan import Plan
+from tandem.spec import rope as config_rope
+from tandem.spec.model_config import STORED, ModelConfig, drafts, moe_index
+from tandem.spec.norm import Norm
+from tandem.spec.shard import ALL, Share, Size, cuts_of, whole_of
+from tandem.spec.stored import Table
+from tandem.spec.vision import image_turns
 
 Orders = Sequence[Sequence[slice]]
 """Pieces of the rows of several matrices."""

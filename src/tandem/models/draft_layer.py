@@ -11,11 +11,6 @@ from torch import Tensor
 
 from tandem.architectures import family_of
 from tandem.architectures.names import BLOCK_NAMES, DraftNames, Names
-from tandem.config import ModelConfig
-from tandem.config.layers import ResidualStreams
-from tandem.config.norm import Norm
-from tandem.config.speculation.choice import DRAFT_ALGORITHMS, why_one_token
-from tandem.config.speculation.drafts import window_of
 from tandem.errors import CheckpointError, ConfigError
 from tandem.kernels.ops import Linear
 from tandem.kernels.step_rows import step_rows
@@ -24,6 +19,11 @@ from tandem.models.builder import Builder
 from tandem.models.layers import decoder_layer
 from tandem.models.passing import Pass, States
 from tandem.models.residual import OneStream, Residual, norm_channels, summed_up
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, why_one_token
+from tandem.spec.drafts import window_of
+from tandem.spec.layers import ResidualStreams
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
 
 
 class DraftLayer:

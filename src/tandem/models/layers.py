@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.model_config import layer_of
-from tandem.config.norm import Norm
-from tandem.config.ranks.cut import divided
-from tandem.config.state import State
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import SureRead
 from tandem.kernels.ranks.group import Group
@@ -19,6 +15,10 @@ from tandem.models.builder import Builder
 from tandem.models.operator import Operator, Routed, TakesStreams, operator_of
 from tandem.models.passing import Pass
 from tandem.models.residual import Residual, norm_channels, residual_of, scale_of
+from tandem.planner.ranks.cut import divided
+from tandem.spec.model_config import layer_of
+from tandem.spec.norm import Norm
+from tandem.spec.state import State
 
 
 @dataclass(frozen=True, slots=True)

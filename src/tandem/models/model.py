@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tandem.architectures import family_of
 from tandem.architectures.names import Names
-from tandem.config import ModelConfig
-from tandem.config.model_config import head_rows
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, Ops, Recorded
 from tandem.models.batch import ForwardBatch, Seen
@@ -24,6 +22,7 @@ from tandem.models.operator import Routed
 from tandem.models.passing import Pass, States
 from tandem.models.residual import OneStream, Residual, end_of, norm_channels, settle, widened
 from tandem.models.vision.tower import tower_of
+from tandem.spec.model_config import ModelConfig, head_rows
 
 # Steps of few rows are recorded: in those, Python's part of the time is worth the memory of all their intermediate
 # results (some twenty arrays of rows * hidden a layer).

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tandem.architectures.names import ExpertNames
 from tandem.checkpoint import Checkpoint
-from tandem.config.ranks.shard import ALL, Share
 from tandem.errors import CheckpointError, ConfigError
 from tandem.experts import ExpertMatrices
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.cut import rows_of
 from tandem.kernels.ops import ExpertBiases
+from tandem.spec.shard import ALL, Share
 
 Sizes = tuple[int, int, Share]
 """Experts, hidden, width: as config.json implies them."""

@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import Body
 from tandem.experts import Experts
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import SureRead
@@ -18,6 +17,7 @@ from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass, States
 from tandem.models.residual import Residual
+from tandem.spec.layers import Body
 
 
 class Operator(Protocol):

@@ -8,13 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.layers import ResidualStreams
-from tandem.config.model_config import layer_of
 from tandem.kernels.joined import AfterNorm, Sum
 from tandem.kernels.ops import Ops
 from tandem.mechanisms.slices import part_of
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass
+from tandem.spec.layers import ResidualStreams
+from tandem.spec.model_config import layer_of
 
 
 class Residual(Protocol):

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tandem.checkpoint import Checkpoint
 from tandem.checkpoint.glance.headers import HeadersOnly
-from tandem.config import ModelConfig, Plan
 from tandem.kernels.ops import Ops
 from tandem.models.builder import Builder
 from tandem.models.model import Model
+from tandem.planner.plan import Plan
+from tandem.spec.model_config import ModelConfig
 
 
 def check_headers(config: ModelConfig, plan: Plan, checkpoint: Checkpoint) -> None:

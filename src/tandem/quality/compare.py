@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.models.model import finished
 from tandem.quality.measures import (
@@ -27,6 +26,7 @@ from tandem.quality.measures import (
 from tandem.quality.saved_logits import LogitsWriter, SavedLogits
 from tandem.quality.stream import LayerStream
 from tandem.quality.text import Windows
+from tandem.spec.model_config import ModelConfig
 
 ROWS_PER_CHUNK = 64  # of logits at a time: 64 x 150,000 in float64 are 77 MB
 

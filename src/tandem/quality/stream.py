@@ -13,22 +13,18 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
-from tandem.config.activation import SILU, Activation
-from tandem.config.choices.cached import cached_as
-from tandem.config.choices.deferral import NEVER_LATE
-from tandem.config.memory import gib
-from tandem.config.state import DTYPE_BYTES, State, state_layout
 from tandem.engine.state.arrays import allocate
 from tandem.engine.step.batch import SequenceRows, host_batch, moved
 from tandem.errors import ConfigError
 from tandem.experts import Experts
 from tandem.experts.deferral import Deferral, Due, LateExperts, who_defers
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import ExpertBiases, Linear, Ops
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
+from tandem.machine.machine import Machine
 from tandem.models import ForwardBatch
 from tandem.models.builder import Builder
 from tandem.models.layers import DecoderLayer, decoder_layer
@@ -36,7 +32,16 @@ from tandem.models.model import embedding_of, final_norm_of, head_of, names_of
 from tandem.models.names import expert_biases
 from tandem.models.passing import Arrays, Pass
 from tandem.models.residual import Residual, end_of, settle, widened
+from tandem.planner.choices.cached import cached_as
+from tandem.planner.choices.deferral import NEVER_LATE
+from tandem.planner.memory import gib
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
 from tandem.quality.text import Windows
+from tandem.spec.activation import SILU, Activation
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.state import DTYPE_BYTES, State, state_layout
+from tandem.spec.stored import StoredFormats
 
 if TYPE_CHECKING:
     from tandem.engine.start.gpu_side import GpuSide

@@ -11,8 +11,8 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from ray import serve
-from tandem.config.engine_config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.ray import router
 from tandem.ray.engine import Engine
 from tandem.ray.front import Front

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.config.engine_config import EngineConfig
 from tandem.errors import EngineError, TandemError
+from tandem.flags.engine_config import EngineConfig
 from tandem.ray.choice import key_of, prompt_of
 from tandem.ray.engine import Asked, Head
 from tandem.server.body import json_response, read_body

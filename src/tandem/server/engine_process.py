@@ -22,10 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 import zmq
 
-from tandem.config.engine_config import EngineConfig
-from tandem.config.memory import gib
-from tandem.config.plan import Plan
-from tandem.config.vision import Tower
 from tandem.engine.children import signal_at_end_of
 from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.protocol import (
@@ -40,6 +36,9 @@ from tandem.engine.protocol import (
     TokenOutput,
 )
 from tandem.errors import BusyError, ConfigError, EngineError, RankLost, RequestError, TandemError, typed
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.memory import gib
+from tandem.planner.plan import Plan
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,
@@ -56,6 +55,7 @@ from tandem.server.messages import (
     ToEngine,
 )
 from tandem.server.terminal import log_to_terminal, outlive_terminal, tell_lost_ranks
+from tandem.spec.vision import Tower
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine

@@ -18,12 +18,12 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from tandem.config import env
-from tandem.config.engine_config import EngineConfig
 from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.text.chat_template import ChatTemplate, chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError, TandemError, exit_status
+from tandem.flags import env
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.app import create_app
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format

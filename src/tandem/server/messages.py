@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.config.engine_config import EngineConfig
-from tandem.config.plan import Plan
-from tandem.config.vision import Tower
 from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
@@ -17,6 +14,9 @@ from tandem.engine.protocol import (
     RecordExperts,
     TokenOutput,
 )
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.plan import Plan
+from tandem.spec.vision import Tower
 
 
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="start"):

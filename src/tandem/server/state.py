@@ -11,16 +11,16 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from tandem.config.choices.images import TEXT_ONLY
-from tandem.config.engine_config import EngineConfig
-from tandem.config.plan import Plan
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
+from tandem.flags.engine_config import EngineConfig
 from tandem.hub.names import shown_name
+from tandem.planner.choices.images import TEXT_ONLY
+from tandem.planner.plan import Plan
 from tandem.server.chat.attachments import Sight
 from tandem.server.chat.model import ChatModel
 from tandem.server.engine_client import EngineClient

@@ -16,11 +16,11 @@ from recorded_chains import recording
 from recorded_steps import tiny_parts
 from tandem.bench.architectures import named_config
 from tandem.checkpoint import load_model_config
-from tandem.config import EngineConfig
-from tandem.config.speculation.choice import SpeculationPlan, speculation, speculation_notices
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import Grammar
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.speculation import SpeculationPlan, speculation, speculation_notices
 
 EXACT = 2e-4  # of a chance: float32 sums of some dozen products in a row, of numbers about 1, at a slope of 1/4
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from draft_models import PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from repo_scripts import script_module
-from tandem.config import EngineConfig
 from tandem.engine.start.planning import plan_of
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tiny import file_tensors
 
 VARIANT, GUESSED = "glm4_moe-plain", 90

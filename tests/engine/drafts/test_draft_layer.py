@@ -14,13 +14,15 @@ from fake_model import check_pages, request, run, token_ids
 from gguf_files import write_gguf
 from quantised_models import everything, save_quantised
 from tandem.checkpoint import load_model_config
-from tandem.config import EngineConfig, Machine, resolve
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import Grammar
 from tandem.engine.speculation import speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
+from tandem.planner.choices.speculation import SpeculationPlan
+from tandem.planner.resolve import resolve
 from tiny import file_tensors
 
 

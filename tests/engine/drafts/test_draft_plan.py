@@ -11,9 +11,11 @@ import pytest
 from plans import GIB, with_gpu
 from tandem.bench.architectures import named_config, named_subject
 from tandem.checkpoint.glance.from_names import INDEX, IndexNames
-from tandem.config import EngineConfig, Plan, resolve
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.models.draft_layer import with_stored_drafts
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
 
 MODEL = named_config("glm-4.5-air", 8)  # 7 MoE layers of 128 experts, and a draft layer's
 

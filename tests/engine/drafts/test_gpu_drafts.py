@@ -13,12 +13,12 @@ from draft_models import Drafted, chunks_of, drafted, engine_of
 from fake_model import check_pages, request, run, token_ids
 from gpu import needs_cuda
 from kernel_cases import INVARIANT_TIER
-from tandem.config import EngineConfig
-from tandem.config.planner import sizing
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.gpu_chains import GpuChains
 from tandem.engine.start.loader import load_parts
 from tandem.engine.start.parts import EngineParts
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner import sizing
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 FAMILIES = ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "qwen3_next", "qwen3_5_moe_text", "deepseek_v4",

@@ -10,13 +10,13 @@ import torch
 from gpu import needs_cuda
 from gpu_sessions import logprobs
 from tandem import LLM, SamplingParams
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
+from tandem.flags.engine_config import EngineConfig
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 PROMPTS = [[7, 8, 9, 7, 8], [40] * 20]

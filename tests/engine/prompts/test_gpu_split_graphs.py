@@ -9,11 +9,11 @@ import torch
 
 from gpu import AVAILABLE, DEVICE, needs_cuda
 from gpu_sessions import PROMPT, Session, batch_of, on_the_cpu, rms
-from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.gpu_scratch import Ring
 from tandem.errors import EngineError
 from tandem.kernels.packed.experts import PackedExperts
 from tandem.models import ForwardBatch
+from tandem.planner.forecast.stream_rates import StreamRates
+from tandem.spec.gpu_scratch import Ring
 
 if AVAILABLE:
     from tandem.engine.start.gpu_side import begin_step

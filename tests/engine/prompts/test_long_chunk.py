@@ -14,13 +14,13 @@ from layered_engine import GPU, MOST, SHARED, engine_of, ran
 from pausing_model import DEPTH, LONG
 from sessions import Session, prompts
 from tandem import _core
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.pace import MIN_TOKENS, PrefillPace
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.prefill import in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, no_new_request
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.models.batch import ForwardBatch
+from tandem.planner.gpu_plan import GpuPlan
 
 
 class Comes:

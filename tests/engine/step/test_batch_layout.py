@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import tandem
-from tandem.config.host_memory import graph_input_bytes
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
 from tandem.engine.speculation.drawn_rows import Run, batch_of
 from tandem.engine.step.batch import BatchArrays, moved
 from tandem.models import ForwardBatch
+from tandem.planner.host_memory import graph_input_bytes
 
 PAGE, PAGES, MOST, CPU = 8, 12, 96, torch.device("cpu")
 

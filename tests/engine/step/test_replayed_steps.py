@@ -10,10 +10,10 @@ import pytest
 
 from fake_model import check_pages, fake_logits, greedy_reference, request, run, token_ids
 from replayed_graphs import replayed_engine
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.step.path import Path
+from tandem.planner.choices.speculation import SpeculationPlan
 
 PROMPTS = {
     "a": [2, 3, 4], "b": [5, 7, 11, 13] * 4, "c": [9] * 40, "d": [8, 6] * 6, "e": [21, 22, 23] * 20,

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from tandem.bench import explain_steps
 from tandem.bench.explain_steps import Question, choices
 from tandem.cli.bench import bench
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.path import Path, background_path_of, path_of
 from tandem.engine.step.planned import PlannedFacts, StepSizes
 from tandem.engine.step.step import Step
 from tandem.errors import ConfigError
+from tandem.planner.gpu_plan import GpuPlan
 
 ON_GPU = GpuPlan("x", 10, "uniform", None, (1, 2, 8), 1.0, prompt_sizes=(128, 256), shared_tokens=256)
 STREAMED = replace(ON_GPU, ring_bytes=1 << 20, prompt_sizes=(256,))

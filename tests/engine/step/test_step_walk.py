@@ -7,8 +7,8 @@ import pytest
 from fake_model import request
 from replayed_graphs import replayed_engine
 from repo_scripts import script_module
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.flags.engine_config import EngineConfig
 
 MOST = {"prefill": (36, 19), "decode": (33, 17)}
 """Files of the package in all, and of engine/ and server/, on a CPU. They may only become fewer."""

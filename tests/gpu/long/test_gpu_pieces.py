@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, needs_cuda, needs_triton
 from paged_batches import PAGE, Batch, make_batch, random_tables
-from tandem.config.gpu_scratch import StepSize, gqa_rows
-from tandem.config.rope import Rope
 from tandem.kernels.reference import TorchOps
 from tandem.mechanisms.grouped_query.cost import gqa_scratch_bytes
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.spec.gpu_scratch import StepSize, gqa_rows
+from tandem.spec.rope import Rope
 
 if AVAILABLE:
     from tandem.kernels.gpu.attention import TritonAttention

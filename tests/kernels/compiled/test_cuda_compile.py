@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from tandem.config.activation import SILU, Activation
-from tandem.config.norm import Norm
 from tandem.formats.gpu_reading import MMA_CODES, MMA_SCALES
 from tandem.kernels.gpu.mma import code_mma, expert_mma
 from tandem.kernels.gpu.mma.mma_source import Kind
@@ -25,6 +23,8 @@ from tandem.kernels.gpu.prompts import code_product
 from tandem.kernels.gpu.ranks import lane
 from tandem.mechanisms.delta_net.gpu import rows
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.spec.activation import SILU, Activation
+from tandem.spec.norm import Norm
 
 GPUS = (80, 86, 89, 90, 100, 120)
 KINDS = [Kind(*each) for each in product(MMA_CODES, MMA_SCALES, (False, True))]

@@ -21,9 +21,6 @@ from kernel_cases import GGUF_BLOCKS, coded, gguf_codes
 from paged_batches import make_batch, random_tables
 from scheduling import runs_full
 from tandem import _core
-from tandem.config.activation import Activation, ActivationKind
-from tandem.config.norm import Norm
-from tandem.config.rope import Rope as RopeShape
 from tandem.formats.codes import Weight
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps
@@ -47,6 +44,9 @@ from tandem.mechanisms.token_index.shape import Index
 from tandem.mechanisms.token_index.torch import IndexWeights
 from tandem.models.batch import ForwardBatch
 from tandem.models.passing import Pass
+from tandem.spec.activation import Activation, ActivationKind
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope as RopeShape
 
 if HAS_TRITON and not INTERPRETED:
     import triton

@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from sessions import Session, prompts, skip_where_outdated, worst
 from tandem.architectures import FAMILIES
-from tandem.config.json_keys import HARMLESS
 from tandem.errors import TandemError
+from tandem.spec.json_keys import HARMLESS
 from tiny import VARIANTS
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]

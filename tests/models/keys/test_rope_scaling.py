@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from sessions import Session, ours, reference, worst
-from tandem.config import ModelConfig
+from tandem.architectures.load import config_from_dict, load_config
 from tandem.errors import ConfigError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -39,14 +39,14 @@ def test_it_is_refused_where_transformers_would_forget_the_base(tiny_models, tmp
     with pytest.raises(
         ConfigError, match=r'rope_scaling replaces rope_parameters.*rope_theta: write.*"rope_theta": 5000'
     ):
-        ModelConfig.load(path)
+        load_config(path)
 
 
 @pytest.mark.parametrize("variant", ["laguna", "gemma4_text", "mimo_v2_flash"])
 def test_it_is_refused_beside_rotations_of_several_kinds(tiny_models, tmp_path, variant):
     path = scaled(tiny_models[variant], tmp_path / "scaled", rope_theta=5000.0)
     with pytest.raises(ConfigError, match="rope_scaling lies beside rope_parameters.*full_attention"):
-        ModelConfig.load(path)
+        load_config(path)
 
 
 def test_it_counts_in_the_text_of_a_model_that_sees(tiny_models, tmp_path):
@@ -58,4 +58,4 @@ def test_it_counts_in_the_text_of_a_model_that_sees(tiny_models, tmp_path):
         "text_config": flat | {"norm_topk_prob": True},
         "vision_config": {},
     }
-    assert ModelConfig.from_dict(nested).layers[0].mixer == ModelConfig.from_dict(flat).layers[0].mixer
+    assert config_from_dict(nested).layers[0].mixer == config_from_dict(flat).layers[0].mixer

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sessions import Session, ours, prompts, worst
-from tandem.config import ModelConfig
+from tandem.architectures.load import config_from_dict
 from tandem.errors import ConfigError
 from tiny import COMMON, STEPS, VARIANTS, save_tiny
 
@@ -36,10 +36,10 @@ def test_nothing_else_differs_from_transformers(tmp_path, monkeypatch):
 def test_what_would_change_a_state_space_is_refused(key, value):
     config = COMMON | VARIANTS["nemotron_h"][1] | {"model_type": "nemotron_h", key: value}
     with pytest.raises(ConfigError, match=f"{key} = .* is not supported"):
-        ModelConfig.from_dict(config)
+        config_from_dict(config)
 
 
 def test_limits_that_are_none_are_taken():
     config = COMMON | VARIANTS["nemotron_h"][1] | {"model_type": "nemotron_h"}
     for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None):
-        ModelConfig.from_dict(config | {"time_step_limit": limit})
+        config_from_dict(config | {"time_step_limit": limit})

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tandem.architectures.family import Family
 from tandem.architectures.shared import gqa, layers_after_dense, model, moe, softmax_router, windowed
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

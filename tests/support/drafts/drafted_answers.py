@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from draft_models import PROMPTS
 from fake_model import check_pages, request, run, token_ids
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.parts import EngineParts
+from tandem.planner.choices.speculation import SpeculationPlan
 
 LONG = [(7 * i + 3) % 250 for i in range(33)]
 TIGHT = 9  # pages, of 8 tokens: less than the answers need together

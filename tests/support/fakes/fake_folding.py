@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from fake_model import FakeModel, FakeTokenizer, fake_config, fake_plan
-from tandem.config import ModelConfig
-from tandem.config.layers import Block, Layer
-from tandem.config.norm import Norm
-from tandem.config.state import Array, Fold, Pages
 from tandem.engine.engine import Engine
 from tandem.engine.start.parts import EngineParts
+from tandem.spec.layers import Block, Layer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.state import Array, Fold, Pages
 
 PRIME = 1_000_003
 

@@ -12,10 +12,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tandem.config import ModelConfig, Norm, Plan
-from tandem.config.layers import pre_norm
-from tandem.config.rope import Rope
-from tandem.config.speculation.choice import SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.engine.sequence import Status
@@ -24,6 +20,12 @@ from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.parts import EngineParts
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.planner.choices.speculation import SpeculationPlan
+from tandem.planner.plan import Plan
+from tandem.spec.layers import pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope
 
 VOCAB = 64
 EOS = 1

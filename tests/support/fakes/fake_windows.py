@@ -12,17 +12,18 @@ import numpy as np
 import torch
 
 from fake_model import FakeModel, FakeTokenizer, fake_config, fake_plan
-from tandem.config import ModelConfig, Norm
-from tandem.config.layers import pre_norm
-from tandem.config.rope import Rope
-from tandem.config.speculation.choice import SpeculationPlan
-from tandem.config.state import KEY_BLOCK
 from tandem.engine.engine import Engine
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.windows import WindowPages
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.planner.choices.speculation import SpeculationPlan
+from tandem.spec.layers import pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope
+from tandem.spec.state import KEY_BLOCK
 
 WINDOW = 10
 

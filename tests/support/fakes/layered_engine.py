@@ -6,12 +6,12 @@ from typing import Any, cast
 
 from fake_model import fake_engine
 from pausing_model import PausingFake
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.engine import Engine
 from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.step.prefill import in_layers
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
+from tandem.planner.gpu_plan import GpuPlan
 
 SHARED, MOST = 8, 64
 GPU = GpuPlan("none", 0, "uniform", None, (1,), 1.0, prompt_sizes=(SHARED,), step_tokens=MOST, shared_tokens=SHARED)

@@ -11,7 +11,6 @@ import torch
 
 from fake_model import FakeTokenizer, fake_config, fake_plan
 from pausing_model import PausingFake
-from tandem.config.gpu_plan import GpuPlan
 from tandem.engine import gpu_runner
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
@@ -23,6 +22,7 @@ from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.prefill import LayerPieces
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
+from tandem.planner.gpu_plan import GpuPlan
 
 CPU = torch.device("cpu")
 

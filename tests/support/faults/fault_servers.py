@@ -64,7 +64,7 @@ def spawn_kt(
 
 FAULTY = """
 import sys
-from tandem.config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.launch import serve
 config, refused = EngineConfig.possible(sys.argv[2:])
 assert config is not None and not refused, refused

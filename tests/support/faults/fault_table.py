@@ -99,7 +99,7 @@ class FaultRows:
 def keep(file: Path, new: dict[str, Row]) -> None:
     """Rows of cases that were not run stay; those of cases that are no more go."""
     from tandem.bench.rows import machine_name, stamp
-    from tandem.config.machine import Machine
+    from tandem.machine.machine import Machine
 
     detected = Machine.detect()
     machine = machine_name(detected.with_gpus() if file.name == FILES["gpu"] else detected)

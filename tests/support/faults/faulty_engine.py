@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tandem import _core
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.step import Step
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.engine_process import LoadedEngine, load_engine
 
 LENGTH = 6  # of a command, in token ids below 256

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandem.architectures.load import config_from_dict
+
 SECONDS = 10
 SPARE_BYTES = 1 << 30  # of address space over what Python and torch have mapped already
 NUMBERS = (
@@ -251,11 +253,13 @@ def start(model: Path) -> None:
     """Everything that `kt models`, `kt plan` and `kt serve` do with a model's files before it serves."""
     from tandem import models
     from tandem.checkpoint import load_model_config, open_checkpoint, resolve_model
-    from tandem.config import EngineConfig, Machine, resolve
     from tandem.engine.start.sampling_defaults import read_sampling_defaults
     from tandem.engine.text.tokenizer import Tokenizer
+    from tandem.flags.engine_config import EngineConfig
     from tandem.kernels.reference import TorchOps
+    from tandem.machine.machine import Machine
     from tandem.models.trial import check_headers
+    from tandem.planner.resolve import resolve
 
     path = resolve_model(model)
     config, machine = load_model_config(path), Machine.detect()
@@ -307,11 +311,10 @@ def limit_memory() -> None:
 
 def import_late_modules(model: Path) -> None:
     """Before memory and time are bounded: what a whole model needs, and one that runs through Transformers."""
-    from tandem.config import ModelConfig
     from tandem.errors import TandemError
 
     with contextlib.suppress(TandemError):
-        ModelConfig.from_dict({"model_type": "gpt2"})
+        config_from_dict({"model_type": "gpt2"})
     start(model)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tandem.config.rope import Llama3
+from tandem.spec.rope import Llama3
 
 WINDOW = "sliding_attention"
 SPECIAL = {

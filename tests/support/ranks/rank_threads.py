@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sessions import Session
-from tandem.config.ranks.shard import Shard
 from tandem.kernels.ops import Ops
 from tandem.kernels.ranks.group import Group
+from tandem.spec.shard import Shard
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from threading import Event, Thread
 import msgspec
 import zmq
 
-from tandem.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.ranks.follower import Follower
 from tandem.engine.ranks.leader import Leader
 from tandem.engine.ranks.messages import StartRank, StepList
 from tandem.engine.start.loader import load_parts, load_rank
+from tandem.flags.engine_config import EngineConfig
 
 LOOK_MS = 20
 

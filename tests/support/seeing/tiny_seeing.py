@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tandem.config.vision import Processor
 from tandem.engine.vision.spans import ImageSpan, PixelSource
+from tandem.spec.vision import Processor
 from tiny import COMMON, file_tensors, save_tokenizer, settings
 
 IMAGE, VIDEO, START, END = 258, 259, 260, 261

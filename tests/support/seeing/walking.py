@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sessions import PAGE_SIZE, plan
 from tandem.checkpoint import load_model_config, open_checkpoint
-from tandem.config.state import page_tokens
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.sequence import Chunk, Sequence, Status, show
 from tandem.engine.state.arrays import allocate
@@ -21,6 +20,7 @@ from tandem.kernels.ops import Ops
 from tandem.kernels.reference import TorchOps
 from tandem.models import Model, build
 from tandem.models.vision.tower import Encoding
+from tandem.spec.state import page_tokens
 from tiny_seeing import Prompt
 
 PAGES = 64

@@ -12,16 +12,16 @@ from tandem.architectures.foreign.gates import activation_of
 from tandem.architectures.foreign.observe import AttentionCall, Observation, observe
 from tandem.architectures.foreign.registry import why_not_installed
 from tandem.architectures.foreign.skeleton import expert_modules, layer_of, skeleton
-from tandem.config.activation import Activation
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Layer
-from tandem.config.model_config import ForeignCode, ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.state import Array, Fold, Pages, State
 from tandem.errors import ConfigError
 from tandem.mechanisms.experts.shape import Experts, Moe
 from tandem.mechanisms.foreign.shape import Foreign
 from tandem.mechanisms.router.shape import Router
+from tandem.spec.activation import Activation
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Block, Layer
+from tandem.spec.model_config import ForeignCode, ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.state import Array, Fold, Pages, State
 
 _EXPERTS = re.compile(r"experts|moe$", re.IGNORECASE)  # in the name of a module's class
 UNGATED = 32  # rows that kernels take together, half of them for either part of what they know as gate and up

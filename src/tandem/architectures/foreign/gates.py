@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.activation import Activation
+from tandem.spec.activation import Activation
 
 VALUES = (-40.0, -12.0, -7.5, -3.0, -1.0, -0.4, 0.0, 0.3, 1.0, 2.0, 5.0, 9.0, 13.0, 40.0)
 CLOSE = 1e-6  # of the largest result, in float64

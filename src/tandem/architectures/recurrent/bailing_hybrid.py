@@ -29,13 +29,13 @@ from tandem.architectures.shared import (
     moe,
     sigmoid_router,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Layer, Mixer
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.experts.shape import Moe
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Block, Layer, Mixer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
 
 LIMITS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"
 SAME = {

@@ -31,12 +31,6 @@ from tandem.architectures.shared import (
     sigmoid_router,
     text_part,
 )
-from tandem.config.activation import Activation
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Mixer, pre_norm
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.rope import still
 from tandem.errors import ConfigError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.dense.shape import Dense
@@ -44,6 +38,12 @@ from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.latent.shape import Latent
 from tandem.mechanisms.streams.shape import Hyper
 from tandem.mechanisms.token_index.shape import Index
+from tandem.spec.activation import Activation
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Mixer, pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import still
 
 SPARSE = "deepseek_sparse_attention", "indexed_attention", FULL
 """Of the hub, of Transformers, and of older files: all mean the same."""

@@ -26,16 +26,16 @@ from tandem.architectures.shared import (
     moe,
     softmax_router,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Mixer, pre_norm
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.rope import still
 from tandem.errors import ConfigError
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.state_space.shape import StateSpace
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Mixer, pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import still
 
 ATTENTION, RECURRENT = ("attention", FULL), ("mamba", "linear_attention")
 """The hub's word and Transformers'."""

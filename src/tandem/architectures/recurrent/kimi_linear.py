@@ -20,13 +20,13 @@ from tandem.architectures.shared import (
     moe,
     sigmoid_router,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Mixer
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.rope import still
 from tandem.errors import ConfigError
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Mixer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import still
 
 RECURRENT = "linear_attention"
 NAMES = replace(

@@ -8,11 +8,11 @@ from typing import Any
 from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names, Renames
 from tandem.architectures.shared import FULL, gqa, layer_count, layer_kinds, model, moe, sigmoid_router
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Mixer
-from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Mixer
+from tandem.spec.model_config import ModelConfig
 
 CONV = "conv"
 NAMES = Names(

@@ -10,15 +10,15 @@ from tandem.architectures.family import SIGMOID, Family, Gguf, GgufKeys, Part
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names, Renames
 from tandem.architectures.recurrent.granite import SPACE_STEMS, check_time_steps, taps_of
 from tandem.architectures.shared import assembled, gqa, moe, sigmoid_router
-from tandem.config.activation import Activation
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Body, Layer
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.rope import still
 from tandem.errors import ConfigError
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.state_space.shape import StateSpace
+from tandem.spec.activation import Activation
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Block, Body, Layer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.rope import still
 
 LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 WORDS = {"mamba": "linear_attention", "attention": "full_attention"}

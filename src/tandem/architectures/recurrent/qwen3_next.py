@@ -22,12 +22,12 @@ from tandem.architectures.shared import (
     with_drafts,
 )
 from tandem.architectures.vision import with_tower
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Mixer
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Mixer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
 
 NAMES = Names(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 DRAFTS = DraftNames("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")

@@ -30,17 +30,17 @@ from tandem.architectures.shared import (
     text_part,
     with_drafts,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Layer, Mixer
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
-from tandem.config.stored import Table
 from tandem.errors import ConfigError
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.gated_streams.shape import GatedStreams
 from tandem.mechanisms.grouped_query.shape import Gqa
 from tandem.mechanisms.mean_index.shape import MeanIndex
 from tandem.mechanisms.ngrams.shape import MOST_VOCAB, Ngram
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Block, Layer, Mixer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
+from tandem.spec.stored import Table
 
 RECURRENT = "linear_attention"
 CHOOSING = FULL, "indexed_attention", "qwen_sparse_attention"

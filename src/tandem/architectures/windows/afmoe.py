@@ -20,14 +20,14 @@ from tandem.architectures.shared import (
     sigmoid_router,
     turning_in_windows,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import Block, Layer
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import Block, Layer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
 
 EVERY = 4  # layers: the last of them sees all
 NAMES = Names(

@@ -19,9 +19,9 @@ from tandem.architectures.shared import (
     sigmoid_router,
     turning_in_windows,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = Names(router_bias="mlp.e_score_correction_bias", shared="mlp.shared_experts")
 IN_MEMORY = Names(shared="mlp.shared_experts")

@@ -19,10 +19,10 @@ from tandem.architectures.shared import (
     moe,
     softmax_router,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 NAMES = Names(router_bias="mlp.experts.e_score_correction_bias", shared="mlp.shared_expert")
 IN_MEMORY = Names(shared="mlp.shared_experts")

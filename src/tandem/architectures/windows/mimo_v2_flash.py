@@ -19,10 +19,10 @@ from tandem.architectures.shared import (
     moe,
     sigmoid_router,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.model_config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.mechanisms.grouped_query.shape import Gqa, Values
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.model_config import ModelConfig
 
 SHARE = 0.334  # of a head's channels turn
 THETAS = {FULL: 5_000_000.0, WINDOW: 10_000.0}

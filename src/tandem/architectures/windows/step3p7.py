@@ -22,14 +22,14 @@ from tandem.architectures.shared import (
     sigmoid_router,
     text_part,
 )
-from tandem.config.json_keys import JsonKeys
-from tandem.config.layers import pre_norm
-from tandem.config.model_config import ModelConfig
-from tandem.config.norm import Norm
 from tandem.errors import ConfigError
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.experts.shape import Moe
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.layers import pre_norm
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.norm import Norm
 
 NAMES = Names(shared="mlp.shared_experts")
 

@@ -20,8 +20,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from tandem.backends import Host, LayerExperts, ModelExperts
 from tandem.backends.vllm.wishes import WHERE, engine_config
-from tandem.config.ranks.shard import Shard
 from tandem.errors import ConfigError
+from tandem.spec.shard import Shard
 
 _log = init_logger("vllm.plugins.tandem")
 

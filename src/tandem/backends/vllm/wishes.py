@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tandem.backends.options import experts_config
-from tandem.config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 
 OPTION = "tandem"
 WHERE = "--additional-config '{\"tandem\": ...}'"

@@ -19,9 +19,6 @@ from tandem.bench.architectures import named_config, named_keys
 from tandem.bench.stored import experts_of, stored_as
 from tandem.bench.synthetic import FAR, SyntheticCheckpoint, SyntheticStore
 from tandem.checkpoint import load_model_config
-from tandem.config import EngineConfig, ModelConfig, Plan, resolve
-from tandem.config.activation import SILU, Activation
-from tandem.config.choices.asked import as_asked
 from tandem.engine.engine import Engine
 from tandem.engine.start.loader import Start, for_loading, use_one_torch_thread
 from tandem.engine.start.packed_start import PackedStart
@@ -29,13 +26,19 @@ from tandem.engine.start.parts import EngineParts
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import CpuExperts, ExpertStore
 from tandem.experts.feed import LayerFeed
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.kernel_loads import kernel_loads, watch_triton
 from tandem.kernels.ops import Ops
 from tandem.kernels.packed.cache import KeptLayer
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import planned_pool
+from tandem.planner.choices.asked import as_asked
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import resolve
 from tandem.server.engine_process import LoadedEngine, print_plan, take_cpus, warm_gpu, warm_up
+from tandem.spec.activation import SILU, Activation
+from tandem.spec.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from tandem.experts.handoff import Handoff

@@ -20,9 +20,10 @@ from tandem.bench.gaps.readers import Gap, Prompt, Seen, Wanted, seen
 from tandem.bench.load_client import LoadClient, LoadError
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import Row, machine_name, stamp, write
-from tandem.config import EngineConfig, Machine
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.planning import model_of
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,10 @@ from tandem.bench.kernels.experts import (
 from tandem.bench.kernels.explain import chosen, table
 from tandem.bench.plot import draw_roofline
 from tandem.bench.rows import STAMP, keep, of_bench, stamp, write_json_file
-from tandem.config.machine import Machine
 from tandem.errors import ConfigError
 from tandem.kernels.this_machine import this_machine
 from tandem.kernels.workers import machine_pool
+from tandem.machine.machine import Machine
 
 OURS, A8 = "tandem", "tandem A8"  # A8: with int8 activations
 CEILING_SECONDS = 0.5  # of measuring per ceiling, before the rows and again after them

@@ -27,11 +27,11 @@ from tandem.bench.placement.turns import (
     rows_in_turn,
 )
 from tandem.bench.step_bound import Ceilings, Turn
-from tandem.config import Plan
 from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.planner.plan import Plan
 
 
 def measured_rows(request: Request, seen: Traffic) -> Iterator[dict[str, Any]]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tandem.bench.placement.traces import ROUTINGS, TraceShape, expert_counts, generate, load_trace
 from tandem.bench.stored import METHODS
-from tandem.config import ModelConfig
 from tandem.errors import ConfigError
+from tandem.spec.model_config import ModelConfig
 
 STRATEGIES = ("random", "uniform", "front-loading", "frequency", "dynamic")
 SIMULATED, MEASURED = "experts_simulated", "experts"

@@ -22,10 +22,11 @@ from tandem.bench.placement.simulation import simulate_live, simulate_static
 from tandem.bench.placement.traces import ROUTINGS
 from tandem.bench.rows import say, stamp, write
 from tandem.bench.stored import expert_bytes
-from tandem.config import Machine, ModelConfig
 from tandem.experts.live.cost import StepCost
 from tandem.experts.live.policy import PolicySettings
 from tandem.experts.placement import place
+from tandem.machine.machine import Machine
+from tandem.spec.model_config import ModelConfig
 
 LAYER_SECONDS = (
     35.5e-6  # of a GPU step beside reading dense weights: 48 layers with 2.4 GB of them took 2.27 ms

@@ -22,14 +22,15 @@ from tandem.bench.placement.request import MEASURED, Request, Traffic, shape_col
 from tandem.bench.placement.trace_usage import TraceUsage
 from tandem.bench.step_bound import Ceilings, Turn
 from tandem.bench.stored import expert_bytes
-from tandem.config import Machine, Plan
-from tandem.config.memory import DEFAULT_FRACTION
 from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
 from tandem.experts.residency import Tier, on_tier
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.machine.machine import Machine
+from tandem.planner.memory import DEFAULT_FRACTION
+from tandem.planner.plan import Plan
 
 TURN_TOKENS = 100
 WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at the trace's first token

@@ -14,15 +14,16 @@ from torch import Tensor
 from tandem.bench.gaps.made_up import CopiedExperts, MadeUpStart, made_up_parts
 from tandem.bench.synthetic import SyntheticStore
 from tandem.bench.told.routing import ToldRouting
-from tandem.config import EngineConfig, Plan
-from tandem.config.activation import SILU, Activation
 from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.chains import DraftingModel
 from tandem.engine.start.parts import EngineParts
 from tandem.experts import ExpertStore
 from tandem.experts.cpu_experts import Ticket
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.ops import Ops, Routing
 from tandem.models.batch import ForwardBatch
+from tandem.planner.plan import Plan
+from tandem.spec.activation import SILU, Activation
 
 if TYPE_CHECKING:
     from tandem.experts.handoff import Handoff

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem.config import ModelConfig
 from tandem.errors import ConfigError
 from tandem.models.batch import ForwardBatch
+from tandem.spec.model_config import ModelConfig
 
 TOKENS = 1024  # of a chain, which begins anew behind them
 APART = 389  # tokens between the chains of sequences whose first pages are neighbours

@@ -26,12 +26,13 @@ from tandem.bench.told.governed import governed
 from tandem.bench.told.parts import Told, told_parts
 from tandem.bench.told.plot import draw
 from tandem.bench.told.turns import Asked, Guesses, Timed, Turn, Turns
-from tandem.config import EngineConfig, Machine
-from tandem.config.forecast.bound import experts_seconds
-from tandem.config.speculation.choice import DRAFT_ALGORITHMS, check_algorithm, default_guesses
 from tandem.engine.protocol import SpeculationStats
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
+from tandem.machine.machine import Machine
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, check_algorithm, default_guesses
+from tandem.planner.forecast.bound import experts_seconds
 
 _ALGORITHMS = {"NGRAM": "foretold", "NEXTN": "NEXTN, foretold", "DSPARK": "DSPARK, foretold"}
 READ_SECONDS = 0.2

@@ -10,10 +10,10 @@ import msgspec
 
 from tandem.bench.told.paid import Paid
 from tandem.bench.told.parts import Told, told_tokens
-from tandem.config.speculation.choice import DRAFT_ALGORITHMS, SpeculationPlan
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingParams, SpeculationStats
 from tandem.engine.speculation.foretold import Foretold
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, SpeculationPlan
 
 
 class Asked(NamedTuple):

@@ -17,9 +17,11 @@ from tandem.architectures.names import BLOCK_NAMES
 from tandem.checkpoint.elsewhere.two import TwoCheckpoints
 from tandem.checkpoint.resolve import demo_dir, resolve_model
 from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint
-from tandem.config import EngineConfig, ModelConfig, StoredFormats
-from tandem.config.speculation.choice import DRAFT_ALGORITHMS
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormats
 
 FLAG = "--speculative-draft-model-path"
 FIELDS = ("speculative_draft_model_path",)

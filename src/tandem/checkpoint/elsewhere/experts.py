@@ -14,8 +14,9 @@ from tandem.checkpoint.glance.kt_packed import FLAG, check_not_kt_packed
 from tandem.checkpoint.parts import is_expert
 from tandem.checkpoint.resolve import resolve_model
 from tandem.checkpoint.source import Checkpoint, load_model_config, open_checkpoint
-from tandem.config import ModelConfig, StoredFormats
 from tandem.errors import CheckpointError, ConfigError
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormats
 
 
 def with_experts(checkpoint: Checkpoint, wanted: str | None, model: ModelConfig) -> Checkpoint:

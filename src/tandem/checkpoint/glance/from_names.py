@@ -17,10 +17,10 @@ from tandem.checkpoint.key_names import hugging_face_names
 from tandem.checkpoint.parts import CODES, is_expert, part_of
 from tandem.checkpoint.quant_hints import QuantHints, quant_hints
 from tandem.checkpoint.survey import stored_formats
-from tandem.config import ModelConfig, StoredFormat, StoredFormats
-from tandem.config.json_keys import read_json
-from tandem.config.model_config import number_params
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.json_keys import read_json
+from tandem.spec.model_config import ModelConfig, number_params
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 INDEX = "model.safetensors.index.json"
 PLAIN = {"float16": "f16", "float32": "f32"}  # of torch_dtype; all else is bf16

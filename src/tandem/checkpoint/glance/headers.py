@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tandem.checkpoint.source import Checkpoint, Lookup
 from tandem.checkpoint.tables.readers import ignored
-from tandem.config import StoredFormats
-from tandem.config.ranks.shard import ALL
 from tandem.formats.codes import Weight
 from tandem.formats.quant_format import QuantFormat
+from tandem.spec.shard import ALL
+from tandem.spec.stored import StoredFormats
 
 
 class HeadersOnly:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tandem.checkpoint.parts import CODES, Part, Parts
 from tandem.checkpoint.stored_matrix import Stored, Tensors
-from tandem.config.ranks.shard import ALL
 from tandem.formats.codes import Weight
 from tandem.formats.cut import columns_of, rows_of
+from tandem.spec.shard import ALL
 
 PER_PLACE = (1, 2, 4, 8, 32)  # codes that lie in one place of a tensor: in a byte, a word, a block
 

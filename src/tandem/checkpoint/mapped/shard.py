@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.checkpoint.mapped.pages import Pages
-from tandem.config.small_files import lfs_pointer, unreadable
 from tandem.errors import CheckpointError
+from tandem.spec.small_files import lfs_pointer, unreadable
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,

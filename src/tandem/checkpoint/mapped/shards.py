@@ -13,9 +13,9 @@ from tandem.checkpoint.identity import identity
 from tandem.checkpoint.mapped.pages import Pages
 from tandem.checkpoint.mapped.shard import Entry, Shard
 from tandem.checkpoint.parts import is_expert, is_table
-from tandem.config.json_keys import read_json
-from tandem.config.small_files import INDEX_BYTES
 from tandem.errors import CheckpointError
+from tandem.spec.json_keys import read_json
+from tandem.spec.small_files import INDEX_BYTES
 
 INDEX = "model.safetensors.index.json"
 BF16_BYTES = 2

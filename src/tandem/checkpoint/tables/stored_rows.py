@@ -15,8 +15,8 @@ from torch import Tensor
 from tandem.checkpoint.mapped.shard import TORCH_DTYPES
 from tandem.checkpoint.mapped.tensors import MappedTensors
 from tandem.checkpoint.parts import Part, is_table
-from tandem.config.stored import StoredFormat
 from tandem.errors import CheckpointError
+from tandem.spec.stored import StoredFormat
 
 _SHARD = re.compile(r"\.shard_(\d+)\.weight$")
 READABLE = ("BF16", "F16", "F32", "F8_E4M3")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tandem.config.memory import GRAMMAR_BYTES
 from tandem.engine.grammar.allowance import AMBIGUOUS
 from tandem.engine.grammar.backend import quick_switches
 from tandem.engine.grammar.compiled import CompiledGrammar
@@ -18,6 +17,7 @@ from tandem.engine.grammar.sources import is_small
 from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.protocol import Grammar
 from tandem.errors import BusyError, EngineError, RequestError
+from tandem.planner.memory import GRAMMAR_BYTES
 
 # Of small grammars, and of others: so many clients with a schema each wait for each other, and not for hostile ones.
 MOST_AT_ONCE = 2  # jobs in the compiling process

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.config.host_memory import INPUT_ALIGNED_BYTES
 from tandem.engine.step.batch import WINDOW_FIELDS, BatchLayout, BatchSizes, to_gpu
 from tandem.models.batch import ForwardBatch
+from tandem.planner.host_memory import INPUT_ALIGNED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.config.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
-from tandem.config.cuda_graphs import prompt_graph_rows
 from tandem.engine.cpu_runner import StepModel
 from tandem.engine.sampling.logits import BestRows
 from tandem.engine.step.batch import BatchLayout, BatchSizes, to_gpu
@@ -27,6 +25,8 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.gpu.pieces.runs import is_heavy
 from tandem.kernels.ops import Tally
 from tandem.models.batch import ForwardBatch
+from tandem.planner.cuda_graphs import PROMPT_SEQUENCES as SEQUENCES
+from tandem.planner.cuda_graphs import prompt_graph_rows
 
 GRAPHS_AHEAD = 12  # layers: a step beside a prompt takes as long as five, and who gives them may be late
 NOWHERE = -1  # no place in pages: a copy's last bits may be others, where libraries divide sums by tiles

@@ -11,11 +11,11 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from tandem.config.vision import Tower
 from tandem.engine.images.placeholders import with_rows
 from tandem.engine.images.process import ImageProcess, Resized
 from tandem.engine.vision.spans import ImageSpan, PixelSource
 from tandem.errors import RequestError
+from tandem.spec.vision import Tower
 
 _TYPES = ("image", "image_url", "input_image")
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from tandem.config.engine_config import EngineConfig
-from tandem.config.plan import Plan
 from tandem.engine.ranks.lists import StepLists
 from tandem.engine.ranks.messages import StartRank, StepList
 from tandem.engine.sequence import Chunk
 from tandem.errors import EngineError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.ranks.meeting import Meeting
+from tandem.planner.plan import Plan
 
 MEET_SECONDS = 60.0  # the others were started with this process
 _FILE = ".ranks"  # beside the socket

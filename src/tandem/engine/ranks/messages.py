@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.config.engine_config import EngineConfig
-from tandem.config.plan import Plan
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.plan import Plan
 
 Place = tuple[int, int]
 """The number of a page in a sequence's table, and the page."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from tandem.config.cuda_graphs import draft_sizes
-from tandem.config.speculation.choice import SpeculationPlan
-from tandem.config.speculation.drafts import window_of
 from tandem.engine.speculation.chain_inputs import ChainShape
 from tandem.engine.speculation.chains import AtOnce, Chains, DraftingModel, PassByPass, on_cpu
 from tandem.engine.speculation.draft import Drafter
@@ -18,6 +15,9 @@ from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.arrays import StateArrays
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.step.hooks import nothing_begins
+from tandem.planner.choices.speculation import SpeculationPlan
+from tandem.planner.cuda_graphs import draft_sizes
+from tandem.spec.drafts import window_of
 
 SEQUENCES_AT_ONCE = 16  # of a pass that guesses blocks and is no graph: each has logits of all its rows
 ROWS_OF_EACH = 2  # times the rows of a step: what may have come since a draft layer's last pass, in a graph

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tandem.config.env import keep_kernels_where_possible, number_gpus_by_slot
-from tandem.config.gpu_plan import GpuPlan
 from tandem.errors import ConfigError
+from tandem.flags.env import keep_kernels_where_possible, number_gpus_by_slot
+from tandem.planner.gpu_plan import GpuPlan
 
 
 def planned_device(gpu: GpuPlan) -> torch.device:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from tandem.config import ModelConfig, Plan
-from tandem.config.gpu_scratch import ring_of
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.start.gpu_device import planned_device
 from tandem.errors import EngineError
@@ -37,6 +35,9 @@ from tandem.kernels.gpu.attention_flashinfer import AttentionShape
 from tandem.kernels.gpu.ops import GpuOps
 from tandem.mechanisms.cost import cost_of
 from tandem.models import ForwardBatch, Progress
+from tandem.planner.plan import Plan
+from tandem.spec.gpu_scratch import ring_of
+from tandem.spec.model_config import ModelConfig
 
 _log = logging.getLogger(__name__)
 

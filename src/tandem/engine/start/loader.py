@@ -27,12 +27,6 @@ from tandem.checkpoint import (
     with_experts,
 )
 from tandem.checkpoint.demo import build_demo
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormats, resolve
-from tandem.config.choices.asked import as_asked
-from tandem.config.choices.threads import plan_threads
-from tandem.config.in_place import stored_in
-from tandem.config.planner.resolve import machine_refusals
-from tandem.config.ranks.ranked import check_alone, own_side, ranked
 from tandem.engine.expert_statistics import expert_recorder, expert_usage
 from tandem.engine.ranks.joined import cpu_group, gpu_group
 from tandem.engine.ranks.messages import StartRank
@@ -45,12 +39,22 @@ from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
+from tandem.flags.engine_config import EngineConfig
 from tandem.hub.names import hub_name
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.ops import Ops
 from tandem.kernels.ranks.meeting import Meeting
 from tandem.kernels.this_machine import these_cpus
 from tandem.kernels.workers import planned_pool
+from tandem.machine.machine import Machine
+from tandem.planner.choices.asked import as_asked
+from tandem.planner.choices.threads import plan_threads
+from tandem.planner.in_place import stored_in
+from tandem.planner.plan import Plan
+from tandem.planner.ranks.ranked import check_alone, own_side, ranked
+from tandem.planner.resolve import machine_refusals, resolve
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormats
 
 if TYPE_CHECKING:
     from tandem.engine.ranks.leader import Leader

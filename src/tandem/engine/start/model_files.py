@@ -22,11 +22,11 @@ from rich.progress import (
 )
 
 from tandem.checkpoint import demo_dir, resolve_model
-from tandem.config import EngineConfig
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.planning import Planned, planned
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError, HubError
+from tandem.flags.engine_config import EngineConfig
 from tandem.hub.download import Download
 from tandem.hub.files import CONFIG, RemoteFile, small_files
 from tandem.hub.look import HEADER_BYTES, gguf_files, safetensors_files, wants_gguf, write_headers

@@ -19,14 +19,16 @@ from typing import TypeVar
 
 from tandem._core import LAYOUT_VERSION, WorkerPool
 from tandem.checkpoint import Checkpoint
-from tandem.config import EngineConfig, ModelConfig, Plan
-from tandem.config.gpus import may_have_gpus
 from tandem.errors import CacheDamaged, CheckpointError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.packed.cache import PackedCache
 from tandem.kernels.packed.file import PackedFile
 from tandem.kernels.packed.verification import Verification
+from tandem.machine.gpus import may_have_gpus
 from tandem.models import Progress
+from tandem.planner.plan import Plan
+from tandem.spec.model_config import ModelConfig
 
 Made = TypeVar("Made")
 

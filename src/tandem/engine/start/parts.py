@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tandem.config import ModelConfig, Plan
-from tandem.config.cuda_graphs import split_sizes
 from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.step.hooks import StepHooks
@@ -15,6 +13,9 @@ from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
+from tandem.planner.cuda_graphs import split_sizes
+from tandem.planner.plan import Plan
+from tandem.spec.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from tandem.engine.ranks.leader import Leader

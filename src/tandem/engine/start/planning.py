@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem.architectures.load import config_from_dict
 from tandem.checkpoint import (
     demo_dir,
     load_model_config,
@@ -17,15 +18,19 @@ from tandem.checkpoint import (
 from tandem.checkpoint.demo_text import CONFIG
 from tandem.checkpoint.elsewhere.drafts import draft_directory
 from tandem.checkpoint.glance.from_names import IndexNames, formats_from_names
-from tandem.config import EngineConfig, Machine, ModelConfig, Plan, StoredFormat, StoredFormats, resolve
-from tandem.config.in_place import stored_in
-from tandem.config.memory import prefill_tokens
-from tandem.config.planner.resolve import machine_refusals
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.this_machine import this_machine
+from tandem.machine.machine import Machine
 from tandem.models import with_stored_drafts, with_stored_tower
+from tandem.planner.in_place import stored_in
+from tandem.planner.memory import prefill_tokens
+from tandem.planner.plan import Plan
+from tandem.planner.resolve import machine_refusals, resolve
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ def model_of(config: EngineConfig) -> ModelConfig:
 
 def model_at(path: Path) -> ModelConfig:
     built = path != demo_dir() or (path / "config.json").is_file()
-    return load_model_config(path) if built else ModelConfig.from_dict(CONFIG)
+    return load_model_config(path) if built else config_from_dict(CONFIG)
 
 
 def stored_at(path: Path, model: ModelConfig, experts: str | None) -> StoredFormats:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint import read_generation
-from tandem.config import EngineConfig
 from tandem.engine.limits import validate
 from tandem.engine.protocol import SamplingParams
 from tandem.errors import CheckpointError, RequestError
+from tandem.flags.engine_config import EngineConfig
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.state import Array, Pages, State, StateLayout
+from tandem.spec.state import Array, Pages, State, StateLayout
 
 
 @dataclass(frozen=True, slots=True)

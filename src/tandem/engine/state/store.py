@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tandem.config.state import StateLayout
 from tandem.engine.sequence import Sequence
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.windows import WindowPages
+from tandem.spec.state import StateLayout
 
 SNAPSHOT_SHARE = 4  # a prompt leaves a snapshot wherever its pages have grown by so many times a slot's bytes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from tandem.config.state import StateLayout
 from tandem.engine.sequence import Sequence
+from tandem.spec.state import StateLayout
 
 
 class WindowPages:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.config.cuda_graphs import PROMPT_SEQUENCES, prompt_graph_rows, split_sizes
-from tandem.config.gpu_plan import GpuPlan
+from tandem.planner.cuda_graphs import PROMPT_SEQUENCES, prompt_graph_rows, split_sizes
+from tandem.planner.gpu_plan import GpuPlan
 
 
 class StepSizes(NamedTuple):

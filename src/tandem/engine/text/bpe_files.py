@@ -12,9 +12,9 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tandem.checkpoint.gguf_tokenizer import PRE, words
-from tandem.config.json_keys import read_json
-from tandem.config.small_files import read_text
 from tandem.errors import CheckpointError
+from tandem.spec.json_keys import read_json
+from tandem.spec.small_files import read_text
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 FILE_BYTES = 64 << 20  # Qwen's have three million

@@ -12,8 +12,6 @@ from typing import Any
 
 import tokenizers
 
-from tandem.config.json_keys import JsonKeys
-from tandem.config.small_files import lfs_pointer, read_text
 from tandem.engine.text import added_tokens
 from tandem.engine.text.chat_template import ChatTemplate
 from tandem.engine.text.markers import MarkerGuard
@@ -21,6 +19,8 @@ from tandem.engine.text.stored_templates import NO_TEMPLATE, ChatTemplates, chos
 from tandem.engine.text.token_floor import TokenFloor, token_floor
 from tandem.engine.text.token_table import TokenTable, read_token_table
 from tandem.errors import CheckpointError, RequestError
+from tandem.spec.json_keys import JsonKeys
+from tandem.spec.small_files import lfs_pointer, read_text
 
 log = logging.getLogger("tandem.text")
 

@@ -16,7 +16,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.config.vision_costs import FEATURE_BYTES, feature_bytes
 from tandem.engine.sequence import Sequence
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.prefill import PIECES_AHEAD, InFlight
@@ -24,6 +23,7 @@ from tandem.engine.vision.features import FeatureCache
 from tandem.engine.vision.pixels import pixels_of
 from tandem.engine.vision.spans import ImageSpan
 from tandem.models.vision.tower import Encoding
+from tandem.planner.vision_costs import FEATURE_BYTES, feature_bytes
 
 
 class Encodes(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.config.vision import Tower
 from tandem.errors import RequestError
+from tandem.spec.vision import Tower
 
 KEY_BYTES = 16
 

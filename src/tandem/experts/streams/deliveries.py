@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import Ring
 from tandem.experts.streams.bus import Bus
+from tandem.spec.gpu_scratch import Ring
 
 Run = tuple[int, int, int]
 """Where copied from, where to in a part of the ring, and bytes."""

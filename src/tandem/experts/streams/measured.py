@@ -7,11 +7,11 @@ from time import perf_counter
 
 import torch
 
-from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.gpu_scratch import Ring
 from tandem.experts.streams.bus import Bus
 from tandem.experts.streams.stream import StreamedLayer, place_of
 from tandem.kernels.packed.experts import PackedExperts
+from tandem.planner.forecast.stream_rates import StreamRates
+from tandem.spec.gpu_scratch import Ring
 
 FEW, MANY = 64, 256  # rows of the two steps that the CPU's time is read from
 REPEATS = 2  # after one that warms up; the best counts

@@ -26,8 +26,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.config.forecast.stream_rates import StreamRates
-from tandem.config.gpu_scratch import MOST_SHARED_SECONDS, Ring
 from tandem.errors import EngineError
 from tandem.experts.streams.bus import Bus
 from tandem.experts.streams.deliveries import Deliveries, Run
@@ -41,6 +39,8 @@ from tandem.kernels.gpu.prompts.products import Part, PromptExperts
 from tandem.kernels.gpu.prompts.unpack import Packed
 from tandem.kernels.ops import Routing
 from tandem.kernels.packed.experts import PackedExperts
+from tandem.planner.forecast.stream_rates import StreamRates
+from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS, Ring
 
 NEARLY = 0.015  # shares that are so near to each other are the same: copies would be listed anew for little
 

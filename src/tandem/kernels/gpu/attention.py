@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.config.gpu_scratch import DECODED_ROWS
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention_decode import decode
 from tandem.kernels.gpu.attention_prefill import prefill
+from tandem.spec.gpu_scratch import DECODED_ROWS
 
 
 class TritonAttention:

@@ -35,7 +35,7 @@ class Attention(Protocol):
     ) -> Tensor:
         """q [T, H, D], pages [pages, page_size, G, D] -> [T, H * D]. May be captured in a CUDA graph where every
         sequence has one row: nothing is read back, and no shape depends on what tensors hold. sinks: only of Triton's
-        kernels; `config/attention_backend.py` refuses the others."""
+        kernels; `planner/attention_backend.py` refuses the others."""
         ...
 
 

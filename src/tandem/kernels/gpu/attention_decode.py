@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.gpu_scratch import DECODE_PARTS
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.shared_memory import shared_bytes
+from tandem.spec.gpu_scratch import DECODE_PARTS
 
 PARTS = DECODE_PARTS  # x 4 key heads they fill a large GPU with one sequence
 STEP = 64  # keys per turn of the loop

@@ -1,6 +1,6 @@
 """PyTorch's variable-length attention over our pages (`torch.nn.attention.varlen`, PyTorch 2.13 or newer).
 
-Its kernels are FlashAttention 2's. Pages are multiples of 256 tokens (`config/attention_backend.py` checks it before
+Its kernels are FlashAttention 2's. Pages are multiples of 256 tokens (`planner/attention_backend.py` checks it before
 anything is loaded). Keys are not split, because split keys in pages give wrong rows there (pytorch issue 194167). So a
 row's result does not depend on the batch, but few long sequences leave most of a GPU idle.
 """

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tandem._core import WorkerPool
-from tandem.config.activation import Activation
 from tandem.errors import KernelError
 from tandem.formats.codes import WeightCodes
 from tandem.formats.gpu_reading import refusal
@@ -23,6 +22,7 @@ from tandem.kernels.gpu.mma import code_mma
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.uploads import uploaded_bytes
 from tandem.kernels.packed.packable import scale_type
+from tandem.spec.activation import Activation
 
 FEW_ROWS = 16
 SCRATCH_BYTES = 128 << 20  # of unpacked weights at a time

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation
 from tandem.kernels.gpu.mlp import activated, activation_constants, relu2
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.gpu.panels import (
@@ -28,6 +27,7 @@ from tandem.kernels.gpu.panels import (
     scale_value,
 )
 from tandem.kernels.ops import ExpertBiases, Routing
+from tandem.spec.activation import SILU, Activation
 
 
 @triton.jit

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation, ActivationKind
-from tandem.config.gpu_scratch import MLP_BYTES
 from tandem.formats.codes import Blocks, Weight
 from tandem.formats.cut import numbers, stacked
 from tandem.kernels.gpu.overlap import begin, overlapped
 from tandem.kernels.ops import Linear, SureRead
+from tandem.spec.activation import SILU, Activation, ActivationKind
+from tandem.spec.gpu_scratch import MLP_BYTES
 
 KINDS = {name: kind for kind, name in enumerate(get_args(ActivationKind))}  # what KIND says
 ALIGNED_ROWS = 64

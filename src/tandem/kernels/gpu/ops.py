@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation
 from tandem.formats.codes import Blocks, Weight, WeightCodes
 from tandem.formats.reference import decoded
 from tandem.kernels.batch_layout import BatchLayout
@@ -40,6 +39,7 @@ from tandem.kernels.packed.experts import PackedExperts
 from tandem.kernels.packed.matrix import PackedMatrix
 from tandem.kernels.ranks.group import Group
 from tandem.mechanisms.slices import bound_by
+from tandem.spec.activation import SILU, Activation
 
 LOOKUP_ROWS, LOOKUP_THREADS = 1 << 12, 8  # of a table, found at a time by each of so many threads
 

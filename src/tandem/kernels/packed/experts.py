@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tandem import _core
 from tandem._core import Workspace
-from tandem.config.activation import SILU, Activation
-from tandem.config.in_place import ROW_UNIT
 from tandem.errors import CheckpointError, KernelError
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.kernels.ops import ExpertBiases
@@ -22,6 +20,8 @@ from tandem.kernels.packed.packable import (
     core_source,
     made_here,
 )
+from tandem.planner.in_place import ROW_UNIT
+from tandem.spec.activation import SILU, Activation
 
 ExpertWeights = tuple[Weight, Weight, Weight]
 """gate, up, down."""

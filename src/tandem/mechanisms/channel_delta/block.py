@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.channel_delta.shape import ChannelDelta
 from tandem.mechanisms.channel_delta.torch import ChannelFolds, ChannelGates, ChannelWeights
@@ -16,6 +15,7 @@ from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
 
 PARTS = ("q", "k", "v")
 

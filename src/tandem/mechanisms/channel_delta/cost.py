@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.channel_delta.shape import CORRECT_CHUNK, ChannelDelta
 from tandem.mechanisms.cost import Limit, Output
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.stored import StoredFormats
 
 CORRECT_SECONDS = 2.1e-5
 """Of a prompt's chunk that waits for the one before, on an H100: Kimi-Linear's, beside what passes between kernels."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.norm import Norm
-from tandem.config.state import Array, Fold, Ring, State
 from tandem.mechanisms.short_conv.shape import CONVOLVED_BYTES
+from tandem.spec.norm import Norm
+from tandem.spec.state import Array, Fold, Ring, State
 
 CORRECT_CHUNK = 64  # rows of a prompt that a GPU takes together
 

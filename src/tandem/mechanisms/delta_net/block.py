@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
-from tandem.config.ranks.shard import Share, Size
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.delta_net.shape import DeltaRule
 from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, Product
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
+from tandem.spec.shard import Share, Size
 
 
 class DeltaNet:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import Limit, Output
 from tandem.mechanisms.delta_net.shape import DeltaRule
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.stored import StoredFormats
 
 MAX_DELTA_HEAD = 1 << 15  # elements of a head's memory that a program holds, padded to powers of two
 

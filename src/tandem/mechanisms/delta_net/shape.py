@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from tandem.config.norm import Norm
-from tandem.config.state import Array, Fold, State
+from tandem.spec.norm import Norm
+from tandem.spec.state import Array, Fold, State
 
 DELTA_CHUNK = 64  # rows of a prompt that a GPU takes together
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
 from tandem.experts import ExpertMatrices
 from tandem.kernels.ops import MLP, SureRead
 from tandem.mechanisms.dense.shape import Dense
 from tandem.models.builder import Builder
 from tandem.models.names import mlp_matrices, ungated
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 
-from tandem.config.stored import StoredFormat, StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import Limit
 from tandem.mechanisms.dense.shape import Dense
+from tandem.spec.stored import StoredFormat, StoredFormats
 
 UNGATED_HALVES = 2  # kernels take the rows of a feed-forward without a gate in two halves
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.activation import SILU, Activation
-from tandem.config.state import State
+from tandem.spec.activation import SILU, Activation
+from tandem.spec.state import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.model_config import moe_index
-from tandem.config.ranks.cut import shard_of
 from tandem.experts import ExpertMatrices, Experts
 from tandem.formats.cut import columns_of, rows_of
 from tandem.kernels.joined import AfterNorm, Beginning
@@ -25,6 +23,8 @@ from tandem.models.linear import sure_reads
 from tandem.models.names import expert_biases, expert_matrices, mlp_matrices, ungated
 from tandem.models.operator import Routed
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
+from tandem.spec.model_config import moe_index
 
 
 class MoEBlock(Routed):

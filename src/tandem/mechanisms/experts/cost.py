@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.layers import Layer
-from tandem.config.model_config import ModelConfig
-from tandem.config.ranks.cut import MOST_RANKS, refused
-from tandem.config.ranks.shard import Shard
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import Limit, cost_of
 from tandem.mechanisms.dense.cost import UNGATED_HALVES, width_limit
 from tandem.mechanisms.experts.shape import Moe
+from tandem.spec.layers import Layer
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.shard import MOST_RANKS, Shard, refused
+from tandem.spec.stored import StoredFormats
 
 
 class Cost(cost.Cost[Moe]):

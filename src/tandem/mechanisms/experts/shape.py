@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tandem.config.activation import SILU, Activation
-from tandem.config.norm import Norm
-from tandem.config.state import State
 from tandem.mechanisms.dense.shape import Dense
 from tandem.mechanisms.router.shape import Router
+from tandem.spec.activation import SILU, Activation
+from tandem.spec.norm import Norm
+from tandem.spec.state import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.state import State
+from tandem.spec.state import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
-from tandem.config.ranks.shard import Size
 from tandem.kernels.gates import in_whole_vectors
 from tandem.kernels.ops import NO_NORMS, HeadNorms, SureRead
 from tandem.mechanisms.grouped_query.shape import Gqa
@@ -16,6 +14,8 @@ from tandem.mechanisms.mean_index.block import BlockChoice
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
+from tandem.spec.shard import Size
 
 
 class Attention:

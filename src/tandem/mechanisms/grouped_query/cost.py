@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import DECODE_PARTS, DECODED_ROWS, GQA_PIECE, GQA_ROUND, StepSize, gqa_rows
-from tandem.config.rope import Rope
-from tandem.config.state import DTYPE_BYTES
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import KeyShape, Limit, Output, cost_of, pairs
 from tandem.mechanisms.grouped_query.shape import Gqa
+from tandem.spec.gpu_scratch import DECODE_PARTS, DECODED_ROWS, GQA_PIECE, GQA_ROUND, StepSize, gqa_rows
+from tandem.spec.rope import Rope
+from tandem.spec.state import DTYPE_BYTES
+from tandem.spec.stored import StoredFormats
 
 MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory at a time
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.config.norm import Norm
-from tandem.config.rope import Rope
-from tandem.config.state import Array, Pages, State
 from tandem.errors import ConfigError
 from tandem.mechanisms.mean_index.shape import MeanIndex
+from tandem.spec.norm import Norm
+from tandem.spec.rope import Rope
+from tandem.spec.state import Array, Pages, State
 
 QkNorm = Literal["none", "head", "width", "turned"]
 OwnGate = Literal["none", "softplus", "sigmoid"]

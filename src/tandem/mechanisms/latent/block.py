@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers, rows_of
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.ops import Linear, SureRead
@@ -17,6 +16,7 @@ from tandem.mechanisms.token_index.block import PooledChoice, TokenChoice
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
 
 
 class LatentAttention:

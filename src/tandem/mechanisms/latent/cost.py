@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import HEAD_BYTES, ROUND_KEYS, ROUND_ROWS, SQUARE, StepSize
-from tandem.config.rope import Rope
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import KeyShape, Limit, Output, cost_of, pairs
 from tandem.mechanisms.latent.shape import Latent
+from tandem.spec.gpu_scratch import HEAD_BYTES, ROUND_KEYS, ROUND_ROWS, SQUARE, StepSize
+from tandem.spec.rope import Rope
+from tandem.spec.stored import StoredFormats
 
 PARTIAL_BYTES = 256 << 20  # of sums of rows that decode, before they are merged; once for graphs, once for others
 PIECE = 16384  # tokens of a prefix whose keys and values are there at a time

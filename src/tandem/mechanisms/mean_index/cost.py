@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.config.rope import Rope
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import pairs
 from tandem.mechanisms.mean_index.shape import MeanIndex
+from tandem.spec.rope import Rope
 
 
 class Cost(cost.Cost[MeanIndex]):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.config.stored import Table
 from tandem.mechanisms import cost
 from tandem.mechanisms.ngrams.shape import Ngram
+from tandem.spec.stored import Table
 
 
 class Cost(cost.Cost[Ngram]):

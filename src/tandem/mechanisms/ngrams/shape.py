@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.norm import Norm
-from tandem.config.state import Array, Ring, State
-from tandem.config.stored import Table
 from tandem.errors import ConfigError
+from tandem.spec.norm import Norm
+from tandem.spec.state import Array, Ring, State
+from tandem.spec.stored import Table
 
 MOST_VOCAB = 1 << 24  # ids are kept as float32, exactly
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tandem.config.state import LANES
+from tandem.spec.state import LANES
 
 if TYPE_CHECKING:
     from torch import Tensor

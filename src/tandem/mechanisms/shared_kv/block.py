@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
 from tandem.formats.cut import numbers
 from tandem.kernels.ops import Linear, SureRead
 from tandem.kernels.step_rows import BlockRows, StepRows
@@ -17,6 +16,7 @@ from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.operator import SeesBlocks
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
 
 COMPRESSOR, INDEX = "compressor.", "compressor.indexer."
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.rope import Rope
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import KeyShape, Limit, Output
 from tandem.mechanisms.shared_kv.shape import SharedKv
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.rope import Rope
+from tandem.spec.stored import StoredFormats
 
 SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many of an index's products
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.state import LANES
 from tandem.kernels.step_rows import StepRows
 from tandem.mechanisms.shared_kv.cost import SHARED_KEY_BYTES
 from tandem.mechanisms.shared_kv.shape import EntryIndex, Pool, SharedKv
 from tandem.mechanisms.shared_kv.weights import PoolWeights, SharedKvWeights, turn
+from tandem.spec.state import LANES
 
 
 class Seen(NamedTuple):

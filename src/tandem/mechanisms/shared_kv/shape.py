@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.rope import Rope
-from tandem.config.state import Array, Pages, Ring, State
+from tandem.spec.rope import Rope
+from tandem.spec.state import Array, Pages, Ring, State
 
 
 @dataclass(frozen=True, slots=True)

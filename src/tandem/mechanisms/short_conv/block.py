@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.recurrence.torch import Folds, taps_of
 from tandem.mechanisms.short_conv.shape import ShortConv
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
 
 
 class ShortConvolution:

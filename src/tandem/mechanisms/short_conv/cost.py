@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import Limit, Output
 from tandem.mechanisms.short_conv.shape import ShortConv
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.stored import StoredFormats
 
 
 class Cost(cost.Cost[ShortConv]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.state import Array, Ring, State
+from tandem.spec.state import Array, Ring, State
 
 CONVOLVED_BYTES = 12
 """Of a channel of a row on a GPU: as projected, convolved in float32, and apart from its neighbours."""

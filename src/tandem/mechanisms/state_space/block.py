@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.architectures.names import Names
-from tandem.config.ranks.cut import shard_of
 from tandem.kernels.ops import SureRead
 from tandem.mechanisms.recurrence.torch import taps_of
 from tandem.mechanisms.state_space.shape import StateSpace
@@ -13,6 +12,7 @@ from tandem.mechanisms.state_space.torch import SpaceFolds, SpaceInputs, SpaceWe
 from tandem.models.builder import Builder
 from tandem.models.linear import sure_reads
 from tandem.models.passing import Pass, States
+from tandem.planner.ranks.cut import shard_of
 
 
 class StateSpaceBlock:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.stored import StoredFormats
 from tandem.mechanisms import cost
 from tandem.mechanisms.cost import Limit, Output
 from tandem.mechanisms.state_space.shape import SCAN_CHUNK, StateSpace
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.stored import StoredFormats
 
 SCAN_SECONDS = 2.2e-5
 """Of a prompt's chunk that waits for the one before, on an H100: between Nemotron-3-Nano's, 17 us, and

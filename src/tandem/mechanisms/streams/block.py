@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.state import LANES
 from tandem.kernels.joined import AfterNorm
 from tandem.kernels.ops import Ops
 from tandem.mechanisms.streams.shape import Hyper
@@ -16,6 +15,7 @@ from tandem.mechanisms.streams.torch import HyperStreams, HyperWeights, Leaving,
 from tandem.models.builder import Builder
 from tandem.models.passing import Pass
 from tandem.models.residual import settle
+from tandem.spec.state import LANES
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.state import LANES
+from tandem.spec.state import LANES
 
 
 @dataclass(frozen=True, slots=True)

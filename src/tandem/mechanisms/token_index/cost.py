@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.config.gpu_scratch import StepSize
-from tandem.config.rope import Rope
 from tandem.mechanisms import cost
 from tandem.mechanisms.token_index.shape import Index
+from tandem.spec.gpu_scratch import StepSize
+from tandem.spec.rope import Rope
 
 SCORE_BYTES = 256 << 20  # of scores of tokens that rows may choose; once for graphs, once for other steps
 KERNELS = 60  # of one that chooses

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.state import LANES
 from tandem.kernels.chosen import Chosen
 from tandem.kernels.step_rows import Step, StepRows
 from tandem.mechanisms.token_index.shape import Index
+from tandem.spec.state import LANES
 
 
 class PoolWeights(NamedTuple):

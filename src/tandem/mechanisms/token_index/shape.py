@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.rope import Rope
-from tandem.config.state import Array, Pages, Ring, State
 from tandem.errors import ConfigError
+from tandem.spec.rope import Rope
+from tandem.spec.state import Array, Pages, Ring, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.config.vision import Processor, Tower
+from tandem.spec.vision import Processor, Tower
 
 THETA = 10000.0
 

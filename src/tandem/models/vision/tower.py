@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.model_config import ModelConfig
-from tandem.config.vision import CPU_PATCHES, Tower
 from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
 from tandem.models.draft_layer import TensorNames
 from tandem.models.vision.patches import Turns, normed, order_of, patches_of, positions_of, turned, turns_of
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.vision import CPU_PATCHES, Tower
 
 
 @dataclass(frozen=True, slots=True)

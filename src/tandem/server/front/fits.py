@@ -15,12 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.config import EngineConfig, Machine, Plan
 from tandem.engine.start.planning import planned
 from tandem.errors import ConfigError, DoesNotFit, TandemError
+from tandem.flags.engine_config import EngineConfig
 from tandem.hub.names import hub_name
 from tandem.hub.snapshot import find_snapshot
 from tandem.kernels.this_machine import this_machine
+from tandem.machine.machine import Machine
+from tandem.planner.plan import Plan
 
 
 def verdict(flags: Sequence[str], loaded: Iterable[int]) -> tuple[str, bool]:

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tandem.config.engine_config import EngineConfig
 from tandem.errors import ConfigError, TandemError, exit_status
+from tandem.flags.engine_config import EngineConfig
 from tandem.server import launch
 from tandem.server.front.app import FrontApp
 from tandem.server.front.child import Command, serve_command

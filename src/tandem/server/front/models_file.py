@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.engine_config import FLAGS, EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import FLAGS, EngineConfig
 from tandem.server.errors import ApiError
 
 FRONT_FLAGS = frozenset((

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.config.engine_config import EngineConfig
 from tandem.errors import EngineError
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.front.child import Life
 from tandem.server.front.models import Models
 

@@ -12,7 +12,7 @@ from prometheus_client import Gauge
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.config.engine_config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.errors import ApiError, error_response
 from tandem.server.fields import IGNORED_HEADER
 from tandem.server.guard.bodies import HELD, HeldBodies

@@ -8,9 +8,9 @@ import dataclasses
 import stat
 from pathlib import Path
 
-from tandem.config import env
-from tandem.config.engine_config import EngineConfig
 from tandem.errors import ConfigError
+from tandem.flags import env
+from tandem.flags.engine_config import EngineConfig
 
 MOST_BYTES = 4096
 _ARG_START = 45  # fields of /proc/self/stat behind the program's name: arg_start, arg_end (proc(5))

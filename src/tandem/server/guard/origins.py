@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from tandem.config.engine_config import EngineConfig
+from tandem.flags.engine_config import EngineConfig
 from tandem.server.errors import ApiError
 
 ANY = "*"

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from tandem.config.engine_config import EngineConfig
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
 
 log = logging.getLogger("tandem.server")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.plan import Plan
 from tandem.errors import HubError
 from tandem.hub.files import GGUF, INDEX, gguf_variants, shards
+from tandem.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

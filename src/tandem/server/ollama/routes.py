@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from tandem.config.forecast.ledger import VRAM
 from tandem.engine.limits import validate
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.planner.forecast.ledger import VRAM
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_parser import AnswerRules
 from tandem.server.chat.model import PreparedChat

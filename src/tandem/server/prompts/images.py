@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from tandem.config.vision import Grid, Processor, Tower
 from tandem.engine.images.process import ImageProcess, Resized
 from tandem.engine.limits import TokenLimit, too_long
 from tandem.engine.vision.spans import ImageSpan, PixelSource
@@ -29,6 +28,7 @@ from tandem.server.limits import (
     MAX_WAITING_IMAGE_BYTES,
     RECENT_PIXEL_BYTES,
 )
+from tandem.spec.vision import Grid, Processor, Tower
 
 T = TypeVar("T")
 

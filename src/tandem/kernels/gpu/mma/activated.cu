@@ -1,4 +1,4 @@
-// The activation of a gate and an up, by KIND (config/activation.py's order); NaN stays NaN.
+// The activation of a gate and an up, by KIND (spec/activation.py's order); NaN stays NaN.
 __device__ inline float at_most(float x, float limit) { return x > limit ? limit : x; }
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ inline float relu2(float x) { return x < 0 ? 0.0f : x * x; }

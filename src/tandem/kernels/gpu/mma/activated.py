@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.config.activation import Activation
 from tandem.kernels.gpu.mlp import activation_constants
 from tandem.kernels.gpu.nvrtc import cuda_source
+from tandem.spec.activation import Activation
 
 SOURCE = cuda_source(__file__)
 

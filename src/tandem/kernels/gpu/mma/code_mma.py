@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.activation import Activation
 from tandem.kernels.gpu.code_tiles import PANEL
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import (
@@ -31,6 +30,7 @@ from tandem.kernels.gpu.mma.mma_source import (
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
+from tandem.spec.activation import Activation
 
 MOST_ROWS = 32
 MOST_PAIRED_ROWS = 16  # the sums of two panels' warps lie in shared memory

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.activation import SILU, Activation
 from tandem.kernels.gpu.expert_rows import Between, slots_of
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import (
@@ -33,6 +32,7 @@ from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.ops import Routing
+from tandem.spec.activation import SILU, Activation
 
 SHARING_WARPS = 4  # of a block of gate_up
 ROW_UNITS = 2048  # its row is copied by so many numbers

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tandem.config.gpu_scratch import GQA_PIECE, GQA_ROUND, gqa_rows
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.gpu.attention import TritonAttention
 from tandem.kernels.gpu.pieces.runs import Run, runs_of
 from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, gather
+from tandem.spec.gpu_scratch import GQA_PIECE, GQA_ROUND, gqa_rows
 
 _log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.activation import Activation
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.mma.activated import activation_steps
 from tandem.kernels.gpu.mma.mma_source import STEP, Kind, code_steps, group_shift, has_steps, kind_of
 from tandem.kernels.gpu.nvrtc import available, compiled, cuda_source, launch
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts.unpack import Packed
+from tandem.spec.activation import Activation
 
 SOURCE = cuda_source(__file__)
 

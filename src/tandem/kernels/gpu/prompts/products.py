@@ -3,7 +3,7 @@ codes are decoded in registers (`code_product.py`). From there on panels become 
 time, for a grouped product: PyTorch's on Hopper and Blackwell servers, ours elsewhere.
 
 Nothing is asked back from the GPU: who has how many rows is known there only. Scratch is bounded
-(`config/gpu_scratch.py`).
+(`spec/gpu_scratch.py`).
 Scaled weights, gate, up and each expert's result are rounded to bfloat16 once more than with few rows, biases aside.
 """
 
@@ -18,8 +18,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tandem.config.cuda_graphs import PROMPT_SIZES
-from tandem.config.gpu_scratch import expert_row_bytes, expert_scratch_bytes, experts_at_once, pair_bytes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.panels import Panels
 from tandem.kernels.gpu.prompts import code_product, grouped, rows
@@ -27,6 +25,8 @@ from tandem.kernels.gpu.prompts.order import Order, order
 from tandem.kernels.gpu.prompts.unpack import Packed, unpack
 from tandem.kernels.ops import Routing
 from tandem.kernels.which import from_codes
+from tandem.planner.cuda_graphs import PROMPT_SIZES
+from tandem.spec.gpu_scratch import expert_row_bytes, expert_scratch_bytes, experts_at_once, pair_bytes
 
 ALIGNED = 8  # numbers: grouped products read rows 16 bytes at a time
 ALIGNED_TOKENS = 64

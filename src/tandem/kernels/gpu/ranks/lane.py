@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config.ranks.ranked import MOST_GPU_RANKS
 from tandem.errors import RankLost
 from tandem.kernels.gpu.nvrtc import compiled, cuda_source, launch
 from tandem.kernels.gpu.overlap import can_overlap
 from tandem.kernels.gpu.ranks.lane_memory import LaneMemory
 from tandem.kernels.ranks.meeting import Meeting
+from tandem.planner.ranks.ranked import MOST_GPU_RANKS
 
 THREADS, LINES, LINE_BYTES = 512, 2048, 16  # of a block, and of a piece of a long message, as in lane.cu
 SHORT_BLOCKS, LONG_BLOCKS = 64, 128

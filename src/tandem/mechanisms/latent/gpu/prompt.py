@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.config.gpu_scratch import HEAD_BYTES, ROUND_KEYS, ROUND_ROWS, SQUARE
 from tandem.mechanisms.latent.absorbed import LatentSizes, LatentWeights
 from tandem.mechanisms.latent.cost import PIECE, head_bytes
 from tandem.mechanisms.latent.gpu.prompt_kernels import Folded, attended, gather, join
 from tandem.mechanisms.latent.gpu.turn import spread
+from tandem.spec.gpu_scratch import HEAD_BYTES, ROUND_KEYS, ROUND_ROWS, SQUARE
 
 _log = logging.getLogger(__name__)
 

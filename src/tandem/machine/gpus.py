@@ -1,0 +1,110 @@
+"""`Gpu`: NVIDIA GPUs that this process may use, as nvidia-smi and CUDA_VISIBLE_DEVICES say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.flags.env import visible_gpus
+
+LEAST_CAPABILITY = (8, 0)  # Ampere: the kernels multiply bfloat16
+MIB = 1 << 20
+_FIELDS = "index,uuid,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_cap"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA GPU as the driver reports it."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    pcie: str  # "gen5 x16": the widest link it can have
+    number: int = 0  # as nvidia-smi counts
+    uuid: str = ""  # "GPU-…"; "": unknown
+    capability: tuple[int, int] | None = None  # compute capability; None: unknown
+
+
+def may_have_gpus() -> bool:
+    """Without asking anybody."""
+    return shutil.which("nvidia-smi") is not None
+
+
+def detect_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The ones that may be used, the one to take first, and why there are none. nvidia-smi answers without creating a
+    CUDA context in this process."""
+    present, chosen = present_gpus(), visible_gpus()
+    gpus = usable_gpus(present, chosen)
+    if present and not gpus:
+        return (), f"CUDA_VISIBLE_DEVICES={chosen} hides every GPU that nvidia-smi shows"
+    return gpus, "" if gpus else "no GPU was found"
+
+
+def usable_gpus(present: Iterable[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
+    """chosen: CUDA_VISIBLE_DEVICES, in its order: numbers or beginnings of UUIDs; as in CUDA, the first one that there
+    is not ends the list. None: all of them, the one with the most free memory (in GiB) first."""
+    present = tuple(present)
+    if chosen is None:
+        return tuple(sorted(present, key=lambda gpu: -(gpu.free_bytes >> 30)))
+    found: list[Gpu] = []
+    for word in chosen.split(","):
+        gpu = _named(present, word.strip())
+        if gpu is None:
+            break
+        found.append(gpu)
+    return tuple(dict.fromkeys(found))
+
+
+def _named(present: tuple[Gpu, ...], word: str) -> Gpu | None:
+    if word.isdecimal():
+        return next((gpu for gpu in present if gpu.number == int(word)), None)
+    if not word.startswith("GPU-"):
+        return None
+    found = [gpu for gpu in present if gpu.uuid.startswith(word)]
+    return found[0] if len(found) == 1 else None
+
+
+def present_gpus() -> tuple[Gpu, ...]:
+    """All that nvidia-smi shows, also those that CUDA_VISIBLE_DEVICES hides."""
+    return parse_nvidia_smi(ask_nvidia_smi(f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"))
+
+
+def ask_nvidia_smi(*arguments: str) -> str:
+    """Its answer, "" where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        return subprocess.run([program, *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""  # a driver that does not answer is a machine without usable GPUs
+
+
+def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
+    """Lines of "index, UUID, name, total MiB, free MiB, PCIe generation, PCIe width, compute capability"."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return tuple(_gpu(row) for row in rows if len(row) == 8 and all(row[i].isdecimal() for i in (0, 3, 4)))
+
+
+def _gpu(row: list[str]) -> Gpu:
+    index, uuid, name, total, free, generation, width, capability = row
+    major, _, minor = capability.partition(".")
+    known = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+    return Gpu(name, int(total) * MIB, int(free) * MIB, f"gen{generation} x{width}", int(index), uuid, known)
+
+
+def is_new_enough(gpu: Gpu) -> bool:
+    return gpu.capability is None or gpu.capability >= LEAST_CAPABILITY
+
+
+def equals(one: Gpu, other: Gpu) -> bool:
+    """Whether both compute the same bits in the same time."""
+    return (one.name, one.capability) == (other.name, other.capability)
+
+
+def too_old(gpu: Gpu) -> str:
+    """The refusal of one that is not."""
+    has, least = (".".join(map(str, pair)) for pair in (gpu.capability or (0, 0), LEAST_CAPABILITY))
+    return f"{gpu.name} has compute capability {has}; the GPU kernels need {least} (Ampere, for bfloat16) or newer"

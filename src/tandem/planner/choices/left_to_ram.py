@@ -1,0 +1,105 @@
+"""`short_of_ram`: whether the experts that a GPU leaves fit into CPU memory, and what would help where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.host_memory import HostShare, host_memory
+from tandem.planner.memory import (
+    DEFAULT_FRACTION,
+    HOST_STEP_BYTES,
+    LARGEST_FRACTION,
+    MemoryRequest,
+    gib,
+    ram_fraction,
+)
+from tandem.spec.model_config import FORMAT_BYTES, ModelConfig, draft_experts, embedding_bytes
+
+LARGER_FRACTIONS = (0.85, 0.9, LARGEST_FRACTION)
+ROUNDED = ("int8", "int4")  # what --kt-method makes of experts that are stored larger
+
+
+def short_of_ram(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> str:
+    """Why the experts that stay in CPU memory do not fit there; "": they do. Of experts and an embedding: what steps
+    need beside them is not known yet. The default fraction leaves enough for it."""
+    fraction = ram_fraction(request.config)
+    steps = HOST_STEP_BYTES if fraction > DEFAULT_FRACTION else 0
+    budget = request.machine.available_memory * fraction - steps
+    needed = _needed(request, gpu_experts, drafts_there)
+    if needed <= budget:
+        return ""
+    beside = f", less {gib(steps)} for steps" if steps else ""
+    return (
+        f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
+        f"({fraction:g} of what is free{beside})"
+    )
+
+
+def _needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -> int:
+    live, _ = live_placement(request.config, gpu_experts, request.model)
+    drafts = 0 if drafts_there else draft_experts(request.model)
+    embedding = embedding_bytes(request.model, request.dtype) if request.embedding_in_ram else 0
+    share = HostShare(
+        gpu_experts, expert_bytes(request), 0, 0, (), 0, 0, live, request.experts_are_there, drafts=drafts,
+        embedding_bytes=embedding,
+    )  # fmt: skip
+    host = host_memory(request.model, share)
+    return host.experts + host.spare + host.embedding
+
+
+class WouldFit(Protocol):
+    def __call__(self, **changes: Any) -> bool:
+        """The same request with these changes, of it or of its flags."""
+        ...
+
+
+def ways_out(request: MemoryRequest, gpu_experts: int, would_fit: WouldFit) -> Iterator[str]:
+    """What loses nothing comes first. Each is tried."""
+    asked, flag = asked_experts(request.config, request.model)
+    places = f"{gpu_experts} of {request.model.routed_experts} are on the GPU"
+    if asked is None:
+        yield f"{places}, as many as fit there"
+    elif would_fit(kt_gpu_experts_ratio=None, kt_num_gpu_experts=None):
+        yield f"{places}: without {flag} there are more, and it fits"
+    else:
+        yield f"{places}, as {flag} says"
+    larger = [each for each in LARGER_FRACTIONS if each > ram_fraction(request.config)]
+    if fraction := next((each for each in larger if would_fit(mem_fraction_static=each)), None):
+        yield f"--mem-fraction-static {fraction:g} fits without loss"
+    for fmt in ROUNDED:
+        if FORMAT_BYTES[fmt] * request.model.expert_params >= expert_bytes(request):
+            continue
+        fractions: list[dict[str, float]] = [{}, *({"mem_fraction_static": each} for each in larger)]
+        for more in fractions:
+            if would_fit(expert_format=fmt, **more):
+                also = "".join(f" --mem-fraction-static {each:g}" for each in more.values())
+                yield f"--kt-method {fmt.upper()}{also} fits (lossy)"
+                return
+
+
+def expert_bytes(request: MemoryRequest) -> int:
+    """Of one routed expert, as packed."""
+    return request.model.expert_bytes(request.expert_format, request.stored.experts)
+
+
+def asked_experts(config: EngineConfig, model: ModelConfig) -> tuple[int | None, str]:
+    """How many (layer, expert) pairs the flags put on the GPU; None: they do not say."""
+    everyone = model.routed_experts
+    if config.kt_gpu_experts_ratio is not None:
+        return round(config.kt_gpu_experts_ratio * everyone), "--kt-gpu-experts-ratio"
+    if config.kt_num_gpu_experts is not None:
+        return min(everyone, config.kt_num_gpu_experts * len(model.moe_layers)), "--kt-num-gpu-experts"
+    return None, ""
+
+
+def live_placement(config: EngineConfig, gpu_experts: int, model: ModelConfig) -> tuple[bool, str]:
+    """Whether experts move while serving, and why (not)."""
+    if not config.kt_enable_dynamic_expert_update:
+        return False, "--kt-enable-dynamic-expert-update is not given"
+    if gpu_experts == 0:
+        return False, "no expert is on the GPU, so there is no slot to move into"
+    if gpu_experts >= model.routed_experts:
+        return False, "every expert is on the GPU already"
+    return True, "--kt-enable-dynamic-expert-update"

@@ -1,0 +1,206 @@
+"""`SpeculationPlan`: who guesses the next tokens, and how many; or why nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.attention_backend import own_kernels
+from tandem.spec.drafts import GuessBlock
+from tandem.spec.model_config import ModelConfig, why_alone
+from tandem.spec.state import Fold, State
+
+DEFAULT_GUESSES = 7  # with the token before them 8 rows: as many as are recorded on a CPU
+DEFAULT_DRAFTS = 3  # of a draft layer: each costs a pass through it, and is likely only if those before it are
+DEFAULT_BLOCK = 5  # of DSpark's layers, which make all at once
+DRAFT_ALGORITHMS = ("NEXTN", "EAGLE", "DSPARK")
+DEFAULT_LEAST_MATCH, DEFAULT_LONGEST_MATCH = 2, 16  # tokens
+SPECULATION_FIELDS = (
+    "speculative_draft_model_path", "speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk",
+    "speculative_moe_runner_backend", "speculative_ngram_min_match_window_size",
+    "speculative_ngram_max_match_window_size", "disable_speculative_governor",
+)  # fmt: skip
+_ALGORITHM = ("speculative_algorithm",)
+_DRAFT_FLAGS = (
+    "speculative_draft_model_path", "speculative_eagle_topk", "speculative_moe_runner_backend",
+)  # fmt: skip
+_NGRAM_FLAGS = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationPlan:
+    """most_guesses: of a sequence in a step. governed: each step has as many as pay, else all there are. Matches are in
+    tokens."""
+
+    algorithm: str
+    most_guesses: int
+    governed: bool = True
+    least_match: int = DEFAULT_LEAST_MATCH
+    longest_match: int = DEFAULT_LONGEST_MATCH
+
+
+def check_algorithm(name: str) -> str:
+    """As `EngineConfig` spells it. Raises ConfigError for one that is not there."""
+    config = EngineConfig.from_keywords("demo", speculative_algorithm=name)
+    assert config.speculative_algorithm is not None
+    return config.speculative_algorithm
+
+
+def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | None:
+    """None where no algorithm is asked for, or the model decodes one token a step. Raises ConfigError."""
+    asked = config.speculative_algorithm
+    if asked is None:
+        return None
+    most = _most_guesses(config, model)
+    least, longest = _match(config)
+    if _why_none(asked, model):
+        return None
+    if asked in DRAFT_ALGORITHMS and model.drafts is None:
+        raise ConfigError(_no_layer(asked), fields=_ALGORITHM)
+    if asked == "DSPARK" and _block(model) is None:
+        raise ConfigError(
+            "--speculative-algorithm DSPARK: the checkpoint's draft layer guesses one token after the other; take "
+            "NEXTN", fields=_ALGORITHM,
+        )  # fmt: skip
+    return SpeculationPlan(_taken_as(asked, model), most, not config.disable_speculative_governor, least, longest)
+
+
+def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """With its draft layer, where one is asked for and can guess."""
+    if config.speculative_algorithm not in DRAFT_ALGORITHMS or model.drafts is None or why_one_token(model):
+        return model
+    return replace(model, drafter=model.drafts)
+
+
+def check_gpu_drafts(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError where the kernels that are asked for cannot compute a draft layer's rows."""
+    asked, kernels = config.speculative_algorithm, config.attention_backend
+    if own_kernels(model.attentions):
+        return
+    if model.drafter is not None and kernels not in ("auto", "triton"):
+        raise ConfigError(
+            f"--attention-backend {kernels} plans its steps, and a draft layer's passes are none: leave it out, or "
+            f"take --speculative-algorithm NGRAM instead of {asked}",
+            fields=("attention_backend",),
+        )
+
+
+def _taken_as(asked: str, model: ModelConfig) -> str:
+    if asked not in DRAFT_ALGORITHMS:
+        return asked
+    return "NEXTN" if _block(model) is None else "DSPARK"
+
+
+def _block(model: ModelConfig) -> GuessBlock | None:
+    return None if model.drafts is None else model.drafts.block
+
+
+def _no_layer(asked: str) -> str:
+    return (
+        f"--speculative-algorithm {asked}: the checkpoint has no draft layer that is known; take NGRAM, which needs "
+        "none, or leave it out"
+    )
+
+
+def _why_none(asked: str, model: ModelConfig) -> str:
+    """Why nothing is guessed, though it is asked for."""
+    if asked in DRAFT_ALGORITHMS and model.draft and model.drafts is None:
+        return f"the checkpoint has {model.draft}, which Tandem does not run yet; NGRAM needs none"
+    return why_one_token(model)
+
+
+def most_guesses(config: EngineConfig, model: ModelConfig) -> int:
+    """Of a sequence in a step; 0 where nothing is guessed. Raises ConfigError."""
+    plan = speculation(config, model)
+    return 0 if plan is None else plan.most_guesses
+
+
+def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What was decided and why, for the plan; nothing where no algorithm is asked for. Raises ConfigError."""
+    if config.speculative_algorithm is None:
+        return
+    if why := _why_none(config.speculative_algorithm, model):
+        yield "off", why
+        return
+    taken = _taken_as(config.speculative_algorithm, model)
+    how = f"{taken}, up to {_most_guesses(config, model)} guesses a step"
+    always = config.disable_speculative_governor
+    yield how, "--disable-speculative-governor: all of them" if always else "in each step as many as pay"
+
+
+def why_one_token(model: ModelConfig) -> str:
+    """Why rows of guesses are not possible; "": they are."""
+    if alone := why_alone(model):
+        return f"Transformers' own cache cannot forget wrong guesses: {alone}"
+    if not all(map(_takes_back, model.states)):
+        return "part of its state holds several tokens together, and wrong guesses could not be taken back"
+    return ""
+
+
+def _takes_back(state: State) -> bool:
+    return not isinstance(state, Fold) or bool(state.inputs)
+
+
+def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    """Flags that change nothing, and why."""
+    asked = config.speculative_algorithm
+    if asked is None:
+        for flag in config.given_flags(SPECULATION_FIELDS):
+            yield f"{flag} changes nothing: no --speculative-algorithm is given"
+    elif why := _why_none(asked, model):
+        yield f"--speculative-algorithm {asked} changes nothing: {why}"
+    elif asked in DRAFT_ALGORITHMS:
+        yield from _draft_notices(asked, config, model)
+    else:
+        for flag in config.given_flags(_DRAFT_FLAGS):
+            yield f"{flag} changes nothing: {asked} has no draft model"
+
+
+def _draft_notices(asked: str, config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    taken, block = _taken_as(asked, model), _block(model)
+    if asked != taken:
+        yield f"--speculative-algorithm {asked} is taken as {taken}: the checkpoint's own draft layer guesses"
+    if block is not None and (most := _asked_guesses(config) or 0) > block.size:
+        yield f"{most} guesses a step are asked for: DSPARK makes {block.size} at once, and no more"
+    for flag in config.given_flags(_NGRAM_FLAGS):
+        yield f"{flag} changes nothing: {taken} looks nothing up"
+
+
+def _most_guesses(config: EngineConfig, model: ModelConfig) -> int:
+    asked, block = _asked_guesses(config), _block(model)
+    if config.speculative_algorithm in DRAFT_ALGORITHMS and block is not None:
+        return min(asked or block.size, block.size)
+    return asked or default_guesses(config.speculative_algorithm)
+
+
+def _asked_guesses(config: EngineConfig) -> int | None:
+    """Draft tokens are rows of a sequence: the newest token's and those of its guesses. None: nothing is asked."""
+    steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
+    if steps is not None and rows is not None and rows != steps + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens is {rows}, and --speculative-num-steps is {steps}; a chain of {steps} "
+            f"guesses has {steps + 1} draft tokens: give one of the two",
+            fields=("speculative_num_steps", "speculative_num_draft_tokens"),
+        )
+    return steps if steps is not None or rows is None else rows - 1
+
+
+def default_guesses(algorithm: str | None) -> int:
+    """Of a sequence in a step."""
+    if algorithm == "DSPARK":
+        return DEFAULT_BLOCK
+    return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES
+
+
+def _match(config: EngineConfig) -> tuple[int, int]:
+    least = config.speculative_ngram_min_match_window_size
+    longest = config.speculative_ngram_max_match_window_size
+    if least > longest:
+        raise ConfigError(
+            f"--speculative-ngram-min-match-window-size is {least}, more than "
+            f"--speculative-ngram-max-match-window-size {longest}",
+            fields=("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"),
+        )
+    return least, longest

@@ -1,0 +1,34 @@
+"""Where tables that are read by row are: in memory, in files behind the page cache, or on the disk past it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.planner.memory import WANTED_CONTEXT, MemoryRequest, gib, wanted_context
+
+MAPPED, IN_RAM = "map", "ram"
+_WORDS = {IN_RAM: "in memory", MAPPED: "in files, of which the page cache keeps what is read", "disk": "on disk"}
+
+
+def table_bytes(request: MemoryRequest) -> int:
+    """As the checkpoint stores them."""
+    stored = request.stored.tables.bytes_per_weight
+    return int(sum(table.rows * table.width for table in request.model.tables) * stored)
+
+
+def where_tables(request: MemoryRequest) -> str:
+    """As `--tables` asks; else in memory where a usual context still fits beside them, which experts come before."""
+    asked, nbytes = request.config.tables, table_bytes(request)
+    if asked != "auto" or not nbytes:
+        return MAPPED if asked == "auto" else asked
+    room = replace(request, table_bytes=nbytes).kv_room_bytes
+    context = min(wanted_context(request)[0], WANTED_CONTEXT)
+    alone = request.model.shard.ranks == 1  # each rank would have its own
+    return IN_RAM if alone and room >= request.kv_bytes(context) else MAPPED
+
+
+def table_text(request: MemoryRequest, where: str) -> tuple[str, str]:
+    """What the plan says of it."""
+    asked, nbytes = request.config.tables, table_bytes(request)
+    reason = "--tables" if asked != "auto" else "they fit beside all else" if where == IN_RAM else "memory is short"
+    return f"{gib(nbytes)} {_WORDS[where]}", f"{reason}; n-grams, a few rows of which each token reads"

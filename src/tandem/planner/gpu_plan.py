@@ -1,0 +1,197 @@
+"""`GpuPlan`: what the GPU gets and how it is used; whether one can be used; and the sums of its memory.
+
+What goes there is divided in `planner/sizing.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.errors import ConfigError
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.gpus import Gpu, is_new_enough, too_old
+from tandem.machine.machine import Machine
+from tandem.mechanisms.cost import cost_of
+from tandem.planner.attention_backend import why_unread
+from tandem.planner.choices.deterministic import depends_on_others
+from tandem.planner.choices.left_to_ram import expert_bytes
+from tandem.planner.choices.travelling import graph_bytes
+from tandem.planner.cuda_graphs import captured_sizes, settled_sizes
+from tandem.planner.forecast.ledger import VRAM, Entry, Ledger, ledger
+from tandem.planner.memory import (
+    GPU_PREFILL_TOKENS,
+    ROPE_WORDS,
+    MemoryPlan,
+    MemoryRequest,
+    gib,
+    wanted_context,
+)
+from tandem.spec.gpu_scratch import (
+    StepSize,
+    expert_row_bytes,
+    expert_scratch_bytes,
+    pair_bytes,
+)
+from tandem.spec.model_config import ModelConfig, draft_experts, embedding_bytes, rope_bytes
+from tandem.spec.stored import UNQUANTISED, StoredFormats
+
+MAX_HEAD = 256  # channels of a key
+GPU_FRACTION = 0.9  # of free GPU memory
+GPU_WORKSPACE_BYTES = 1 << 30  # activations, sums of attention, libraries, CUDA graphs but for their logits
+MAX_PATIENCE_SECONDS = 30.0
+SHARE_FIELDS = ("kt_gpu_experts_ratio", "kt_num_gpu_experts")
+GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wishes that only a GPU can meet
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """What the GPU gets and how it is used."""
+
+    name: str
+    experts: int  # (layer, expert) pairs there
+    placement: str
+    statistics: str | None  # file of activation counts
+    graph_sizes: tuple[int, ...]  # rows of CUDA graphs, () for none
+    patience_seconds: float  # that a kernel waits for the CPU's experts
+    live: bool = False  # experts move while serving
+    uuid: str = ""  # "": any GPU
+    attention: str = "triton"  # whose kernels compute it: or "torch", "flashinfer"
+    foresight: bool = True  # in small batches the CPU prefetches the next layer's probable experts
+    stream_from: int | None = 0  # rows of a step that brings the CPU's experts; 0: never, None: where that is faster
+    ring_bytes: int = 0  # of GPU memory that they are brought to
+    deferred: int = 0  # of a token's experts in CPU memory, at most so many are added one layer late; lossy
+    prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
+    draft_experts: bool = False  # those of a draft layer are there, too: all or none
+    settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
+    spared: int = 0  # multiprocessors that graphs of prompts leave to steps
+    step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
+    step_reason: str = ""
+    shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
+    embedding_in_ram: bool = False  # in pinned CPU memory, whose rows the GPU reads
+    cramped: str = ""  # what the plan lacks for want of GPU memory
+
+
+def usable_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> tuple[Gpu | None, str]:
+    """The GPU to use and why, or None and why not. Raises ConfigError when one was asked for in vain."""
+    if config.device == "cpu":
+        return None, "--device cpu"
+    gpu = next(filter(is_new_enough, machine.gpus), None)
+    why_not = _why_no_gpu(config, model, machine)
+    if why_not and config.device == "cuda":
+        raise ConfigError(f"--device cuda: {why_not}; take --device cpu or auto", fields=("device",))
+    if gpu is None or why_not:
+        return None, why_not
+    number = f"GPU {gpu.number}, " if gpu.number or len(machine.gpus) > 1 else ""
+    return gpu, f"{number}{gpu.name}, {gib(gpu.free_bytes)} free"
+
+
+def _why_no_gpu(config: EngineConfig, model: ModelConfig, machine: Machine) -> str:
+    if not machine.gpus:
+        return machine.no_gpu
+    if not any(map(is_new_enough, machine.gpus)):
+        return too_old(machine.gpus[0])
+    if missing := [name for name in machine.gpu_missing if name != "cuda-core"]:
+        return f"{machine.gpus[0].name} cannot be used: {' and '.join(missing)} is missing"
+    if config.enable_deterministic_inference and (why := depends_on_others(config, model)):
+        return f"{why}, against --enable-deterministic-inference"
+    if config.dtype == "float32":
+        return "the GPU kernels compute in bfloat16, not float32"
+    if uneven := [size for size in (model.hidden, model.expert_channels) if size % 8]:
+        # rows are handed to the CPU 16 bytes at a time
+        return f"the GPU kernels need a hidden size that is a multiple of 8, not {uneven[0]}"
+    return without_kernels(model)
+
+
+def without_kernels(model: ModelConfig) -> str:
+    """Why there are no GPU kernels for it, whatever the machine; "": there are."""
+    streams = (block.hyper for layer in model.layers for block in layer.blocks if block.hyper is not None)
+    parts = dict.fromkeys([*model.mixers, *model.bodies, *streams])
+    return next(filter(None, (cost_of(part).why_no_gpu() for part in parts)), "") or why_unread(model, MAX_HEAD)
+
+
+def needs_gpu(config: EngineConfig) -> str:
+    """The first flag that only a GPU can meet; "" where none was given."""
+    wishes = {
+        "--device cuda": config.device == "cuda",
+        "--kt-num-gpu-experts": config.kt_num_gpu_experts,
+        "--kt-gpu-experts-ratio": config.kt_gpu_experts_ratio,
+        "--kt-enable-dynamic-expert-update": config.kt_enable_dynamic_expert_update,
+    }
+    return next((flag for flag, wish in wishes.items() if wish), "")
+
+
+def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
+    """Of the GPU's memory."""
+    experts, each, scratch = plan.experts, expert_bytes(request), scratch_bytes(request, plan.step_tokens)
+    images = request.image_entries(gpu=True)
+    fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + scratch_bytes(request)
+    fixed += sum(entry.nbytes for entry in images)
+    logits = workspace_bytes(request) - fixed
+    dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
+    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
+    sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
+    unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
+    others = GPU_WORKSPACE_BYTES - sums + unpacking
+    entries = [
+        Entry("dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"),
+        Entry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
+        Entry("draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"),
+        Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
+        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
+        Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
+        *images,
+        Entry("prompt scratch", scratch, "that layers share"),
+        Entry("graph logits", logits, "float32, of every CUDA graph"),
+        Entry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
+        Entry("attention sums", sums, "of rows that decode, a part of their keys each"),
+        Entry("workspace", others, "of one step, libraries, CUDA graphs"),
+        Entry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
+    ]
+    return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
+
+
+def dense_bytes(
+    model: ModelConfig, dtype: str, stored: StoredFormats = UNQUANTISED, embedding_in_ram: bool = False
+) -> int:
+    """Weights that are always on the GPU, the embedding included unless it is in CPU memory."""
+    embedding = 0 if embedding_in_ram else embedding_bytes(model, dtype)
+    return model.dense_bytes(dtype, stored, for_gpu=True) + embedding
+
+
+def workspace_bytes(request: MemoryRequest) -> int:
+    """Of steps, and the float32 logits that every graph keeps."""
+    asked = request.config, request.model, request.max_running_requests, request.guesses
+    sizes = captured_sizes(*asked)
+    rows = sum(sizes) + sum(settled_sizes(*asked))
+    if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
+        rows += 2 * max(sizes, default=1)
+    shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)
+    shared += sum(entry.nbytes for entry in request.image_entries(gpu=True))
+    return GPU_WORKSPACE_BYTES + rows * request.model.vocab * 4 + shared
+
+
+def unpacking_bytes(gpu: Gpu, model: ModelConfig, tokens: int) -> int:
+    """For unpacked experts of steps of so many tokens, and for these experts' rows."""
+    pairs = tokens * (model.moe.router.top_k + model.moe.fusible_shared)
+    rows = pairs * pair_bytes(model.expert_channels, model.moe.experts.width)
+    return expert_scratch_bytes(gpu.memory_bytes) + min(rows, expert_row_bytes(gpu.memory_bytes))
+
+
+def step_rows(request: MemoryRequest, tokens: int) -> int:
+    """Of a step, at most. tokens: if nothing was asked."""
+    chunk = request.config.chunked_prefill_size
+    return tokens if chunk is None else chunk if chunk > 0 else wanted_context(request)[0]
+
+
+def scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> int:
+    """That layers share. tokens: of a step, if nothing was asked."""
+    context, rows = wanted_context(request)[0], step_rows(request, tokens)
+    hyper, hidden, kinds = request.model.layers[0].hyper, request.model.hidden, set(request.model.mixers)
+    streams = 0 if hyper is None else hyper.streams
+    size = StepSize(rows, context, request.max_running_requests)
+    return max((cost_of(each).scratch_bytes(size, hidden, streams) for each in kinds), default=0)
+
+
+def decode_sums_bytes(model: ModelConfig, rows: int) -> int:
+    """Of so many rows that decode, which layers share."""
+    return max((cost_of(mixer).decode_sums_bytes(rows) for mixer in model.mixers), default=0)

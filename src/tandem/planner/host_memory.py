@@ -1,0 +1,138 @@
+"""What a model on a GPU takes of CPU memory, beside its process: the only place that does this sum.
+
+What comes back from the GPU is left out: whole rows of logits (`engine/sampling/logits.py`), counts of experts
+(`experts/usage/expert_usage.py`), and the tables' image (`experts/slot_tables.py`).
+
+Loading takes two pinned buffers of 64 MiB more (`kernels/gpu/uploads.py`). They fit into what plans leave free, and are
+given back afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from tandem.flags.engine_config import EngineConfig
+from tandem.machine.machine import Machine
+from tandem.planner.forecast.ledger import RAM, Entry, Ledger, ledger
+from tandem.planner.memory import GRAMMAR_BYTES, GRAMMAR_WORDS, gib, ram_fraction
+from tandem.spec.model_config import ModelConfig
+
+SCRATCH_BYTES_PER_WORKER = (1152 + 1056 + 2048) << 10  # of csrc/ops/workspace.cc
+
+# What CUDA's driver keeps beside graphs, and PyTorch and Python for a model: 48 + 2 MiB with one graph (measured on an
+# H200; with several not measured).
+GRAPH_BYTES = 50 << 20
+INPUT_ALIGNED_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """What decides it."""
+
+    gpu_experts: int  # (layer, expert) pairs
+    expert_bytes: int
+    workers: int
+    step_tokens: int  # of the largest step
+    graph_sizes: tuple[int, ...]  # rows of each graph
+    pages: int  # of the longest sequence
+    top_k: int
+    live: bool = False  # experts may change places
+    in_place: bool = False  # those in CPU memory are used where the checkpoint has them
+    late: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
+    tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
+    drafts: int = 0  # a draft layer's experts that are in CPU memory
+    embedding_bytes: int = 0  # of the table whose rows a GPU reads there
+
+    @property
+    def graph_tokens(self) -> int:
+        """Of the largest graph."""
+        return max(self.graph_sizes, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes. A long prompt makes the experts' shared scratch grow by 0.4 GiB at most, which is kept."""
+
+    experts: int  # packed, and all biases
+    spare: int  # places for those that move, at most: a layer with all experts on one side has none
+    scratch: int  # of the workers
+    handoff: int  # pinned, between the GPU and the CPU's experts
+    inputs: int  # pinned, of graphs
+    graphs: int  # the driver's
+    embedding: int = 0  # pinned
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        return asdict(self)
+
+    def texts(self) -> tuple[str, str]:
+        """As the plan says it."""
+        inside = [f"{gib(nbytes)} {name}" for name, nbytes in self.parts().items() if nbytes]
+        return gib(self.total), ", ".join(inside) or "every expert is on the GPU"
+
+
+def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
+    there = model.routed_experts - share.gpu_experts + share.drafts
+    inputs = sum(
+        pinned_bytes(graph_input_bytes(size, share.pages, share.tables, model.vision is not None))
+        + pinned_bytes(graph_mask_bytes(size))
+        for size in share.graph_sizes
+    )
+    graphs = GRAPH_BYTES if share.graph_sizes else 0
+    embedding = pinned_bytes(share.embedding_bytes) if share.embedding_bytes else 0
+    if there <= 0:
+        return HostMemory(0, 0, 0, 0, inputs, graphs, embedding)
+    packed = 0 if share.in_place else there
+    spare = len(model.moe_layers) if share.live else 0
+    return HostMemory(
+        packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,
+        share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.expert_channels, share), inputs, graphs,
+        embedding,
+    )  # fmt: skip
+
+
+def _handoff_bytes(hidden: int, share: HostShare) -> int:
+    """Of `experts.handoff`: x, the chosen experts and their weights, and the result; of graphs in one block."""
+    each = 2 * hidden, 4 * share.top_k, 4 * share.top_k, 4 * hidden
+    outside = sum(pinned_bytes(share.step_tokens * nbytes) for nbytes in each)
+    inside = share.graph_tokens * sum(each) * (2 if share.late else 1)
+    return outside + (pinned_bytes(inside) if share.graph_tokens else 0)
+
+
+def graph_input_bytes(size: int, pages: int, tables: int = 1, turning: bool = False) -> int:
+    """Of a graph's batch. Each row has a token, a position and a place in each table of pages, of 64 bits; then its
+    length, its slot, what is folded and its pages, of 32. One number of 32 is for all. turning: rows may turn by others
+    than their positions, which are one more of 64."""
+    return graph_wide_bytes(size, tables + turning) + 4 * (size * (3 + tables * pages) + 1)
+
+
+def graph_mask_bytes(size: int) -> int:
+    """Of where the masks of a graph's rows are, and whether they are made."""
+    return 8 * (size + 2)
+
+
+def graph_wide_bytes(size: int, tables: int = 1) -> int:
+    """Of its numbers of 64 bits, up to where the others begin."""
+    return -(-(2 + tables) * 8 * size // INPUT_ALIGNED_BYTES) * INPUT_ALIGNED_BYTES
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """PyTorch pins memory in powers of two."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+_HOST_WORDS = {
+    "experts": "packed experts in CPU memory", "spare": "places for experts that move", "scratch": "of the threads",
+    "handoff": "pinned, between GPU and CPU", "inputs": "pinned, of CUDA graphs", "graphs": "CUDA graphs, the driver's",
+    "embedding": "pinned, whose rows the GPU reads",
+}  # fmt: skip
+
+
+def host_ledger(host: HostMemory, config: EngineConfig, machine: Machine) -> Ledger:
+    """Of CPU memory beside a GPU."""
+    entries = [Entry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
+    entries.append(Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
+    return ledger(RAM, entries, int(machine.available_memory * ram_fraction(config)), machine.available_memory)

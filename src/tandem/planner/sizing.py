@@ -1,0 +1,309 @@
+"""Sizes of a model's parts on the GPU: the only place that divides GPU memory between weights, KV cache and experts.
+
+Dense weights are always there, and the embedding unless it is in CPU memory. Then come the experts that were asked for.
+The KV cache takes the rest.
+
+Where nothing was asked, the KV cache takes a quarter of the room. It takes more for one request of 32768 tokens: up to
+half, and whatever 16384 tokens need. Experts take the rest, and the KV cache what they leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tandem.errors import ConfigError, DoesNotFit, GpuTooSmall
+from tandem.machine.gpus import Gpu
+from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes, short_of_ram, ways_out
+from tandem.planner.choices.speculation import check_gpu_drafts
+from tandem.planner.choices.travelling import experts_kept_off, graph_bytes, ring_for, streams_not
+from tandem.planner.cuda_graphs import prompt_sizes
+from tandem.planner.gpu_plan import (
+    GPU_FRACTION,
+    SHARE_FIELDS,
+    dense_bytes,
+    scratch_bytes,
+    step_rows,
+    unpacking_bytes,
+    workspace_bytes,
+)
+from tandem.planner.memory import (
+    GPU_PREFILL_TOKENS,
+    LEAST_CONTEXT,
+    WANTED_CONTEXT,
+    MemoryPlan,
+    MemoryRequest,
+    changed,
+    gib,
+    long_step_tokens,
+    wanted_context,
+)
+from tandem.spec.model_config import draft_experts
+from tandem.spec.shard import ALONE
+
+KV_SHARE = 4  # the KV cache takes 1/4 of the room by default
+DEFAULT_CONTEXT = 32768  # tokens: experts do not make room for more unless --context-length asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """experts: (layer, expert) pairs on the GPU; memory: its own, these included; ring_bytes: for those that travel.
+    cramped: what the GPU's memory has no room for; "": nothing."""
+
+    experts: int
+    expert_reason: str
+    memory: MemoryPlan
+    ring_bytes: int = 0
+    ring_reason: str = "every expert is on the GPU"
+    prompt_sizes: tuple[int, ...] = ()
+    draft_experts: bool = False
+    step_tokens: int = GPU_PREFILL_TOKENS
+    step_reason: str = ""  # where it is not the usual one
+    shared_tokens: int = 0
+    cramped: str = ""
+
+
+@dataclass(frozen=True)
+class GpuRoom:
+    """A request and a GPU: what is there, and what is taken before experts and KV cache. Bytes."""
+
+    request: MemoryRequest
+    gpu: Gpu
+
+    @cached_property
+    def budget(self) -> int:
+        request = self.request
+        fraction = request.config.mem_fraction_static or request.gpu_fraction or GPU_FRACTION
+        return int(self.gpu.free_bytes * fraction)
+
+    @cached_property
+    def dense(self) -> int:
+        request = self.request
+        return dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
+
+    @cached_property
+    def workspace(self) -> int:
+        """Of long steps, where nothing was asked."""
+        return workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
+
+    @cached_property
+    def scratch(self) -> int:
+        """Bytes of the workspace, in steps of the usual length."""
+        return scratch_bytes(self.request)
+
+    @property
+    def each(self) -> int:
+        """Bytes of an expert."""
+        return max(1, expert_bytes(self.request))
+
+    @cached_property
+    def left_by_short_steps(self) -> int:
+        """Bytes of the workspace: steps of the usual length have fewer experts' rows."""
+        return self._unpacking(long_step_tokens(self.request.model)) - self._unpacking(GPU_PREFILL_TOKENS)
+
+    def _unpacking(self, tokens: int) -> int:
+        return unpacking_bytes(self.gpu, self.request.model, step_rows(self.request, tokens))
+
+    def scratch_beyond(self, tokens: int) -> int:
+        """That steps of so many tokens take beyond the workspace."""
+        return scratch_bytes(self.request, tokens) - self.scratch
+
+
+def fits(room: GpuRoom, taken: int = 0, **changes: Any) -> GpuMemory | None:
+    """Bytes for experts and KV cache with these changes of the request or its flags, where so many are taken
+    already; None: they do not fit, or experts that stay in CPU memory do not fit there."""
+    if changes:
+        room = GpuRoom(changed(room.request, **changes), room.gpu)
+    try:
+        return _divided(room, taken)
+    except ConfigError:
+        return None
+
+
+def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
+    """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
+    room = GpuRoom(request, gpu)
+    found = fits(room) or _short_steps(room)
+    check_gpu_drafts(request.config, request.model)
+    if found.experts >= request.model.routed_experts:
+        return _with_long_steps(room, found)
+    if why_not := streams_not(request, gpu):
+        return replace(_short_steps(room), ring_reason=why_not)
+    return _with_ring(room)
+
+
+def _short_steps(room: GpuRoom) -> GpuMemory:
+    """In steps of the usual length. Raises ConfigError where not even they fit."""
+    return _divided(room, -room.left_by_short_steps)
+
+
+def _with_ring(room: GpuRoom) -> GpuMemory:
+    """With a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
+    ring, tokens = ring_for(room.request, room.gpu).nbytes, long_step_tokens(room.request.model)
+    taken = ring + room.scratch_beyond(tokens)
+    beside = fits(room, taken)
+    if beside is None:
+        why = f"{gib(ring)} of GPU memory for experts that travel are not there"
+        return replace(_short_steps(room), ring_reason=why, cramped=why)
+    found = replace(beside, ring_bytes=ring, ring_reason="", step_tokens=tokens)
+    return _with_prompt_graphs(room, found, taken, tokens)
+
+
+def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
+    """For prompts that are alone, if experts, context and graphs of prompts keep their room. Not where prompts can be
+    no graphs: steps are not cut there, and who comes would wait for a whole one. Ranks have none, and take long steps:
+    they start kernel by kernel what then takes longer than starting it."""
+    request = room.request
+    ranks, whole = request.model.shard.ranks, replace(request.model, shard=ALONE)
+    tokens, left = long_step_tokens(request.model), room.left_by_short_steps
+    short = _with_prompt_graphs(room, _short_steps(room), -left)
+    if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, whole):
+        return short
+    more = room.scratch_beyond(tokens)
+    long = _undisturbed(fits(room, more), found)
+    if long is not None:
+        why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
+        long = replace(long, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
+        long = _with_prompt_graphs(room, long, more)
+        if long.prompt_sizes or ranks > 1:
+            return long
+    why = (
+        f"default; {tokens} for a prompt alone would take {gib(more + left)} from experts, context or prompt graphs"
+    )
+    return replace(short, step_reason=why)
+
+
+def _with_prompt_graphs(room: GpuRoom, found: GpuMemory, taken: int = 0, streamed: int = 0) -> GpuMemory:
+    """And graphs of prompts, if they fit. streamed: rows of steps that bring experts."""
+    config = room.request.config
+    sizes, spared = prompt_sizes(config, room.request.model, streamed), config.spared_multiprocessors
+    graphs = graph_bytes(room.request, room.gpu, sizes, streamed > 0, spared)
+    beside = _undisturbed(fits(room, taken + graphs), found)
+    return found if beside is None else replace(beside, prompt_sizes=sizes)
+
+
+def _undisturbed(smaller: GpuMemory | None, found: GpuMemory) -> GpuMemory | None:
+    """`found` in the smaller memory; None: experts lose their places there, or the context is shorter."""
+    if smaller is None or smaller.experts < found.experts:
+        return None
+    shorter = smaller.memory.context_length < found.memory.context_length
+    return None if shorter else replace(found, memory=smaller.memory)
+
+
+class RamTooSmall(GpuTooSmall):
+    """The experts that a GPU leaves do not fit into CPU memory. gpu_experts: experts that would be there."""
+
+    def __init__(self, reason: str, room: GpuRoom, gpu_experts: int) -> None:
+        super().__init__(reason)
+        self.room, self.gpu_experts = room, gpu_experts
+
+
+def explained(error: DoesNotFit) -> DoesNotFit:
+    """With what would help. Each is tried, so whoever reads no reasons does not ask for it."""
+    if not isinstance(error, RamTooSmall):
+        return error
+    room = error.room
+    ways = ways_out(room.request, error.gpu_experts, lambda **changes: fits(room, **changes) is not None)
+    return GpuTooSmall("; ".join([str(error), *ways]))
+
+
+def _divided(room: GpuRoom, taken: int) -> GpuMemory:
+    """Raises ConfigError where something does not fit, or was asked for in vain."""
+    request = room.request
+    model, left = request.model, room.budget - room.dense - room.workspace - taken
+    context, context_reason = wanted_context(request)
+    asked, expert_reason = _experts_asked(request)
+    kv_room = left - (asked or 0) * room.each
+    drafts = _draft_bytes(request, kv_room)
+    kv_room -= drafts
+    if kv_room < request.kv_bytes(min(context, LEAST_CONTEXT)):
+        raise GpuTooSmall(_too_small(room, taken, left, asked or 0))
+    least, way_out = _least_tokens(request, context, kv_room), ""
+    if asked is None:
+        way_out = "; --context-length takes it from experts"
+        asked = min(model.routed_experts, (kv_room - request.kv_bytes(least)) // room.each)
+        expert_reason = "what fits beside dense weights and KV cache"
+        kv_room -= asked * room.each
+    tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
+    if tokens < context:
+        context, context_reason = tokens, _shortened(request, context, tokens) + way_out
+    if short := short_of_ram(request, asked, bool(drafts)):
+        raise RamTooSmall(short, room, asked)
+    weights = room.dense + asked * expert_bytes(request) + drafts
+    memory = MemoryPlan(weights, room.budget, context, tokens, context_reason, kv_reason)
+    return GpuMemory(asked, expert_reason, memory, draft_experts=bool(drafts))
+
+
+def _draft_bytes(request: MemoryRequest, room: int) -> int:
+    """Bytes of a draft layer's experts, if they are to be on the GPU: each guess uses them. They leave room for one
+    request, or for what was asked for."""
+    asked, context = request.config.max_total_tokens, wanted_context(request)[0]
+    nbytes = draft_experts(request.model) * expert_bytes(request)
+    least = min(context, DEFAULT_CONTEXT) if asked is None else asked
+    there = nbytes + request.kv_bytes(least) <= room
+    return (
+        nbytes if there and not experts_kept_off(request.model, request.expert_format, request.stored) else 0
+    )
+
+
+def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
+    """0 where the GPU cannot have any. Raises ConfigError if it should."""
+    asked, reason = asked_experts(request.config, request.model)
+    why_not = experts_kept_off(request.model, request.expert_format, request.stored)
+    if why_not and asked:
+        raise ConfigError(
+            f"{reason}: {why_not}; leave the flag out to have the experts computed on the CPU, or convert them while "
+            "loading with --kt-method INT8 or INT4",
+            fields=SHARE_FIELDS,
+        )
+    return (0, f"{why_not}, so the CPU computes them") if why_not else (asked, reason)
+
+
+def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
+    """Least tokens of the KV cache, before there are experts. Raises ConfigError if a flag asks for more than fits."""
+    asked = request.config.max_total_tokens
+    if asked is not None:
+        if request.kv_bytes(asked) > room:
+            raise DoesNotFit(
+                f"--max-total-tokens {asked} needs {gib(request.kv_bytes(asked))} of GPU memory; "
+                f"give at most {request.kv_tokens(room)}",
+                fields=("max_total_tokens",),
+            )
+        return asked
+    one = context
+    if request.config.context_length is None:
+        one = max(request.kv_tokens(room // 2), min(WANTED_CONTEXT, request.kv_tokens(room)))
+        one = min(context, DEFAULT_CONTEXT, one)
+    share = max(request.kv_tokens(room // KV_SHARE), one)
+    return min(request.kv_tokens(room), request.max_running_requests * context, share)
+
+
+def _kv_tokens(request: MemoryRequest, context: int, room: int, least: int) -> tuple[int, str]:
+    """Tokens in what experts left: up to one full context, if `least` is not that much."""
+    if request.config.max_total_tokens is not None:
+        return least, "--max-total-tokens"
+    reason = (
+        "a quarter of the GPU memory beside the dense weights, or one request; more where experts leave it"
+    )
+    return min(request.kv_tokens(room), request.max_running_requests * context, max(least, context)), reason
+
+
+def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
+    """Why a context is only `tokens` long. Raises ConfigError if more was asked for."""
+    if request.config.context_length is not None:
+        raise DoesNotFit(
+            f"--context-length {context} needs more KV cache than the {tokens} tokens that fit; give at most that",
+            fields=("context_length",),
+        )
+    return f"what the KV cache holds (the model could do {context})"
+
+
+def _too_small(room: GpuRoom, taken: int, left: int, experts: int) -> str:
+    none = "no KV cache fits beside them"
+    most = f"at most {max(0, left) // room.each} experts fit without a KV cache"
+    rest = f", {experts} experts {gib(experts * room.each)}; {most}" if experts else f"; {none}"
+    return (
+        f"{room.gpu.name} is too small: {gib(room.budget)} may be used, dense weights take {gib(room.dense)}, "
+        f"workspace {gib(room.workspace + taken)}{rest}"
+    )

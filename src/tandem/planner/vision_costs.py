@@ -1,0 +1,91 @@
+"""What images take: bytes of the tower and of what it computes, tokens of an image, operations."""
+
+from __future__ import annotations
+
+from tandem.flags.engine_config import EngineConfig
+from tandem.planner.forecast.ledger import Entry
+from tandem.planner.forecast.speeds import CORE_FLOPS, GPU_FLOPS, gpu_model
+from tandem.spec.model_config import ModelConfig
+from tandem.spec.state import DTYPE_BYTES
+from tandem.spec.vision import CPU_PATCHES, Tower, image_turns
+
+FEATURE_BYTES = 256 << 20  # of images that were seen, for whoever sends them again
+GPU_IMAGE_TOKENS, CPU_IMAGE_TOKENS = 4096, 1024  # of an image, where nothing was asked
+MEGAPIXEL = 1 << 20
+GPU_SHARE = 0.5  # of what the maker says, that a tower gets
+CORE_ATTENTION = {"scalar": 1e9, "avx2": 3e10}  # operations per second of a core
+LATER_ATTENTION = 6e10  # of later tiers: 2 Zen 5 cores have 1.3e11
+
+
+def image_tokens(config: EngineConfig, tower: Tower, gpu: bool) -> int:
+    """Of an image, at most."""
+    usual = GPU_IMAGE_TOKENS if gpu else CPU_IMAGE_TOKENS
+    return min(config.image_max_tokens or usual, tower.processor.max_pixels // tower.processor.side**2)
+
+
+def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, gpu: bool) -> list[Entry]:
+    """Of a ledger: all of it lies where steps are computed; nothing where no image is read."""
+    tower = model.vision
+    if tower is None:
+        return []
+    tokens, each = image_tokens(config, tower, gpu), DTYPE_BYTES[dtype]
+    features = max(FEATURE_BYTES, tokens * feature_bytes(tower, dtype))
+    scratch = scratch_bytes(tower, tokens, dtype, gpu) + turn_bytes(tower, step_tokens)
+    return [
+        Entry("vision tower", tower_params(tower) * each + tower.side**2 * tower.hidden * 4, "reads images"),
+        Entry("image features", features, "of images that were seen, at most"),
+        Entry("image scratch", scratch, f"of an image of {tokens} tokens"),
+    ]
+
+
+def tower_params(tower: Tower) -> int:
+    """Weights, without learned positions, which stay float32."""
+    p, hidden, width = tower.processor, tower.hidden, tower.width
+    patch = hidden * (3 * p.temporal * p.patch**2 + 1)
+    block = 4 * hidden * (hidden + 1) + 2 * hidden * width + width + hidden + 4 * hidden
+    wide = hidden * p.merge**2
+    merger = wide * (wide + 1) + tower.out * (wide + 1)
+    norms = 2 * hidden + 2 * wide * len(tower.deep)
+    return patch + tower.depth * block + tower.levels * merger + norms
+
+
+def feature_bytes(tower: Tower, dtype: str) -> int:
+    """Of a token."""
+    return tower.out * tower.levels * DTYPE_BYTES[dtype]
+
+
+def scratch_bytes(tower: Tower, tokens: int, dtype: str, gpu: bool) -> int:
+    """Of an image's pass where it is widest: as pixels, in a block's attention, or in its feed-forward. A GPU computes
+    all patches at once, a CPU a tile of them."""
+    p, each, hidden = tower.processor, DTYPE_BYTES[dtype], tower.hidden
+    patches, pixel = tokens * p.merge**2, 3 * p.patch**2
+    tile = patches if gpu else min(patches, CPU_PATCHES)
+    pixels = tile * pixel * (12 + p.temporal * (4 + each)) + patches * each * hidden
+    attention = patches * 11 * each * hidden + tile * 12 * hidden  # float32 where rows are turned
+    feeding = patches * 7 * each * hidden + tile * 2 * each * tower.width
+    return patches * 2 * pixel + max(pixels, attention, feeding)
+
+
+def turn_bytes(tower: Tower, step_tokens: int) -> int:
+    """Of rows of rotary tables behind the context's."""
+    return image_turns(tower, step_tokens) * len(tower.axes) * 2 * DTYPE_BYTES["float32"]
+
+
+def image_flops(tower: Tower, pixels: int = MEGAPIXEL) -> tuple[float, float]:
+    """Of products with weights, and of attention."""
+    patches = pixels / tower.processor.patch**2
+    together = tower.processor.merge**2
+    wide = tower.hidden * together
+    merging = tower.levels * wide * (wide + tower.out)
+    linear = 2 * patches * (tower_params(tower) - merging + merging / together)
+    return linear, 4 * patches**2 * tower.hidden * tower.depth
+
+
+def image_seconds(tower: Tower, tier: str, threads: int, gpu: str) -> float:
+    """Of an image of a megapixel, about. gpu: its name; "": the CPU computes."""
+    linear, attention = image_flops(tower)
+    if gpu:
+        known = gpu_model(gpu)
+        return (linear + attention) / GPU_SHARE / (GPU_FLOPS if known is None else known.flops)
+    seeing = CORE_ATTENTION.get(tier, LATER_ATTENTION)
+    return (linear / CORE_FLOPS[tier] + attention / seeing) / max(1, threads)

@@ -1,0 +1,81 @@
+"""`Drafts`: a layer behind the last one that guesses the token after next (DeepSeek-V3, arXiv 2412.19437, 2.2); or
+several that guess a block of tokens (DSpark, github.com/deepseek-ai/DeepSpec)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.spec.layers import Layer
+from tandem.spec.norm import Norm
+from tandem.spec.state import Array, Pages, Ring, State
+
+
+@dataclass(frozen=True, slots=True)
+class GuessBlock:
+    """`size` tokens are guessed at once by `layers` layers, one behind the other.
+
+    Rows of the block are the last token and, for those behind it, the token `unknown`. They see each other, and a
+    window of keys. A key is made of what the model's layers `reads` leave at a position: the means of their streams,
+    side by side, through one projection. Each guess's logits are moved by the token before it, through `rank` channels.
+    """
+
+    size: int
+    layers: int
+    unknown: int
+    reads: tuple[int, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """It takes a token's embedding beside what the model's last norm made of the token before, each normed once more.
+    A norm of its own and the model's head follow. What that norm makes stands for the model's when it guesses on.
+
+    Where the layer has several streams, all of the model's streams are taken instead, before that norm, each normed
+    once more. What they are after the layer stands for them then.
+
+    Row p of its state is of the hidden state at p and of the token at p + 1; with a block of the hidden state alone.
+    """
+
+    layer: Layer
+    norm: Norm
+    vocab: int = 0  # tokens that it can guess, of the model's; 0: all
+    block: GuessBlock | None = None  # None: one token is guessed after the other
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """All are alike."""
+        return (self.layer,) * (1 if self.block is None else self.block.layers)
+
+    def params(self, hidden: int) -> int:
+        """Weights that every guess uses; the head counts where it has rows of its own."""
+        blocks = [block for layer in self.layers for block in layer.blocks]
+        bodies = sum(block.body.params(hidden) for block in blocks)
+        if self.block is not None:
+            around = (len(self.block.reads) * hidden + 3) * hidden
+            return bodies + len(blocks) * hidden + around + self.block.rank
+        return bodies + (self.vocab + 2 * hidden + len(blocks) + 3) * hidden
+
+    def pair_params(self, vocab: int) -> int:
+        """Of the two matrices that say which token follows which."""
+        return 0 if self.block is None else 2 * vocab * self.block.rank
+
+    def states(self, hidden: int) -> tuple[State, ...]:
+        """Of a sequence: the layers', then the model's hidden states, so that rows can be made up for at any time."""
+        own = tuple(state for layer in self.layers for block in layer.blocks for state in block.body.states())
+        kept, last = Array("hidden", (self._kept(hidden),)), window_of(own)
+        return (*own, Ring(kept, last) if last else Pages((kept,)))
+
+    def _kept(self, hidden: int) -> int:
+        """Channels of the model that a row is made of."""
+        if self.block is not None:
+            return len(self.block.reads) * hidden
+        hyper = self.layer.hyper
+        return hidden if hyper is None else hyper.streams * hidden
+
+
+def window_of(states: Iterable[State]) -> int:
+    """How many last tokens are enough to make all rows that such states hold; 0: all of them."""
+    each = [state.last if isinstance(state, Ring) else 0 for state in states]
+    return max(each) if each and all(each) else 0
