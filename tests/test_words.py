@@ -1,4 +1,4 @@
-"""Words that a reader from vLLM, SGLang or llama.cpp knows: names are nouns or verbs, docstrings begin with their subject.
+"""Words that a reader from vLLM, SGLang or llama.cpp knows: names are nouns or verbs, docstrings have a subject.
 
 Counts may only shrink: where one does, its number here follows.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "tandem"
 ODD = frozenset(
-    """alone already apart asked aside beside came elsewhere found given gone kept late lately made meanwhile said seen sure
-    taken there told wanted""".split()
+    """alone already apart asked aside beside came elsewhere found given gone kept late lately made meanwhile said seen
+    sure taken there told wanted""".split()
 )
 MOST_ODD = 2.87
 """Of all names that are bound: adverbs and participles that say nothing of what they hold, per cent."""
@@ -40,7 +40,9 @@ def docstrings() -> Iterator[tuple[str, bool]]:
     """Each docstring of a function or class, and whether what it describes returns a bool."""
     for tree in trees():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if text := ast.get_docstring(node):
                 returns = getattr(node, "returns", None)
                 yield text, returns is not None and "bool" in ast.unparse(returns)
 
