@@ -1,7 +1,7 @@
 """`SumLane`: how long ranks take for a sum, by the way between them. Twice a layer, so a token waits for some hundred.
 
-Measured are two H200s (NVLink, PCIe 5; docs/lab/ranks.md), sums in a CUDA graph, and two CPU ranks on an EPYC. All else
-is estimated from those: more ranks, and GPUs without peers on PCIe 4.
+Measured are two and four H200s (NVLink, PCIe 5; docs/lab/ranks.md), sums in a CUDA graph, and two CPU ranks on an EPYC.
+All else is estimated from those: more ranks, and GPUs without peers on PCIe 4.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ SHARED = ((2, 0.5e-6), (14336, 5.0e-6), (65536, 22e-6), (1 << 20, 342e-6), (16 <
 
 LINKED = ("a10040", "a100", "h100", "h200", "b200")  # sold with NVLink, mostly
 OLDER_BUS = 2.0  # times as long: PCIe 4 beside 5
-MORE_PEERS = {2: 1.0, 4: 1.25, 8: 1.5}  # times as long as with two
-MORE_MAPPED = {2: 1.0, 4: 9 / 8, 8: 12 / 8}
+MORE_PEERS = {2: 1.0, 4: 1.57, 8: 2.7}  # times as long as with two; eight: in proportion to what each receives
+MORE_MAPPED = {2: 1.0, 4: 2.5, 8: 5.5}
+MEASURED_RANKS = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def lane_of(gpu: str, ranks: int, pcie_gbps: float) -> SumLane:
     share = 2 * (ranks - 1) / ranks  # of a long message, that each sends and receives
     if gpu_model(gpu) in [GPU_MODELS[name] for name in LINKED]:
         more = _of_ranks(MORE_PEERS, ranks)
-        return SumLane("peer", "NVLink", ranks > 2, lambda nbytes: more * _between(PEERS, nbytes))
+        return SumLane("peer", "NVLink", ranks not in MEASURED_RANKS, lambda nbytes: more * _between(PEERS, nbytes))
     more = _of_ranks(MORE_MAPPED, ranks) * OLDER_BUS
 
     def mapped(nbytes: float) -> float:
