@@ -9,9 +9,9 @@ from tandem.engine.images.placeholders import with_rows
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import RequestError
 from tandem.server.chat.attachments import Attachment, Sight, Source
-from tandem.server.chat.content import images_of, joined
+from tandem.server.chat.content import Content, images_of, joined
 from tandem.server.errors import not_available
-from tandem.server.prompts.images import Seen
+from tandem.server.prompts.images import ImageReader, Seen
 from tandem.server.sglang_schema import SglangRequest
 from tandem.server.state import ServerState
 
@@ -33,7 +33,10 @@ async def with_images(
     if state.images is None:
         raise not_available("image_data")
     listed = _listed(body.image_data, len(prompts), batched)
-    return [await _shown(state, ids, *each) for ids, each in zip(prompts, listed, strict=True)]
+    parts = [_parts(state, ids, *each) for ids, each in zip(prompts, listed, strict=True)]
+    read = iter(await state.images.read(images_of(joined([part for each in parts for part in each]))))
+    seen = [[one for _, one in zip(each, read, strict=False) if isinstance(one, Seen)] for each in parts]
+    return [_shown(state.images, ids, each) for ids, each in zip(prompts, seen, strict=True)]
 
 
 def _listed(
@@ -59,7 +62,8 @@ def _named(images: str | Sequence[str | list[str] | None] | None, where: str) ->
     return listed, [f"{where}[{i}]" for i in range(len(listed))]
 
 
-async def _shown(state: ServerState, ids: list[int], images: list[str], wheres: list[str]) -> Shown:
+def _parts(state: ServerState, ids: list[int], images: list[str], wheres: list[str]) -> list[Content]:
+    """The images of one prompt. Raises RequestError, ApiError 400."""
     reader = state.images
     assert reader is not None
     if (places := ids.count(reader.placeholder)) != len(images):
@@ -67,10 +71,12 @@ async def _shown(state: ServerState, ids: list[int], images: list[str], wheres: 
         text = f"image_data has {len(images)} images, and the prompt has {name} {places} times: write it once for each"
         raise RequestError(text, "image_data")
     sight = Sight([], images=True, refuses=True)
-    parts = [
+    return [
         Attachment("image", field="", image=Source(data, bare=True)).shown(where, sight)
         for data, where in zip(images, wheres, strict=True)
     ]
-    seen = tuple(one for one in await reader.read(images_of(joined(parts))) if isinstance(one, Seen))
+
+
+def _shown(reader: ImageReader, ids: list[int], seen: Sequence[Seen]) -> Shown:
     ids, firsts = with_rows(ids, reader.placeholder, [one.rows for one in seen])
-    return Shown(ids, tuple(one.span(first) for one, first in zip(seen, firsts, strict=True)), seen)
+    return Shown(ids, tuple(one.span(first) for one, first in zip(seen, firsts, strict=True)), tuple(seen))

@@ -64,6 +64,10 @@ class ImageProcess:
             raise RequestError(f"{where}: the image {resized.found.error}", where, resized.found.code)
         return resized
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Also in the midst of an image. No process is started any more."""
         self._closed = True

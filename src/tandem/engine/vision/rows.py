@@ -51,6 +51,8 @@ class ImageRows:
 
     def places(self, first: int, count: int) -> Places:
         """[count, 3], of rows from `first` on, guesses and tokens of the answer included."""
+        if first >= len(self._places):
+            return np.repeat(np.arange(first + self.shift, first + self.shift + count)[:, None], 3, 1)
         inside = self._places[first : first + count]
         behind = np.arange(max(first, len(self._places)), first + count) + self.shift
         return np.concatenate([inside, np.repeat(behind[:, None], 3, 1)]) if len(behind) else inside

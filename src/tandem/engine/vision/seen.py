@@ -25,6 +25,8 @@ class SequenceImages:
 
     def missing(self, computed_len: int) -> tuple[int, ImageSpan] | None:
         """The first image, with its number, that rows behind so many wait for."""
+        if self.rows.images[-1].end <= computed_len:  # every step of an answer asks
+            return None
         left = enumerate(self.rows.images)
         return next(((i, image) for i, image in left if image.end > computed_len and i not in self.features), None)
 

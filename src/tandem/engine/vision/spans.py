@@ -12,11 +12,13 @@ KEY_BYTES = 16
 
 class PixelSource(msgspec.Struct, frozen=True, kw_only=True):
     """Resized RGB bytes [height, width, 3]: `inline`, or those from `offset` on in the file at `path`, such as
-    /proc/PID/fd/N. The file must not change while the request lives."""
+    /proc/PID/fd/N. The file must not change while the request lives. inode: of that file; another one may be there once
+    the sender has let it go. 0: any."""
 
     height: int
     width: int
     path: str = ""
+    inode: int = 0
     offset: int = 0
     inline: bytes | None = None
 

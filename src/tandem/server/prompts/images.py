@@ -17,20 +17,25 @@ from weakref import WeakValueDictionary
 from tandem.engine.images.process import ImageProcess, Resized
 from tandem.engine.limits import TokenLimit, too_long
 from tandem.engine.vision.spans import ImageSpan, PixelSource
-from tandem.errors import RequestError
+from tandem.errors import EngineError, RequestError
 from tandem.server.chat.content import Image
 from tandem.server.errors import overloaded
 from tandem.server.limits import (
     LOW_DETAIL_TOKENS,
+    MAX_DECODE_SECONDS,
+    MAX_HELD_IMAGES,
     MAX_HELD_PIXEL_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_IMAGES,
+    MAX_RECENT_IMAGES,
     MAX_WAITING_IMAGE_BYTES,
     RECENT_PIXEL_BYTES,
 )
 from tandem.spec.vision import Grid, Processor, Tower
 
 T = TypeVar("T")
+Name = tuple[bytes, int]
+"""A file's hash, and the tokens that its image may have."""
 
 
 class Pixels:
@@ -38,6 +43,7 @@ class Pixels:
     it any more."""
 
     def __init__(self, resized: Resized, processor: Processor) -> None:
+        self._file = -1  # for `__del__`, where there are no more files
         found = resized.found
         self.grid: Grid = processor.grid(found.height, found.width)
         self.nbytes = len(resized.pixels)
@@ -45,11 +51,12 @@ class Pixels:
         with open(self._file, "wb", closefd=False) as file:
             file.write(resized.pixels)
         self.key = resized.key(processor)
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.source = PixelSource(height=found.height, width=found.width, path=path)
+        path, inode = f"/proc/{os.getpid()}/fd/{self._file}", os.fstat(self._file).st_ino
+        self.source = PixelSource(height=found.height, width=found.width, path=path, inode=inode)
 
     def __del__(self) -> None:
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,39 @@ class ImageCounts:
     seconds: float = 0.0
 
 
+class Budget:
+    """Sums over the images of a request: pixels of their files, rows of the prompt, seconds of the decoder."""
+
+    def __init__(self, limit: TokenLimit | None) -> None:
+        """limit: of prompt and answer together."""
+        self._limit = limit
+        self._images = self._pixels = self._rows = 0
+        self.seconds = 0.0
+
+    def check(self, image: Image) -> None:
+        """Raises RequestError where one more is too many."""
+        if self._images >= MAX_IMAGES:
+            text = f"{image.where}: there are newer images, and {MAX_IMAGES} are the most"
+            raise RequestError(text, image.where, "too_many_images")
+        if self.seconds > MAX_DECODE_SECONDS:
+            text = f"{image.where}: the images of this request take too long to decode; send smaller ones"
+            raise RequestError(text, image.where, "image_too_large")
+
+    def take(self, seen: Seen, image: Image) -> None:
+        """Raises RequestError where they are too many with this one, which then does not count."""
+        if (pixels := self._pixels + seen.source_pixels) > MAX_IMAGE_PIXELS:
+            most = MAX_IMAGE_PIXELS // 10**6
+            text = f"the images up to {image.where} have {pixels // 10**6} million pixels; {most} are the most"
+            raise RequestError(f"{text}: send fewer, or smaller ones", image.where, "image_too_large")
+        self._images, self._pixels, self._rows = self._images + 1, pixels, self._rows + seen.rows
+        if self._limit is not None and self._rows >= self._limit.tokens:
+            raise too_long(f"at least {self._rows}", self._limit)
+
+    def is_too_long(self, error: Exception) -> bool:
+        """Whether the prompt as a whole is refused, whichever image said so."""
+        return self._limit is not None and self._rows >= self._limit.tokens and isinstance(error, RequestError)
+
+
 class ImageReader:
     """Lives on the event loop. One image is decoded at a time, in a process of its own; those whose client leaves
     while they wait are not."""
@@ -103,7 +143,8 @@ class ImageReader:
         self._process = ImageProcess(tower.processor)
         self._thread = ThreadPoolExecutor(1, "images")  # waits for the process
         self._waiting = 0  # bytes
-        self._recent: OrderedDict[tuple[bytes, int], Seen] = OrderedDict()
+        self._recent: OrderedDict[Name, Seen] = OrderedDict()
+        self._unreadable: OrderedDict[Name, Unreadable] = OrderedDict()  # that an older turn had
         self._held: WeakValueDictionary[bytes, Pixels] = WeakValueDictionary()  # by key
 
     def close(self) -> None:
@@ -112,72 +153,83 @@ class ImageReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, images: Sequence[Image], *, sizes: bool = False) -> list[Seen | Unreadable]:
-        """sizes: nothing is decoded. Raises RequestError; ApiError 429; EngineError where the decoder fails."""
-        if len(images) > MAX_IMAGES:
-            text = f"at most {MAX_IMAGES} images in one request, not {len(images)}; leave out the oldest"
-            raise RequestError(text, images[MAX_IMAGES].where, "too_many_images")
-        found = list[Seen | Unreadable]()
+        """Each image, in order. sizes: nothing is decoded. What is too much becomes a note where the image is of an
+        older turn, whose client sends it again and again; the newest come first. Raises RequestError where the newest
+        turn has it; ApiError 429; EngineError where the decoder fails."""
+        newest, older = ([i for i, image in enumerate(images) if image.older == old] for old in (False, True))
+        if len(newest) > MAX_IMAGES:
+            text = f"at most {MAX_IMAGES} images in one request, not {len(newest)}; leave out the oldest"
+            raise RequestError(text, images[newest[MAX_IMAGES]].where, "too_many_images")
+        read, budget = dict[int, Seen | Unreadable](), Budget(self.limit)
         with self._in_line(sum(len(image.data) for image in images)):
-            for image in images:
-                found.append(await self._read(image, sizes))
-                self._check_sum([one for one in found if isinstance(one, Seen)], image)
-        return found
+            for number in (*newest, *reversed(older)):
+                read[number] = await self._within(budget, images[number], sizes)
+        return [read[number] for number in range(len(images))]
+
+    async def _within(self, budget: Budget, image: Image, sizes: bool) -> Seen | Unreadable:
+        try:
+            budget.check(image)
+            seen = await self._read(image, sizes, budget)
+            if isinstance(seen, Seen):
+                budget.take(seen, image)
+            return seen
+        except (RequestError, EngineError) as error:
+            if not image.older or self._process.closed or budget.is_too_long(error):
+                raise
+            return Unreadable(str(error))
 
     def held(self, spans: Sequence[ImageSpan]) -> list[Pixels]:
         """The pixels of these: as long as somebody has them, their paths are good."""
         return [self._held[span.key] for span in spans]
 
-    async def _read(self, image: Image, sizes: bool) -> Seen | Unreadable:
+    async def _read(self, image: Image, sizes: bool, budget: Budget) -> Seen | Unreadable:
         most = min(self._most_tokens, LOW_DETAIL_TOKENS) if image.detail == "low" else self._most_tokens
         data = image.data.encode("ascii", "replace")
-        name = (await self._on_thread(lambda: hashlib.sha256(data).digest()), most)
+        name = (await asyncio.to_thread(lambda: hashlib.sha256(data).digest()), most)
         if (seen := self._recent.get(name)) is not None:
             self._recent.move_to_end(name)
             self.counts.again += 1
             return seen
+        if image.older and name in self._unreadable:
+            return self._unreadable[name]
         try:
-            seen = await self._on_thread(lambda: self._decoded(data, image.where, most, sizes))
-        except RequestError as error:
+            seen = await self._on_thread(lambda: self._decoded(data, image.where, most, sizes, budget))
+        except (RequestError, EngineError) as error:
             self.counts.refused += 1
-            if image.older:
-                return Unreadable(str(error))
+            if image.older and not self._process.closed:
+                self._unreadable[name] = Unreadable(str(error))
+                _shrink(self._unreadable)
             raise
         return seen if sizes else self._kept(name, seen)
 
-    def _decoded(self, data: bytes, where: str, most: int, sizes: bool) -> Seen:
+    def _decoded(self, data: bytes, where: str, most: int, sizes: bool, budget: Budget) -> Seen:
         began = time.monotonic()
-        resized = self._process.resized(data, where, most_tokens=most, base64=True, pixels=not sizes)
-        self.counts.seconds += time.monotonic() - began
+        try:
+            resized = self._process.resized(data, where, most_tokens=most, base64=True, pixels=not sizes)
+        finally:
+            seconds = time.monotonic() - began
+            self.counts.seconds, budget.seconds = self.counts.seconds + seconds, budget.seconds + seconds
         found = resized.found
         rows = self._processor.tokens(self._processor.grid(found.height, found.width))
         pixels = None if sizes else Pixels(resized, self._processor)
         return Seen(rows, found.source_pixels, found.frames > 1, pixels)
 
-    def _kept(self, name: tuple[bytes, int], seen: Seen) -> Seen:
+    def _kept(self, name: Name, seen: Seen) -> Seen:
         """The same; another file's pixels where they are equal. Raises ApiError 429 where running requests hold too
         many."""
         assert seen.pixels is not None
         held = sum(pixels.nbytes for pixels in self._held.values())
-        if held + seen.pixels.nbytes > MAX_HELD_PIXEL_BYTES:
+        if held + seen.pixels.nbytes > MAX_HELD_PIXEL_BYTES or len(self._held) >= MAX_HELD_IMAGES:
             raise overloaded("the running requests hold too many images; try again later")
         self.counts.decoded += 1
         seen = replace(seen, pixels=self._held.setdefault(seen.pixels.key, seen.pixels))
         self._recent[name] = seen
         size = sum(one.nbytes for one in self._recent.values())
         while size > RECENT_PIXEL_BYTES and len(self._recent) > 1:
-            _, gone = self._recent.popitem(last=False)
-            size -= gone.nbytes
+            _, oldest = self._recent.popitem(last=False)
+            size -= oldest.nbytes
+        _shrink(self._recent)
         return seen
-
-    def _check_sum(self, seen: Sequence[Seen], newest: Image) -> None:
-        """Raises RequestError where the images so far are too many for a request."""
-        if (pixels := sum(one.source_pixels for one in seen)) > MAX_IMAGE_PIXELS:
-            most = MAX_IMAGE_PIXELS // 10**6
-            text = f"the images up to {newest.where} have {pixels // 10**6} million pixels; {most} are the most"
-            raise RequestError(f"{text}: send fewer, or smaller ones", newest.where, "image_too_large")
-        rows = sum(one.rows for one in seen)
-        if self.limit is not None and rows >= self.limit.tokens:
-            raise too_long(f"at least {rows}", self.limit)
 
     @contextmanager
     def _in_line(self, nbytes: int) -> Iterator[None]:
@@ -192,3 +244,8 @@ class ImageReader:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _shrink(cache: OrderedDict[Name, T]) -> None:
+    while len(cache) > MAX_RECENT_IMAGES:
+        cache.popitem(last=False)

@@ -108,7 +108,9 @@ export class Attached {
     Object.assign(this, { notice, ids: [], sees: false, ready: Promise.resolve() });
     $("attach").addEventListener("click", () => $("files").click());
     $("files").addEventListener("change", (event) => { this.add(event.target.files); event.target.value = ""; });
-    $("input").addEventListener("paste", (event) => this.take(event, event.clipboardData));
+    $("input").addEventListener("paste", (event) => {  // tables come as text with a picture of them
+      if (!event.clipboardData.types.includes("text/plain")) this.take(event, event.clipboardData);
+    });
     $("chat").addEventListener("dragover", (event) => { if (hasFiles(event)) event.preventDefault(); });
     $("chat").addEventListener("drop", (event) => { if (hasFiles(event)) this.take(event, event.dataTransfer); });
   }
