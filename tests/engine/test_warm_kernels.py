@@ -30,6 +30,7 @@ from tandem.kernels.kernel_loads import KernelLoads
 from tandem.models import build
 from tandem.models.batch import ForwardBatch
 from tandem.spec.state import Pages
+from tiny import save_tiny
 
 PAGE, PAGES, MOST, RUNNING, SLOTS = 16, 4, 40, 6, 3
 CPU = torch.device("cpu")
@@ -146,6 +147,17 @@ def test_every_mechanism_runs_them_and_they_touch_nobody_s_state(
     assert "failed" not in caplog.text
     assert all(not array[1:].any() for array in pages) and not slots[1:].any()
     assert any(array[0].any() for array in pages) or slots[0].any()
+
+
+def test_layers_that_take_another_s_choice_run_behind_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The layers that choose are of one kind, and only the first would be run."""
+    choices, sparse = ["full"] * 3 + ["shared"] * 3 + ["full", "shared"], ["dense"] + ["sparse"] * 7
+    save_tiny("glm_moe_dsa", tmp_path / "model", num_hidden_layers=8, indexer_types=choices, mlp_layer_types=sparse)
+    model, _, _ = warmed(tmp_path / "model", 600.0)
+    assert "failed" not in caplog.text
+    assert {2, 3} <= model.indices and len(model.indices) < 8
 
 
 def test_they_end_when_their_time_is_up(tiny_models: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.architectures.names import ExpertNames
 from tandem.checkpoint.checkpoint import Checkpoint
-from tandem.checkpoint.parts import Parts, codes_part
+from tandem.checkpoint.parts import Parts, codes_part, is_table
 from tandem.convert.methods import Part
 from tandem.errors import CheckpointError, ConfigError
 from tandem.formats.codes import Weight, WeightCodes
@@ -158,7 +158,7 @@ class Source:
         """One for a matrix, one per expert and matrix for a fused tensor, none for anything else."""
         own = tuple(self._names[part.file, part.name] for part in parts.values())
         codes = codes_part(parts)
-        if codes is None:
+        if codes is None or is_table(codes.name):  # a table is read by row, as it is stored
             return
         if len(codes.shape) == 3 and _FUSED.search(name):
             yield from self._fused(name, parts, own)

@@ -17,7 +17,8 @@ def slice_of(shape: object) -> str:
 
 def has_part(shape: object, part: str) -> bool:
     """Whether the mechanism has a file or folder of that name. Nothing is imported."""
-    return find_spec(f"{slice_of(shape)}.{part}") is not None
+    spec = find_spec(f"{slice_of(shape)}.{part}")
+    return spec is not None and spec.origin is not None  # a folder of stale caches is none
 
 
 def part_of(shape: object, part: str) -> ModuleType:

@@ -175,7 +175,14 @@ class MemoryRequest:
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
         results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.expert_channels)
         images = sum(entry.nbytes for entry in self.image_entries(gpu=False))
-        return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results + self.rope_bytes + images
+        streams = max(0, self._stream_bytes - WORKSPACE_BYTES)
+        return WORKSPACE_BYTES + GRAMMAR_BYTES + self.slot_bytes + results + self.rope_bytes + images + streams
+
+    @property
+    def _stream_bytes(self) -> int:
+        """Rows of a step in several residual streams, mixed, normed and before and after a block."""
+        hyper = self.model.layers[0].hyper
+        return 0 if hyper is None else 5 * self.step_tokens * hyper.streams * self.model.hidden * 2
 
     def image_entries(self, gpu: bool) -> list[Entry]:
         """What images take where steps are computed."""

@@ -78,6 +78,9 @@ def stored_tables(tensors: MappedTensors) -> StoredFormat:
     parts = [tensors.part(name) for name in tensors.names() if is_table(name) and name.endswith(".weight")]
     if not parts:
         return StoredFormat()
+    for part in parts:
+        if part.dtype not in READABLE:
+            raise part.wrong(f"is stored as {part.dtype}; a table is read as one of {', '.join(READABLE)}")
     bits = {part.dtype: 8 * TORCH_DTYPES[part.dtype].itemsize for part in parts}
     return StoredFormat(name=" + ".join(map(str.lower, bits)), bytes_per_weight=max(bits.values()) / 8)
 

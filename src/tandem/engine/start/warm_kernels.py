@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from tandem.engine.sequence import Chunk, Sequence, Status
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.step.prefill import PausingModel
 from tandem.kernels.kernel_loads import kernel_loads
+from tandem.mechanisms.cost import cost_of
 from tandem.models.batch import ForwardBatch
 
 MOST_SECONDS = 3.0  # of a start, for kernels that a cache has
@@ -68,13 +70,29 @@ class SomeLayers:
 
 
 def kinds_of_layers(model: Any, described: Rows[object]) -> list[int]:
-    """The first layer of each kind. described: what the configuration says of each."""
+    """The first layer of each kind, and those whose choice of tokens it takes. described: layers' configurations."""
     first: dict[object, int] = {}
     for index, layer in enumerate(described):
         experts = getattr(getattr(model.layers[index], "moe", None), "experts", None)
         sides = [getattr(experts, side, None) is None for side in ("gpu", "cpu")]
-        first.setdefault((layer, *sides), index)
-    return list(first.values())
+        first.setdefault((_kind(layer), *sides), index)
+    sources = {_source(described[index]) for index in first.values()} - {None}
+    return sorted({*first.values(), *sources})  # type: ignore[type-var]
+
+
+def _source(layer: Any) -> int | None:
+    """The layer whose choice of tokens this one takes; None: it takes none."""
+    mixer = getattr(layer, "mixer", None)
+    return None if mixer is None else cost_of(mixer).chosen_by
+
+
+def _kind(layer: Any) -> object:
+    """The same of layers that differ only in whose choice they take."""
+    if _source(layer) is None:
+        return layer
+    mixer = layer.mixer
+    bodies = [cost_of(mixer).choosing_as(0) if block.body is mixer else block.body for block in layer.blocks]
+    return replace(layer, blocks=tuple(replace(b, body=body) for b, body in zip(layer.blocks, bodies, strict=True)))
 
 
 def row_counts(most: int) -> list[int]:
@@ -102,10 +120,10 @@ def warm_kernels(runner: GpuRunner, parts: EngineParts, seconds: float = MOST_SE
                 break
             try:
                 _run(runner, parts, step, streamed if step.streams else ())
+                done += 1
             except Exception:
                 runner.after_failure()
                 _log.exception("a step of %d rows failed before the start", step.rows)
-            done += 1
     took = perf_counter() - kernel_loads.seconds - started
     _log.info("ran steps of %d of %d sizes in %.1f s, besides compiling", done, len(steps), took)
 

@@ -89,6 +89,8 @@ class _Asked(NamedTuple):
 def _over() -> bool:
     return True
 
+NOTHING_MOVES = -2  # no number of moves
+
 
 class LiveExperts:
     """Call `beside_step` when a step was started, and `after_step` when the CPU has done its part of it. They raise
@@ -145,8 +147,8 @@ class LiveExperts:
         )
 
     def moves(self) -> int | None:
-        """As `LiveExchange.moves`."""
-        return self._exchange.moves()
+        """As `LiveExchange.moves`; always the same once moving has failed."""
+        return NOTHING_MOVES if self._failed else self._exchange.moves()
 
     def beside_step(self) -> None:
         if self._exchange.under_way:
@@ -186,6 +188,8 @@ class LiveExperts:
         except Exception:
             self._failed = True
             _log.exception("live placement has failed; experts stay where they are")
+            made, self._made_last = self._made_last, []
+            self._policy.done(*made)  # it knows where experts are, and others ask it
         seconds = self._clock() - started
         self._parts[part] += seconds
         if over():

@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         v[0] = read.x, v[1] = read.z;
       }
       if (kind == COPY)
-        out[(u64)from * units + i] = make_uint2(v[0], v[1]);
+        out[(u64)from * units + i] = whole ? make_uint2(v[0], v[1]) : make_uint2(0x7fffffffu, 0x7fffffffu);
       else if (from == 0)
         sum.begin(v, kind);
       else
@@ -174,11 +174,12 @@ __device__ void long_message(const uint4* x, uint4* out, uint4* const* memories,
     for (int k = 0; k < kEach; ++k) {
       const u64 i = start + k * kThreads + threadIdx.x;
       if (i >= last) break;
+      const uint4 missing = make_uint4(0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu);  // of what did not come
       Sum<4> sum;
 #pragma unroll
       for (int from = 0; from < kRanks; ++from) {
         const uint4* at = memories[kRank] + (piece + from) * kLines + k * kThreads + threadIdx.x;
-        const uint4 line = from == kRank ? own[k] : __ldcv(at);
+        const uint4 line = from == kRank ? own[k] : whole ? __ldcv(at) : missing;
         const u32 v[4] = {line.x, line.y, line.z, line.w};
         if (kind == COPY)
           out[from * units + i] = line;
