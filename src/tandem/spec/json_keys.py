@@ -32,7 +32,7 @@ DRAFT_LAYERS = ("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers")
 
 VISION = "vision_config"
 TOWERS = (VISION, "audio_config")
-"""Of multimodal models: parts that text does not pass through."""
+"""Parts of multimodal models that text does not pass through."""
 
 
 # Integers of files size lists, tables and loops before a tensor's shape can contradict them. So each is bounded where

@@ -20,13 +20,13 @@ Grid = tuple[int, int, int]
 MOST_PIXELS = 1 << 26  # that an image may be resized to
 CPU_PATCHES = 256  # that a CPU computes at once, in about the time of a layer of a prompt's chunk
 REGIONS = 2
-"""Of rotary tables for rows of images: a step's, and those of a chunk that is computed between steps."""
+"""Regions of rotary tables for rows of images: a step's, and those of a chunk that is computed between steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What `preprocessor_config.json` says. An image's RGB bytes are resized by `rule`, bicubic; a number x of a
-    channel then is (x / 255 - mean) / std."""
+    """Image preprocessing by `preprocessor_config.json`. An image's RGB bytes are resized by `rule`, bicubic; a number
+    x of a channel then is (x / 255 - mean) / std."""
 
     patch: int = 16  # pixels of a patch's side
     merge: int = 2  # patches of a token's side
@@ -43,7 +43,7 @@ class Processor:
         return self.patch * self.merge
 
     def grid(self, height: int, width: int) -> Grid:
-        """Of a resized image."""
+        """Patch grid of a resized image."""
         return 1, height // self.patch, width // self.patch
 
     def tokens(self, grid: Grid) -> int:

@@ -1,4 +1,4 @@
-"""What gated delta nets are bound to: their shape and small weights, the same on every machine."""
+"""Shape and small weights of gated delta nets, the same on every machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What each sequence keeps, in its slot. Inputs and gates of the token at position p lie in place p % places."""
+    """State of each sequence, in its slot. Inputs and gates of the token at position p lie in place p % places."""
 
     inputs: Tensor  # [slots, places, C], in the activations' dtype
     gates: Tensor  # [slots, places, 2 V], likewise
@@ -69,7 +69,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(shape: DeltaRule) -> tuple[Columns, ...]:
-    """Of q, k, v, z in a row of projections, and of beta and decay in a row of gates."""
+    """Columns of q, k, v, z in a row of projections, and of beta and decay in a row of gates."""
     group = shape.v_heads // shape.k_heads
     values, keys = group * shape.v_dim, shape.k_heads * shape.k_dim
     if shape.layout == "heads":
@@ -121,7 +121,7 @@ class TorchDelta:
         return self._normed(seen[known - folded :].to(z.dtype), z).flatten(1)
 
     def _seen(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
-        """What rows read from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
+        """Rows' reads from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
         s, w = self.shape, self.weights
         if len(mixed) < s.conv:
             return memory.new_empty((0, s.v_heads, s.v_dim))
@@ -157,7 +157,7 @@ class TorchDelta:
         return beta.sigmoid(), (self.weights.decay * F.softplus(dt + self.weights.dt_bias)).exp()
 
     def _unit(self, x: Tensor) -> Tensor:
-        """Of unit length, [T, V, k_dim]: value heads of a group share a key head."""
+        """Heads scaled to unit length, [T, V, k_dim]: value heads of a group share a key head."""
         s = self.shape
         heads = x.unflatten(1, (s.k_heads, s.k_dim))
         heads = heads * torch.rsqrt(heads.pow(2).sum(-1, keepdim=True) + UNIT_EPS)

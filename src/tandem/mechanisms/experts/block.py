@@ -118,7 +118,7 @@ class MoEBlock(Routed):
         return None if self.table is None else self.table[p.batch.input_ids]
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
+        """Logits of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
         return self._apart(self._product(x))
 
     def _product(self, x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class ExpertsBeside(MoEBlock):
         super().foresee(self._asked(p), p)
 
     def _asked(self, p: Pass) -> Tensor:
-        """What the router takes."""
+        """Router input: the normed residual."""
         return self.ops.rms_norm(p.residual, self.router_norm, self.eps)
 
 

@@ -1,4 +1,4 @@
-"""What routed experts, and the feed-forwards beside them, take outside their own placement."""
+"""Planner costs of routed experts, and of feed-forwards beside them, outside the experts' own placement."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tandem.spec.stored import StoredFormats
 
 
 class Cost(cost.Cost[Moe]):
-    """Of router, experts, and a shared one."""
+    """Cost of router, experts, and a shared one."""
 
     needs_kernels = False
 
     @property
     def between_bytes(self) -> int:
-        """Of the shared expert."""
+        """Bytes of a row between the shared expert's matrices."""
         return 0 if self.shape.shared is None else cost_of(self.shape.shared).between_bytes
 
     @property
@@ -50,7 +50,7 @@ def with_narrow_experts(moe: Moe, ranks: int) -> Moe:
 
 
 def expert_limit(moe: Moe, unit: int) -> Limit:
-    """Of routed experts. unit: weights of their width that belong together as stored."""
+    """Divisibility limit of routed experts. unit: weights of their width that belong together as stored."""
     least = unit if moe.experts.activation.gated else max(unit, UNGATED_HALVES)
     return Limit(f"{moe.experts.width} rows of experts", moe.experts.width, least)
 

@@ -47,8 +47,8 @@ class Attention:
         self.choice = None if shape.index is None else BlockChoice(b, shape.index, f"{name}.indexer")
 
     def _norm_turned(self, b: Builder) -> Tensor:
-        """What turns keeps its length, so that norms without weights may come before. In a score, the weights of q's
-        and k's norms are one factor of each channel, which q takes."""
+        """Product of q's and k's norm weights, which q's turned norm takes: in a score they are one factor of each
+        channel. Rotation keeps lengths, so norms without weights may come before it."""
         assert self.q_norm is not None and self.k_norm is not None
         both = (self.q_norm.float() * self.k_norm.float()).to(b.dtype)
         self.q_norm = self.k_norm = b.ops.resident(torch.ones(self.shape.head_dim, dtype=self.q_norm.dtype))

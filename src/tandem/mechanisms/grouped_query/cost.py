@@ -1,4 +1,4 @@
-"""What grouped-query attention takes."""
+"""Planner costs of grouped-query attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory
 
 
 class Cost(cost.Cost[Gqa]):
-    """Of keys and values of all tokens, or of a window."""
+    """Cost of keys and values of all tokens, or of a window."""
 
     needs_kernels = False
     each_row = True
@@ -93,9 +93,9 @@ class Cost(cost.Cost[Gqa]):
 
 
 def gqa_scratch_bytes(mixer: Gqa, step: StepSize) -> int:
-    """Of one layer whose long chunks are computed piece by piece (`kernels/gpu/pieces/`). Two pieces' keys and values:
-    the next is gathered before the last is free. Those in pages of another dtype are gathered as they are, one kind at
-    a time, and converted. Results of all rows wait to be put together, which takes them twice."""
+    """Bytes of one layer whose long chunks are computed piece by piece (`kernels/gpu/pieces/`). Two pieces' keys and
+    values: the next is gathered before the last is free. Those in pages of another dtype are gathered as they are, one
+    kind at a time, and converted. Results of all rows wait to be put together, which takes them twice."""
     if mixer.window or mixer.sinks:
         return 0
     rows = min(step.rows, gqa_rows(mixer.heads, mixer.head_dim, mixer.value_dim)) + 3 * GQA_ROUND

@@ -33,7 +33,7 @@ class LatentSizes(NamedTuple):
 
 
 class LatentWeights(NamedTuple):
-    """What lies between the matrices of latent attention. norm [rank]: of the latent, with `eps`; rope turns pairs of
+    """Weights between the matrices of latent attention. norm [rank]: of the latent, with `eps`; rope turns pairs of
     neighbours (0, 1), (2, 3) … , or halves; `scale` multiplies scores."""
 
     keys: Tensor  # W_K' of each head, [H, rank, nope]
@@ -60,7 +60,7 @@ class LatentHeads(Protocol):
 
 
 class HeadOps(Ops, Protocol):
-    """What absorbed heads are written in."""
+    """Operations that absorbed heads are written in."""
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
         """Packs weights [H, N, K] once. The tensor is not kept."""
@@ -120,7 +120,7 @@ class AbsorbedHeads:
 
 
 class _Moves:
-    """What goes where between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
+    """Column copies between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
 
     def __init__(self, ops: HeadOps, s: LatentSizes, step: int) -> None:
         row, head, each = s.width, s.nope + s.rope, range(s.heads)

@@ -16,7 +16,7 @@ CHUNK = 64  # rows of a prompt that are multiplied together
 
 
 class Taps(NamedTuple):
-    """Of a convolution of C channels, float32."""
+    """Weights of a convolution of C channels, float32."""
 
     rows: Tensor  # [taps, C], oldest token first; biased: then one that is added
     biased: bool = False
@@ -80,7 +80,7 @@ class TorchFolds:
 
 
 def _sequence(whole: Tokens, rows: StepRows, index: int, memory: Tensor) -> Tensor:
-    """Of one sequence, whose memory takes its rows in."""
+    """Results of one sequence's rows, which its memory takes in."""
     begin, known = int(rows.begins[index]), int(rows.first[index])
     end, own = begin + int(rows.last[index]) + 1 - known, memory[rows.slots[index]]
     if known == 0:

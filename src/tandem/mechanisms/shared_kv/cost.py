@@ -1,4 +1,4 @@
-"""What attention over shared keys takes."""
+"""Planner costs of attention over shared keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many o
 
 
 class Cost(cost.Cost[SharedKv]):
-    """Of a window of last tokens, and of entries that stand for many."""
+    """Cost of a window of last tokens, and of entries that stand for many."""
 
     own_kernels = "keys that are values, too, have kernels of their own"
     depends_on_others = (
@@ -72,8 +72,9 @@ def shared_kv_scratch_bytes(shape: SharedKv, streams: int, hidden: int, step: St
 
 
 def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
-    """Of each sequence the places of all its entries, in three arrays of int64. Of each row the order of its keys, in
-    two. One row's products with an index count three times, where they are more than what is taken at a time."""
+    """Scratch bytes of entries. For each sequence: the places of all its entries, in three arrays of int64. For each
+    row: the order of its keys, in two. One row's products with an index count three times, where they are more than
+    what is taken at a time."""
     if shape.pool is None:
         return 0
     entries, index = step.context // shape.pool.stride, shape.pool.index

@@ -16,8 +16,8 @@ from tandem.spec.state import LANES
 
 
 class Seen(NamedTuple):
-    """What rows see: `places` int64 [·, E] are rows of the flattened pages, of which the first counts [T] are meant.
-    whose [T]: which line of `places` is a row's; None: its own."""
+    """Entries that rows see: `places` int64 [·, E] are rows of the flattened pages, of which the first counts [T] are
+    meant. whose [T]: which line of `places` is a row's; None: its own."""
 
     places: Tensor
     counts: Tensor
@@ -74,7 +74,7 @@ class Entries:
         return turn(normed, self.weights.cos[at], self.weights.sin[at])
 
     def all_seen(self, rows: StepRows, page: int) -> Seen:
-        """Of every closed entry; `page`: entries of a page."""
+        """Places of every closed entry; `page`: entries of a page."""
         return rows.once(("seen", self.pool.stride), lambda: _all_seen(rows, self.pool.stride, page))
 
     def chosen(self, seen: Seen, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor) -> Seen:

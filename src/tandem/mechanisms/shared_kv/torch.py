@@ -26,8 +26,8 @@ class Attend(Protocol):
 
 
 class Projected(NamedTuple):
-    """Of T rows: q [T, H * D] and kv [T, D], normed; inputs of entries [T, n]; an index's q [T, Hi * Di] and weights
-    [T, Hi]."""
+    """Projections of T rows: q [T, H * D] and kv [T, D], normed; inputs of entries [T, n]; an index's q [T, Hi * Di]
+    and weights [T, Hi]."""
 
     q: Tensor
     kv: Tensor
@@ -160,7 +160,7 @@ def plain_attend(q: Tensor, keys: Tensor, counts: Tensor, scale: float, sinks: T
 
 
 class PerHeadOps(Protocol):
-    """What groups of heads are multiplied with."""
+    """Operations that multiply groups of heads."""
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead: ...
 

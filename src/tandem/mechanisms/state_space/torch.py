@@ -1,4 +1,4 @@
-"""What state spaces (Mamba 2) compute around their recurrence, in plain torch."""
+"""Operations around the recurrence of state spaces (Mamba 2), in plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 
 
 class SpaceInputs(NamedTuple):
-    """Of T rows; of gate and steps, rows may lie apart."""
+    """Projected inputs of T rows. Rows of gate and steps may lie apart."""
 
     mixed: Tensor  # [T, H * V + 2 * G * K]: values, written and asked, as they come from the convolution
     gate: Tensor  # [T, H * V]: what the silu of is multiplied with the result
@@ -22,7 +22,7 @@ class SpaceInputs(NamedTuple):
 
 
 class SpaceWeights(NamedTuple):
-    """Of H heads in G groups, float32."""
+    """Weights of H heads in G groups, float32."""
 
     decay: Tensor  # [H]: times a step's length the logarithm of the decay
     bias: Tensor  # [H]: of a step's length, before softplus

@@ -44,7 +44,7 @@ class CpuStreams(HyperStreams):
         return out
 
     def _projected(self, streams: Tensor, norms: Tensor) -> Tensor:
-        """What the matrix makes of rows in float32; their norms are written."""
+        """Product of rows with the matrix, in float32; their norms are written."""
         wide = torch.empty((len(streams), streams[0].numel()))
         self._core.widen(streams, wide, norms)
         return self.weights.project(wide)

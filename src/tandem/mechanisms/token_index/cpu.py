@@ -17,7 +17,7 @@ from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 
 
 class Views(Protocol):
-    """What is shared with a step's other operations."""
+    """Worker pool and checked indices, shared with a step's other operations."""
 
     pool: _core.WorkerPool
     tier: str

@@ -26,7 +26,7 @@ class PoolWeights(NamedTuple):
 
 
 class PooledKeys(NamedTuple):
-    """What is kept: pages of all tokens [num_pages, page_size, …], of which only the sizes count; normed keys and gates
+    """Cached keys: pages of all tokens [num_pages, page_size, …], of which only the sizes count; normed keys and gates
     of the last tokens of each slot [slots, R, 2 * dim]; closed keys [num_pages, page_size / pool, 1, dim]."""
 
     tokens: Tensor

@@ -15,7 +15,8 @@ from tandem.mechanisms.token_index.shape import Index
 
 
 class IndexWeights(NamedTuple):
-    """Of keys' norm, float32 [dim]; and rotary tables as `Rope` has them, float32 [positions, rotary channels / 2]."""
+    """Weights of the keys' norm, float32 [dim], and rotary tables as `Rope` has them, float32 [positions, rotary
+    channels / 2]."""
 
     norm: Tensor
     bias: Tensor

@@ -1,4 +1,4 @@
-"""What delta nets whose channels decay apart compute around their recurrence, on a GPU: a kernel before, one behind.
+"""GPU kernels around the recurrence of delta nets with a decay for each channel: one before it, one behind.
 
 A program has some pairs of a row and a head, in the order in which they lie.
 """

@@ -1,4 +1,4 @@
-"""What the rows of a chunk do to each other: the gated delta rule in chunks (arXiv 2412.06464, §3.3).
+"""Products among the rows of a chunk: the gated delta rule in chunks (arXiv 2412.06464, §3.3).
 
 With G the running sum of the decays' logarithms in a chunk, row t learns
 

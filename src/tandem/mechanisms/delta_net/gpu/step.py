@@ -43,7 +43,7 @@ MAX_REGISTERS = 128  # of a thread: then two programs of eight warps share a mul
 @triton.jit
 def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: tl.constexpr, PLACES: tl.constexpr,
           TAPS: tl.constexpr):  # fmt: skip
-    """What the inputs before add to the convolution of channels channel + d, and the weights of the new one.
+    """Contribution of earlier inputs to the convolution of channels channel + d, and the weights of the new one.
 
     All of them are one tile, a number a thread. Rows one by one would be asked for in the memory's layout, in which
     every thread needs several channels and a warp's threads need the same ones.

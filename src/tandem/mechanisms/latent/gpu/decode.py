@@ -167,8 +167,8 @@ def parts_of(sizes: LatentSizes, tile: Tile) -> int:
 
 
 def parts_of_rows(device: torch.device, sizes: LatentSizes, rows: int) -> int:
-    """Of so many rows together. A program of 64 heads fills a processor, and what it has summed is written and read
-    once more: with many rows, fewer parts keep all processors busy."""
+    """Parts of the keys for so many rows together. A program of 64 heads fills a processor, and its sums are written
+    and read once more. So with many rows, fewer parts keep all processors busy."""
     tile = tile_of(device, sizes)
     if tile.heads < 64:
         return parts_of(sizes, tile)

@@ -138,7 +138,8 @@ class Prompts:
     def _keys_values(
         self, pages: tuple[Tensor, Tensor], begin: int, end: int, rows: int, heads: slice
     ) -> tuple[Tensor, Tensor]:
-        """Of positions begin … end - 1, and zeros up to `rows`: [rows, G, nope + rope], [rows, G, value]."""
+        """Keys and values of positions begin … end - 1, and zeros up to `rows`: [rows, G, nope + rope], [rows, G,
+        value]."""
         s = self._sizes
         found = gather(*pages, begin, end, rows)
         up = self._up[heads]

@@ -23,7 +23,7 @@ ROWS, COLUMNS, CHANNELS_AT_ONCE = 32, 64, 256  # of a prompt's program; of a row
 
 @triton.jit
 def _given(rows, at, c, there, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
-    """What is convolved of rows `at`, as the ring has it, in float32. GATED: values, times the gate before."""
+    """Convolution input of rows `at`, as the ring has it, in float32. GATED: values, times the gate before."""
     x = tl.load(rows + at * stride + c, there, other=0.0)
     if GATED:
         values = tl.load(rows + at * stride + 2 * CHANNELS + c, there, other=0.0)

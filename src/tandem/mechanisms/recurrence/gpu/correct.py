@@ -30,7 +30,7 @@ SOLVE_COLUMNS, CARRY_COLUMNS, READ_COLUMNS = 128, 32, 32  # of values, in a prog
 
 
 class Between(NamedTuple):
-    """What the kernels leave each other, float32. Rows that are no chunk's are not written."""
+    """Tensors between the kernels, float32. Rows that are no chunk's are not written."""
 
     alike: Tensor  # [T, H, CHUNK]
     seen: Tensor  # [T, H, CHUNK]

@@ -18,7 +18,7 @@ SMALL = 16  # rows of a block
 
 @triton.jit
 def number_of(chunk, s, CHUNK: tl.constexpr):
-    """Of the chunk of sequence s that begins at row `chunk`: no two have the same."""
+    """Number of the chunk of sequence s that begins at row `chunk`: no two have the same."""
     return (chunk // CHUNK + s).to(tl.int64)
 
 

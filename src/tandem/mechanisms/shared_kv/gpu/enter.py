@@ -20,8 +20,8 @@ LEAST_CHANNELS = 16  # two bytes each: less than 32 bytes are not read at a time
 
 
 class Entered(NamedTuple):
-    """What an index is asked with, if there is one: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi].
-    arrived int32 [T, 2]: zeros, for `close`."""
+    """Query of an index, if there is one: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]. arrived
+    int32 [T, 2]: zeros, for `close`."""
 
     q: Tensor
     weights: Tensor

@@ -55,7 +55,7 @@ class GpuSharedKvHeads(SharedKvHeads):
         return turn_rows(out, rows, weights, back=True)
 
     def _entries_of(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> EntriesSeen | None:
-        """What rows of prompts see, the new entries among them."""
+        """Entries that rows of prompts see, the new ones among them. None: there is no pool, or no inputs."""
         pool, inputs = self.shape.pool, p.inputs
         if pool is None or inputs is None:
             return None
@@ -70,7 +70,7 @@ class GpuSharedKvHeads(SharedKvHeads):
 
 
 class _Asked(NamedTuple):
-    """What an index is asked with: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]."""
+    """Query of an index: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]."""
 
     q: Tensor
     weights: Tensor

@@ -1,4 +1,4 @@
-"""What state spaces compute around their recurrence, on a GPU: a kernel before, one behind."""
+"""GPU kernels around the recurrence of state spaces: one before it, one behind."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ VARYING = ["first", "table_width", "list_row", "kept_row"]
 
 
 class Lists(NamedTuple):
-    """Of each row: scores float32 [rows, n], and positions int32 [rows, n]; None: scores are in their order."""
+    """Candidates of each row: scores float32 [rows, n], and positions int32 [rows, n]; None: scores are in their
+    order."""
 
     scores: Tensor
     positions: Tensor | None
@@ -55,7 +56,7 @@ def _threshold(key, wanted):
 
 @triton.jit
 def _length(n, level, PIECE: tl.constexpr, BUDGET: tl.constexpr):
-    """Of a row's list after `level` times; every piece but the last is full."""
+    """Length of a row's list after `level` times; every piece but the last is full."""
     for _ in range(level):
         whole = (n - 1) // PIECE
         n = whole * BUDGET + tl.minimum(n - whole * PIECE, BUDGET)
@@ -103,7 +104,7 @@ def piece_of(budget: int) -> int:
 
 
 def lengths(width: int, budget: int) -> list[int]:
-    """Of a row's lists, the first of `width` scores, the last of no more than a piece."""
+    """Lengths of a row's lists, the first of `width` scores, the last of no more than a piece."""
     piece, found = piece_of(budget), [width]
     while found[-1] > piece:
         found.append(-(-found[-1] // piece) * budget)
