@@ -65,8 +65,8 @@ class Drafts:
         """States of a sequence: the layers', then the model's hidden states, so that rows can be made up for at any
         time."""
         own = tuple(state for layer in self.layers for block in layer.blocks for state in block.body.states())
-        kept, last = Array("hidden", (self._kept(hidden),)), window_of(own)
-        return (*own, Ring(kept, last) if last else Pages((kept,)))
+        hidden_states, last = Array("hidden", (self._kept(hidden),)), window_of(own)
+        return (*own, Ring(hidden_states, last) if last else Pages((hidden_states,)))
 
     def _kept(self, hidden: int) -> int:
         """Channels of the model that a row is made of."""

@@ -98,8 +98,8 @@ def with_processor(tower: Tower, directory: Path) -> Tower:
     file = next((file for name in FILES if (file := directory / name).exists()), None)
     if file is None:
         return tower
-    said = read_json(file)
-    return replace(tower, processor=read_processor(JsonKeys(said.get("image_processor") or said, file.name), tower))
+    config = read_json(file)
+    return replace(tower, processor=read_processor(JsonKeys(config.get("image_processor") or config, file.name), tower))
 
 
 def read_processor(keys: JsonKeys, tower: Tower) -> Processor:
@@ -123,9 +123,9 @@ def read_processor(keys: JsonKeys, tower: Tower) -> Processor:
 
 def _three(keys: JsonKeys, key: str, usual: tuple[float, float, float]) -> tuple[float, float, float]:
     """A number of each channel; of image_std, none is 0."""
-    found = keys.get(key) or usual
-    if not isinstance(found, list | tuple) or len(found) != 3 or not all(isinstance(x, int | float) for x in found):
-        raise ConfigError(f"{keys.where}: {key} is {found!r}; try {list(usual)}")
-    if key == "image_std" and not all(x > 0 for x in found):
+    triple = keys.get(key) or usual
+    if not isinstance(triple, list | tuple) or len(triple) != 3 or not all(isinstance(x, int | float) for x in triple):
+        raise ConfigError(f"{keys.where}: {key} is {triple!r}; try {list(usual)}")
+    if key == "image_std" and not all(x > 0 for x in triple):
         raise ConfigError(f"{keys.where}: {key} must be above 0; try {list(usual)}")
-    return float(found[0]), float(found[1]), float(found[2])
+    return float(triple[0]), float(triple[1]), float(triple[2])

@@ -99,10 +99,10 @@ def _convolution(b: Builder, shape: ChannelDelta, name: str) -> Tensor:
     """Convolution weights of q, k and v, stored separately or in one tensor: float32 [3 * inner, taps]."""
     inner = shard_of(b.config, shape).share(shape.inner)
     if f"{name}conv1d.weight" in b.checkpoint:
-        found = [b.float_tensor(f"{name}conv1d.weight", (inner,) * 3, 1, shape.taps)]
+        weights = [b.float_tensor(f"{name}conv1d.weight", (inner,) * 3, 1, shape.taps)]
     else:
-        found = [b.float_tensor(f"{name}{part}_conv1d.weight", inner, 1, shape.taps) for part in PARTS]
-    return torch.cat(found)[:, 0]
+        weights = [b.float_tensor(f"{name}{part}_conv1d.weight", inner, 1, shape.taps) for part in PARTS]
+    return torch.cat(weights)[:, 0]
 
 
 def operator(b: Builder, index: int, names: Names, shape: ChannelDelta) -> ChannelDeltaNet:

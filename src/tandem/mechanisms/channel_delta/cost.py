@@ -28,8 +28,8 @@ class Cost(cost.Cost[ChannelDelta]):
         """Operations of correcting, writing and reading the memory. Rows of a GPU's chunk see each other in
         products."""
         s = self.shape
-        beside = min(rows, CORRECT_CHUNK) * 4 * s.inner if per_head else 0
-        return 2.0 * rows * (3 * s.inner * (s.dim + s.taps) + beside)
+        chunk_products = min(rows, CORRECT_CHUNK) * 4 * s.inner if per_head else 0
+        return 2.0 * rows * (3 * s.inner * (s.dim + s.taps) + chunk_products)
 
     def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
         """Seconds to write and read what kernels leave each other, plus the memory's walk from chunk to chunk."""

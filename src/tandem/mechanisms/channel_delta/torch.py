@@ -50,8 +50,8 @@ class TorchChannelFolds(TorchFolds):
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
-        seen = self.folded(channel_tokens(mixed, gates, weights), step, memory)
-        return channel_result(seen, gates.behind, weights)
+        answers = self.folded(channel_tokens(mixed, gates, weights), step, memory)
+        return channel_result(answers, gates.behind, weights)
 
 
 def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
@@ -64,10 +64,10 @@ def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) 
 
 def _logarithms(forget: Tensor, weights: ChannelWeights) -> Tensor:
     """Logarithms of decays, [T, H, D]."""
-    given = (forget + weights.bias).unflatten(1, (len(weights.decay), -1))
+    biased = (forget + weights.bias).unflatten(1, (len(weights.decay), -1))
     if not weights.floor:
-        return F.softplus(given) * weights.decay[:, None]
-    return weights.floor * torch.sigmoid(-weights.decay[:, None] * given)
+        return F.softplus(biased) * weights.decay[:, None]
+    return weights.floor * torch.sigmoid(-weights.decay[:, None] * biased)
 
 
 def channel_result(seen: Tensor, behind: Tensor, weights: ChannelWeights) -> Tensor:

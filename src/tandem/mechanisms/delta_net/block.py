@@ -36,8 +36,8 @@ class DeltaNet:
         return sure_reads(self.projected, self.gates, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        seen = self.delta(self.projected(x), Product(x, self.gates), p.batch, DeltaState(*states[0]))
-        return self.out(seen)
+        answers = self.delta(self.projected(x), Product(x, self.gates), p.batch, DeltaState(*states[0]))
+        return self.out(answers)
 
 
 def _mixed(b: Builder, shape: DeltaRule) -> tuple[Share, ...]:

@@ -96,16 +96,16 @@ class TorchDelta:
             rows = slice(starts[s], starts[s + 1])
             known = lens[s] - (rows.stop - rows.start)
             folded = known if batch.folded is None else int(batch.folded[s])
-            sure = rows.stop - rows.start if batch.sure is None else int(batch.sure[s])
+            sure_rows = rows.stop - rows.start if batch.sure is None else int(batch.sure[s])
             own = DeltaState(*(each[slot] for each in state))
-            out[rows] = self._sequence(projected[rows], gates[rows], own, (folded, known, known + sure))
+            out[rows] = self._sequence(projected[rows], gates[rows], own, (folded, known, known + sure_rows))
         return out
 
     def _sequence(
         self, projected: Tensor, gates: Tensor, own: DeltaState, lengths: tuple[int, int, int]
     ) -> Tensor:
         """lengths: tokens that the memory holds, those before the step, and with rows that are sure."""
-        (folded, known, sure), places = lengths, len(own.inputs)
+        (folded, known, sure_length), places = lengths, len(own.inputs)
         q, k, v, z = self._kinds(projected, columns_of(self.shape)[:4])
         new = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
         first = folded - (self.shape.conv - 1)
@@ -114,11 +114,11 @@ class TorchDelta:
         both = torch.cat([own.gates[torch.arange(folded, known) % places], gates])
         if folded == 0:
             own.memory.zero_()
-        settled = self._seen(mixed[: sure - first], both, own.memory)
-        seen = torch.cat([settled, self._seen(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
+        settled = self._seen(mixed[: sure_length - first], both, own.memory)
+        answers = torch.cat([settled, self._seen(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
         last = torch.arange(max(0, len(new) - places), len(new))
         own.inputs[(known + last) % places], own.gates[(known + last) % places] = new[last], gates[last]
-        return self._normed(seen[known - folded :].to(z.dtype), z).flatten(1)
+        return self._normed(answers[known - folded :].to(z.dtype), z).flatten(1)
 
     def _seen(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
         """Rows' reads from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
@@ -166,13 +166,13 @@ class TorchDelta:
 
     @staticmethod
     def _recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor) -> Tensor:
-        seen = torch.empty_like(v)
+        answers = torch.empty_like(v)
         for t in range(len(v)):
             memory *= decay[t][:, None, None]
             known = (memory * k[t][:, :, None]).sum(1)
             memory += k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None]
-            seen[t] = (memory * q[t][:, :, None]).sum(1)
-        return seen
+            answers[t] = (memory * q[t][:, :, None]).sum(1)
+        return answers
 
     def _normed(self, seen: Tensor, z: Tensor) -> Tensor:
         s = self.shape

@@ -33,8 +33,8 @@ class Cost(cost.Cost[Moe]):
     def cut(self, ranks: int) -> Moe:
         moe = with_narrow_experts(self.shape, ranks)
         shared = None if moe.shared is None else cost_of(moe.shared).cut(ranks)
-        beside = None if moe.beside is None else replace(moe.beside, dense=cost_of(moe.beside.dense).cut(ranks))
-        return replace(moe, shared=shared, beside=beside)
+        dense_part = None if moe.beside is None else replace(moe.beside, dense=cost_of(moe.beside.dense).cut(ranks))
+        return replace(moe, shared=shared, beside=dense_part)
 
     def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
         yield expert_limit(self.shape, expert_unit)

@@ -56,13 +56,13 @@ class GatedResidual:
         """A block's rows [T, hidden], and how much of its result each stream gets, [T, n]."""
         n = self.shape.streams
         normed = normed_each(self.ops, streams, norm, eps)
-        made = self.down(normed.flatten(1)) / n
-        between = in_whole_vectors(F.silu, made[:, : self.shape.rank]).contiguous()
+        projected = self.down(normed.flatten(1)) / n
+        between = in_whole_vectors(F.silu, projected[:, : self.shape.rank]).contiguous()
         passed = in_whole_vectors(torch.sigmoid, self.up(between)).reshape(normed.shape) * normed
         total = passed[:, 0].float()
         for j in range(1, n):  # bits must not depend on the number of rows
             total = total + passed[:, j].float()
-        share = 2 * in_whole_vectors(torch.sigmoid, made[:, self.shape.rank :])
+        share = 2 * in_whole_vectors(torch.sigmoid, projected[:, self.shape.rank :])
         return (total / n).to(streams.dtype), share
 
 

@@ -96,13 +96,13 @@ class AbsorbedHeads:
     ) -> Tensor:
         s, rows = self._sizes, len(q)
         turned = self._ops.rope_store(self._queries_and_key(q, kv), self._rope, batch, pages, pages, s.heads)
-        seen, scale = q.new_empty((rows, s.heads * s.rank)), self._scale
+        attended, scale = q.new_empty((rows, s.heads * s.rank)), self._scale
         if chosen is None:
             looked = self._ops.attention(turned, pages, pages, batch, scale)
         else:
             looked = self._attend_chosen(turned, pages, batch, scale, chosen)
-        self._moves.seen(looked, seen)
-        return self._values(seen.view(rows, s.heads, s.rank)).flatten(1)
+        self._moves.seen(looked, attended)
+        return self._values(attended.view(rows, s.heads, s.rank)).flatten(1)
 
     def _queries_and_key(self, q: Tensor, kv: Tensor) -> Tensor:
         """[T, (H + 1) * width]: absorbed queries of all heads, then the key, all before the rotation."""

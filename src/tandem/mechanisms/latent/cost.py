@@ -56,8 +56,8 @@ class Cost(cost.Cost[Latent]):
         absorbed = s.cached_dim + s.kv_rank
         whole = s.qk_dim + s.value_dim if per_head else absorbed
         plain = max(0, min(rows, s.seen(end) - before))  # rows that see all tokens before them
-        seen = pairs(plain, before, end) * whole + (rows - plain) * s.seen(end) * absorbed
-        return 2.0 * (seen * s.heads + pairs(rows, before, end) * s.scored_channels)
+        products = pairs(plain, before, end) * whole + (rows - plain) * s.seen(end) * absorbed
+        return 2.0 * (products * s.heads + pairs(rows, before, end) * s.scored_channels)
 
     def why_no_gpu(self) -> str:
         if not self.shape.rope_dim:

@@ -95,24 +95,24 @@ def _corrected(whole: Tokens, row: int, memory: Tensor) -> Tensor:
     """memory [H, K, V]: before and behind the row."""
     assert whole.beta is not None
     memory *= whole.decay[row].exp()[..., None]
-    written, asked = whole.written[row][..., None], whole.asked[row][..., None]
+    written, query = whole.written[row][..., None], whole.asked[row][..., None]
     wrong = whole.values[row] - (memory * written).sum(1)
     memory += written * (wrong * whole.beta[row][:, None])[:, None]
-    answer: Tensor = (memory * asked).sum(1)
+    answer: Tensor = (memory * query).sum(1)
     return answer
 
 
 def _added(whole: Tokens, piece: slice, memory: Tensor) -> Tensor:
     """Rows of one sequence at once, where a head decays as one."""
-    asked, written, values = (part[piece].transpose(0, 1) for part in whole[:3])
+    queries, written, values = (part[piece].transpose(0, 1) for part in whole[:3])
     passed = whole.decay[piece, :, 0].T.cumsum(1)
-    seen = torch.bmm(asked, memory) * passed.exp()[..., None]
+    answers = torch.bmm(queries, memory) * passed.exp()[..., None]
     between = (passed[:, :, None] - passed[:, None, :]).tril_().exp_().tril_()
-    seen.baddbmm_(torch.bmm(asked, written.transpose(1, 2)).mul_(between), values)
+    answers.baddbmm_(torch.bmm(queries, written.transpose(1, 2)).mul_(between), values)
     memory.mul_(passed[:, -1, None, None].exp())
     left = (passed[:, -1:] - passed).exp_()
     memory.baddbmm_((written * left[..., None]).transpose(1, 2), values)
-    return seen.transpose(0, 1)
+    return answers.transpose(0, 1)
 
 
 def bound(ops: object, shape: object) -> TorchFolds:

@@ -85,8 +85,8 @@ def _keep_top_groups(ranks: Tensor, router: Router) -> Tensor:
     """ranks [T, E] with -inf outside each token's best groups."""
     groups = ranks.view(len(ranks), router.num_groups, -1)
     group_ranks = groups.topk(2 if router.group_score == "top2" else 1, dim=-1).values.sum(-1)
-    kept = _descending(group_ranks)[:, : router.top_groups]
-    dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, kept, False)
+    best = _descending(group_ranks)[:, : router.top_groups]
+    dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, best, False)
     return groups.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
 
 

@@ -78,7 +78,7 @@ def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
     if shape.pool is None:
         return 0
     entries, index = step.context // shape.pool.stride, shape.pool.index
-    seen = entries if index is None else min(entries, index.budget)
+    visible = entries if index is None else min(entries, index.budget)
     one = 0 if index is None else 4 * entries * (index.heads + index.dim)
-    order = 2 * 8 * step.rows * (shape.window + seen)
+    order = 2 * 8 * step.rows * (shape.window + visible)
     return 3 * 8 * step.sequences * entries + order + 3 * max(0, one - SHARED_KEY_BYTES)

@@ -85,12 +85,12 @@ class Entries:
         cos, sin = (table[rows.positions][:, None] for table in (self.weights.cos, self.weights.sin))
         q, weights = turn(query[0].float(), cos, sin), query[1].float() * (index.dim * index.heads) ** -0.5
         seen = _whole_vectors(seen)
-        there, best = keys.flatten(0, 1), []
+        index_keys, best = keys.flatten(0, 1), []
         each = max(1, SHARED_KEY_BYTES // (4 * seen.width * (index.heads + index.dim)))
         for i in range(0, len(q), each):
             part = slice(i, i + each)
             places = seen.of(part)
-            order = _best(there[places], q[part], weights[part], seen.counts[part], index.budget)
+            order = _best(index_keys[places], q[part], weights[part], seen.counts[part], index.budget)
             best.append(places.gather(1, order))
         return Seen(torch.cat(best), seen.counts.clamp(max=index.budget))
 
@@ -102,17 +102,17 @@ def _shares(gates: Tensor) -> Tensor:
     return F.pad(gates, (0, -width % (2 * LANES))).softmax(1)[:, :, :width]
 
 
-def _whole_vectors(seen: Seen) -> Seen:
+def _whole_vectors(entries: Seen) -> Seen:
     """Filled up: else the last entries' scores, and so what is chosen, would depend on how many others there are."""
-    return seen._replace(places=F.pad(seen.places, (0, -seen.width % (2 * LANES))))
+    return entries._replace(places=F.pad(entries.places, (0, -entries.width % (2 * LANES))))
 
 
 def _best(keys: Tensor, q: Tensor, weights: Tensor, counts: Tensor, budget: int) -> Tensor:
     """int64 [b, budget], ascending; those that do not count come last. keys [b, E, Di]; equal scores: the first."""
     products = torch.matmul(q, keys.float().transpose(1, 2)).relu_()
     scores = torch.matmul(weights[:, None], products)[:, 0]
-    width, there = scores.shape[1], torch.arange(scores.shape[1], device=scores.device)
-    scores = scores.masked_fill(there >= counts[:, None], float("-inf"))
+    width, column = scores.shape[1], torch.arange(scores.shape[1], device=scores.device)
+    scores = scores.masked_fill(column >= counts[:, None], float("-inf"))
     order = torch.sort(scores, stable=True, descending=True).indices[:, :budget]
     order = order.masked_fill(order >= counts[:, None], width)
     return order.sort().values.clamp(max=width - 1)

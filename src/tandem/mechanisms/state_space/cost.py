@@ -28,8 +28,8 @@ class Cost(cost.Cost[StateSpace]):
         """Operations of writing and reading the memory, and the convolution. Rows of a GPU's chunk see each other in
         products."""
         s = self.shape
-        beside = min(rows, SCAN_CHUNK) * (s.groups * s.state + s.inner) if per_head else 0
-        return 2.0 * rows * (2 * s.inner * s.state + s.channels * s.taps + beside)
+        chunk_products = min(rows, SCAN_CHUNK) * (s.groups * s.state + s.inner) if per_head else 0
+        return 2.0 * rows * (2 * s.inner * s.state + s.channels * s.taps + chunk_products)
 
     def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
         """Seconds to write and read what kernels leave each other, plus the memory's walk from chunk to chunk."""

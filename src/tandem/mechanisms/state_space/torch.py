@@ -50,9 +50,9 @@ class TorchSpaceFolds(TorchFolds):
 def space_tokens(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
     mixed, inner = given.mixed, len(weights.norm)
     long = F.softplus(given.steps.to(mixed.dtype) + weights.bias)
-    written, asked = mixed[:, inner:].unflatten(1, (2, weights.groups, -1)).unbind(1)
+    written, queries = mixed[:, inner:].unflatten(1, (2, weights.groups, -1)).unbind(1)
     values = mixed[:, :inner].unflatten(1, (len(weights.decay), -1)) * long[..., None]
-    return Tokens(asked, written, values, (long * weights.decay)[..., None])
+    return Tokens(queries, written, values, (long * weights.decay)[..., None])
 
 
 def space_result(seen: Tensor, given: SpaceInputs, weights: SpaceWeights) -> Tensor:

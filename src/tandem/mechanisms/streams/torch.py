@@ -82,9 +82,9 @@ class HyperStreams:
     def entered(self, streams: Tensor) -> tuple[Tensor, Mix]:
         """A block's rows [T, hidden], and how its result returns."""
         n = self.shape.streams
-        made = self._made(streams)
-        shares = made.sigmoid()
-        balanced = _balanced(made[:, 2 * n : (2 + n) * n].unflatten(-1, (n, n)), self.shape)
+        logits = self._made(streams)
+        shares = logits.sigmoid()
+        balanced = _balanced(logits[:, 2 * n : (2 + n) * n].unflatten(-1, (n, n)), self.shape)
         return self._weighed(streams, shares), Mix(2 * shares[:, n : 2 * n], balanced)
 
     def summed(self, streams: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ class HyperStreams:
         """Projection of the streams, normed together. The norm is one number for each row, and comes last."""
         flat = streams.flatten(1).float()
         norm = torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
-        made: Tensor = self.weights.project(flat) * norm * self.weights.scale + self.weights.base
-        return made
+        logits: Tensor = self.weights.project(flat) * norm * self.weights.scale + self.weights.base
+        return logits
 
     def _weighed(self, streams: Tensor, shares: Tensor) -> Tensor:
         shares = shares[:, : self.shape.streams] + self.shape.eps

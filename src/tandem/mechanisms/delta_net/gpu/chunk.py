@@ -76,8 +76,8 @@ def within(qk, gates, decay, dt_bias, starts, solved, seen, logs, betas, first, 
     tl.store(betas + rows * V_HEADS + head, beta, inside)
     tl.store(logs + rows * V_HEADS + head, log, inside)
     at = qk + (rows[:, None] * 2 * K_HEADS + head // GROUP) * K_DIM + d[None, :]
-    there = inside[:, None] & (d < K_DIM)[None, :]
-    q, k = tl.load(at, there, other=0.0), tl.load(at + K_HEADS * K_DIM, there, other=0.0)
+    mask = inside[:, None] & (d < K_DIM)[None, :]
+    q, k = tl.load(at, mask, other=0.0), tl.load(at + K_HEADS * K_DIM, mask, other=0.0)
     lower = r[:, None] >= r[None, :]
     fade = tl.where(lower, tl.exp(tl.where(lower, log[:, None] - log[None, :], 0.0)), 0.0)
     strict = tl.where(r[:, None] > r[None, :], beta[:, None] * fade, 0.0)

@@ -50,8 +50,8 @@ def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: t
     """
     back, at = tl.arange(0, TAPS)[:, None], (channel + d)[None, :]
     weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + at, (back < CONV) & inside[None, :], other=0.0)
-    there = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
-    old = tl.load(ring + (known + PLACES - back) % PLACES * CHANNELS + at, there, other=0.0)
+    mask = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
+    old = tl.load(ring + (known + PLACES - back) % PLACES * CHANNELS + at, mask, other=0.0)
     return tl.reduce((old.to(tl.float32) * weight, tl.where(back == 0, weight, 0.0)), 0, add_two)
 
 
@@ -127,8 +127,8 @@ def _step(projected, gates, x, conv, decay, dt_bias, norm, lens, slots, inputs, 
     result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
     tl.store(to, result, in_v)
     tl.store(held, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
-    kept = ring + known % PLACES * CHANNELS
-    keep_inputs(kept, new_q, new_k, new_v, i, j, in_k, in_v, key_head, head, own, K_HEADS, K_DIM, V_DIM)
+    place = ring + known % PLACES * CHANNELS
+    keep_inputs(place, new_q, new_k, new_v, i, j, in_k, in_v, key_head, head, own, K_HEADS, K_DIM, V_DIM)
     if following == 0:
         for copy in range(s + 1, rows):
             tl.store(to + (copy - s) * V_HEADS * V_DIM, result, in_v)

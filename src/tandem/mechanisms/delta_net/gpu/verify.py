@@ -38,9 +38,9 @@ def _convolved(rows, ring, conv, channel, d, inside, position, known, kind: tl.c
     back, at = tl.arange(0, TAPS)[:, None], d[None, :]
     weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + channel + at, (back < CONV) & inside[None, :], other=0.0)
     p = position - back
-    there = (back < CONV) & (p >= 0) & inside[None, :]
-    old = tl.load(ring + p % PLACES * CHANNELS + channel + at, there & (p < known), other=0.0)
-    new = tl.load(rows + (p - known) * PROJECTED + at, there & (p >= known), other=0.0)
+    mask = (back < CONV) & (p >= 0) & inside[None, :]
+    old = tl.load(ring + p % PLACES * CHANNELS + channel + at, mask & (p < known), other=0.0)
+    new = tl.load(rows + (p - known) * PROJECTED + at, mask & (p >= known), other=0.0)
     x = old.to(tl.float32) + new.to(tl.float32)  # one of the two is 0
     past = tl.where(back > 0, x * weight, 0.0)
     summed, own_weight, own = tl.reduce(

@@ -141,10 +141,10 @@ class Prompts:
         """Keys and values of positions begin … end - 1, and zeros up to `rows`: [rows, G, nope + rope], [rows, G,
         value]."""
         s = self._sizes
-        found = gather(*pages, begin, end, rows)
+        latents = gather(*pages, begin, end, rows)
         up = self._up[heads]
-        both = F.linear(found[:, s.rope :], up.flatten(0, 1)).view(rows, len(up), s.nope + s.value)
-        return join(both[..., : s.nope], found[:, : s.rope]), both[..., s.nope :]
+        both = F.linear(latents[:, s.rope :], up.flatten(0, 1)).view(rows, len(up), s.nope + s.value)
+        return join(both[..., : s.nope], latents[:, : s.rope]), both[..., s.nope :]
 
     def _groups(self, square: Square) -> Iterator[slice]:
         """As many heads at a time as have room."""

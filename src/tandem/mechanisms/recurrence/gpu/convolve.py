@@ -22,25 +22,25 @@ ROWS, COLUMNS, CHANNELS_AT_ONCE = 32, 64, 256  # of a prompt's program; of a row
 
 
 @triton.jit
-def _given(rows, at, c, there, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+def _given(rows, at, c, mask, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
     """Convolution input of rows `at`, as the ring has it, in float32. GATED: values, times the gate before."""
-    x = tl.load(rows + at * stride + c, there, other=0.0)
+    x = tl.load(rows + at * stride + c, mask, other=0.0)
     if GATED:
-        values = tl.load(rows + at * stride + 2 * CHANNELS + c, there, other=0.0)
+        values = tl.load(rows + at * stride + 2 * CHANNELS + c, mask, other=0.0)
         x = (x.to(tl.float32) * values.to(tl.float32)).to(rows.dtype.element_ty)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _leave(mixed, out, to, rows, at, c, there, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+def _leave(mixed, out, to, rows, at, c, mask, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
     """Rows `to` of out: the rounded convolution's silu, or the convolution times the gate behind of rows `at`."""
     kind: tl.constexpr = rows.dtype.element_ty
     y = mixed.to(kind).to(tl.float32)
     if GATED:
-        y = y * tl.load(rows + at * stride + CHANNELS + c, there, other=0.0).to(tl.float32)
+        y = y * tl.load(rows + at * stride + CHANNELS + c, mask, other=0.0).to(tl.float32)
     else:
         y = y / (1.0 + tl.exp(-y))
-    tl.store(out + to * CHANNELS + c, y.to(kind).to(out.dtype.element_ty), there)
+    tl.store(out + to * CHANNELS + c, y.to(kind).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -100,11 +100,11 @@ def _prompt_kept(rows, ring, starts, lens, slots, first, stride, ring_stride, CH
     """The last inputs of each sequence from `first` on."""
     s, c = tl.program_id(0) + first, (tl.program_id(1) * CB + tl.arange(0, CB))[None, :]
     start, end, back = tl.load(starts + s), tl.load(starts + s + 1), tl.arange(0, PB)[:, None]
-    there = (c < CHANNELS) & (back < PLACES) & (end - 1 - back >= start)
-    x = _given(rows, (end - 1 - back).to(tl.int64), c, there, stride, CHANNELS, GATED)
+    mask = (c < CHANNELS) & (back < PLACES) & (end - 1 - back >= start)
+    x = _given(rows, (end - 1 - back).to(tl.int64), c, mask, stride, CHANNELS, GATED)
     place = (tl.load(lens + s) - 1 - back) % PLACES
     held = ring + tl.load(slots + s).to(tl.int64) * ring_stride
-    tl.store(held + place * CHANNELS + c, x.to(ring.dtype.element_ty), there)
+    tl.store(held + place * CHANNELS + c, x.to(ring.dtype.element_ty), mask)
 
 
 def convolve(rows: Tensor, step: Step, ring: Tensor, taps: Taps, out: Tensor, *, gated: bool) -> None:
