@@ -151,8 +151,8 @@ class ModelConfig:
         bodies = sum(body.params(self.hidden) for body in self.bodies) + _hyper_params(self)
         blocks = [block for layer in self.layers for block in layer.blocks]
         norms = 1 + len(blocks) + sum(block.post is not None for block in blocks)
-        guessing = self.drafter
-        drafter = 0 if guessing is None else guessing.params(self.hidden) + guessing.pair_params(self.vocab)
+        draft_model = self.drafter
+        drafter = 0 if draft_model is None else draft_model.params(self.hidden) + draft_model.pair_params(self.vocab)
         return bodies + norms * self.hidden + head_rows(self).size * self.hidden + drafter
 
     @cached_property

@@ -33,8 +33,8 @@ class Cost(cost.Cost[ChannelDelta]):
 
     def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
         """Seconds to write and read what kernels leave each other, plus the memory's walk from chunk to chunk."""
-        between = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
-        return between + -(-rows // CORRECT_CHUNK) * CORRECT_SECONDS
+        traffic_seconds = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
+        return traffic_seconds + -(-rows // CORRECT_CHUNK) * CORRECT_SECONDS
 
     def cut(self, ranks: int) -> ChannelDelta:
         return replace(self.shape, heads=self.shape.heads // ranks)

@@ -174,13 +174,13 @@ class TorchDelta:
             answers[t] = (memory * q[t][:, :, None]).sum(1)
         return answers
 
-    def _normed(self, seen: Tensor, z: Tensor) -> Tensor:
+    def _normed(self, answers: Tensor, z: Tensor) -> Tensor:
         s = self.shape
-        y = seen.to(self.wide)
-        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)).to(seen.dtype)
+        y = answers.to(self.wide)
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)).to(answers.dtype)
         gates = z.reshape(len(z), s.v_heads, s.v_dim).to(self.wide)
         gate = F.silu(gates) if s.gate == "silu" else gates.sigmoid()
-        return ((self.weights.norm.to(seen.dtype) * y) * gate).to(seen.dtype)
+        return ((self.weights.norm.to(answers.dtype) * y) * gate).to(answers.dtype)
 
 
 def bound(ops: object, shape: DeltaRule, weights: DeltaWeights) -> Delta:

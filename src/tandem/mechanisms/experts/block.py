@@ -70,9 +70,9 @@ class MoEBlock(Routed):
         """meanwhile: called while others compute."""
         (logits, gate), named = self._apart(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
         routing = self._routed(logits, p, named)
-        begun = self._begun(x)  # reads beside the router's choice, whose memory is still held
+        finish_shared = self._begun(x)  # reads beside the router's choice, whose memory is still held
         ticket = self._submit(x, routing)
-        shared = None if begun is None else begun()
+        shared = None if finish_shared is None else finish_shared()
         if meanwhile is not None:
             meanwhile()
         routed = self._wait(ticket)

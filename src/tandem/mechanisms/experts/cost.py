@@ -61,8 +61,8 @@ def cut_experts(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> Model
     if shard.ranks == 1:
         return model
     if not limit.allows(shard.ranks):
-        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if limit.allows(n))
-        raise refused(shard.ranks, f"{limit} cannot be divided among {shard.ranks} ranks; possible: {possible}")
+        counts = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if limit.allows(n))
+        raise refused(shard.ranks, f"{limit} cannot be divided among {shard.ranks} ranks; possible: {counts}")
     layers = tuple(_with_experts(layer, shard.ranks) for layer in model.layers)
     return replace(model, layers=layers, shard=shard)
 

@@ -88,8 +88,8 @@ class Moe:
         shared = 0 if self.shared is None else self.shared.params(hidden)
         dense_part = 0 if self.beside is None else self.beside.params(hidden)
         scales = self.router.num_experts if self.router.expert_scale else 0
-        around = 2 * hidden * self.experts.latent
-        return hidden * self.router.num_experts + scales + shared + dense_part + around
+        projections = 2 * hidden * self.experts.latent
+        return hidden * self.router.num_experts + scales + shared + dense_part + projections
 
     def states(self) -> tuple[State, ...]:
         return ()

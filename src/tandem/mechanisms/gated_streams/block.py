@@ -57,8 +57,8 @@ class GatedResidual:
         n = self.shape.streams
         normed = normed_each(self.ops, streams, norm, eps)
         projected = self.down(normed.flatten(1)) / n
-        between = in_whole_vectors(F.silu, projected[:, : self.shape.rank]).contiguous()
-        passed = in_whole_vectors(torch.sigmoid, self.up(between)).reshape(normed.shape) * normed
+        activated = in_whole_vectors(F.silu, projected[:, : self.shape.rank]).contiguous()
+        passed = in_whole_vectors(torch.sigmoid, self.up(activated)).reshape(normed.shape) * normed
         total = passed[:, 0].float()
         for j in range(1, n):  # bits must not depend on the number of rows
             total = total + passed[:, j].float()

@@ -58,13 +58,13 @@ class Cost(cost.Cost[Gqa]):
         channels, most = s.heads * (s.head_dim + s.value_dim), s.window or end
         if s.index is None:
             return 2.0 * pairs(rows, before, most) * channels
-        looked = 2.0 * pairs(rows, before, min(end, s.index.most)) * channels
-        return looked + cost_of(s.index).flops(rows, before, per_head)
+        products = 2.0 * pairs(rows, before, min(end, s.index.most)) * channels
+        return products + cost_of(s.index).flops(rows, before, per_head)
 
     def unread(self, context: int) -> int:
         s = self.shape
-        spared = 0 if s.index is None else max(0, context - s.index.most)
-        return spared * s.kv_heads * (s.head_dim + s.value_dim)
+        unread_tokens = 0 if s.index is None else max(0, context - s.index.most)
+        return unread_tokens * s.kv_heads * (s.head_dim + s.value_dim)
 
     def why_no_gpu(self) -> str:
         if self.shape.index is not None and (chooses := cost_of(self.shape.index).why_no_gpu()):

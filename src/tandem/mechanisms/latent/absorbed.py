@@ -98,10 +98,10 @@ class AbsorbedHeads:
         turned = self._ops.rope_store(self._queries_and_key(q, kv), self._rope, batch, pages, pages, s.heads)
         attended, scale = q.new_empty((rows, s.heads * s.rank)), self._scale
         if chosen is None:
-            looked = self._ops.attention(turned, pages, pages, batch, scale)
+            absorbed = self._ops.attention(turned, pages, pages, batch, scale)
         else:
-            looked = self._attend_chosen(turned, pages, batch, scale, chosen)
-        self._moves.seen(looked, attended)
+            absorbed = self._attend_chosen(turned, pages, batch, scale, chosen)
+        self._moves.seen(absorbed, attended)
         return self._values(attended.view(rows, s.heads, s.rank)).flatten(1)
 
     def _queries_and_key(self, q: Tensor, kv: Tensor) -> Tensor:

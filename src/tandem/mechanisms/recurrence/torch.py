@@ -96,8 +96,8 @@ def _corrected(whole: Tokens, row: int, memory: Tensor) -> Tensor:
     assert whole.beta is not None
     memory *= whole.decay[row].exp()[..., None]
     written, query = whole.written[row][..., None], whole.asked[row][..., None]
-    wrong = whole.values[row] - (memory * written).sum(1)
-    memory += written * (wrong * whole.beta[row][:, None])[:, None]
+    error = whole.values[row] - (memory * written).sum(1)
+    memory += written * (error * whole.beta[row][:, None])[:, None]
     answer: Tensor = (memory * query).sum(1)
     return answer
 
@@ -107,8 +107,8 @@ def _added(whole: Tokens, piece: slice, memory: Tensor) -> Tensor:
     queries, written, values = (part[piece].transpose(0, 1) for part in whole[:3])
     passed = whole.decay[piece, :, 0].T.cumsum(1)
     answers = torch.bmm(queries, memory) * passed.exp()[..., None]
-    between = (passed[:, :, None] - passed[:, None, :]).tril_().exp_().tril_()
-    answers.baddbmm_(torch.bmm(queries, written.transpose(1, 2)).mul_(between), values)
+    fade = (passed[:, :, None] - passed[:, None, :]).tril_().exp_().tril_()
+    answers.baddbmm_(torch.bmm(queries, written.transpose(1, 2)).mul_(fade), values)
     memory.mul_(passed[:, -1, None, None].exp())
     left = (passed[:, -1:] - passed).exp_()
     memory.baddbmm_((written * left[..., None]).transpose(1, 2), values)

@@ -62,10 +62,10 @@ def route(
     if tally is not None:
         count_choices(tally, ids)
     if shared:
-        always = torch.arange(
+        shared_ids = torch.arange(
             router.num_experts, router.num_experts + shared, dtype=torch.int32, device=ids.device
         )
-        ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
+        ids = torch.cat((ids, shared_ids.expand(len(ids), shared)), dim=1)
         weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
     return Routing(ids, weights, None if places is None else places[ids])
 

@@ -47,8 +47,8 @@ class Cost(cost.Cost[SharedKv]):
     def flops(self, rows: int, before: int, per_head: bool) -> float:
         """As of the middle row."""
         middle = before + rows // 2
-        looked = 2.0 * self.shape.keys_seen(middle) * self.shape.heads * self.shape.dim
-        return 2.0 * rows * (looked + self.shape.scored_products(middle))
+        products = 2.0 * self.shape.keys_seen(middle) * self.shape.heads * self.shape.dim
+        return 2.0 * rows * (products + self.shape.scored_products(middle))
 
     def cut(self, ranks: int) -> SharedKv:
         s = self.shape

@@ -43,8 +43,8 @@ class Entries:
         also those that are still open, which nobody reads before they are written again."""
         closing = rows.once(("closing", self.pool.stride), lambda: _closing(rows, self.pool.stride))
         if len(closing):
-            made_of = rows.keys_of(ring.shape[1], self.pool.rows).flip(1)[closing]
-            tokens = rows.joined(ring, inputs)[made_of]
+            sources = rows.keys_of(ring.shape[1], self.pool.rows).flip(1)[closing]
+            tokens = rows.joined(ring, inputs)[sources]
             last, target = rows.positions[closing], rows.cache_slots[closing] // self.pool.stride
             for part, weights, page in zip(self._parts(tokens), self.weights.pools, pages, strict=True):
                 page.flatten(0, 1)[target] = self._entry(*part, weights, last).to(page.dtype)

@@ -133,13 +133,13 @@ class SharedKvHeads:
         return rows.once(kind, lambda: _keys(rows, visible, most, size))
 
 
-def _keys(rows: StepRows, seen: Seen | None, most: int, size: int) -> Keys:
+def _keys(rows: StepRows, visible: Seen | None, most: int, size: int) -> Keys:
     own = (rows.positions + 1).clamp(max=most)
     width = most if rows.static else int(own.max())
     window = rows.keys_of(size, most)[:, :width]
-    if seen is None:
+    if visible is None:
         return Keys(window, own, None)
-    counts, entries = own + seen.counts, seen.width
+    counts, entries = own + visible.counts, visible.width
     if not rows.static and (not entries or int(own.min()) == width):
         return Keys(window, counts, None)
     each = torch.arange(width + entries, device=own.device)

@@ -44,8 +44,8 @@ def inverse(a, CHUNK: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr
     near = (r[:, None] // SMALL) == (r[None, :] // SMALL)
     diagonal = tl.sum(tl.reshape(tl.where(near, a, 0.0), [N, SMALL, N, SMALL]), 2)
     small = _small_inverses(diagonal, N, SMALL)[:, :, None, :]
-    same = (block[:, None] == block[None, :])[:, None, :, None]
-    first = tl.reshape(tl.where(same, small, 0.0), [CHUNK, CHUNK])
+    same_block = (block[:, None] == block[None, :])[:, None, :, None]
+    first = tl.reshape(tl.where(same_block, small, 0.0), [CHUNK, CHUNK])
     x = tl.dot(first, tl.where(near, 0.0, a), input_precision=PRECISION)
     square = tl.dot(x, x, input_precision=PRECISION)
     series = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - x + square

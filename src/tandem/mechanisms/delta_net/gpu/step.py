@@ -86,8 +86,8 @@ def _step(projected, gates, x, conv, decay, dt_bias, norm, lens, slots, inputs, 
     i, j = tl.arange(0, KB), tl.arange(0, VB)
     in_k, in_v = i < K_DIM, j < V_DIM
     inner = in_k[:, None] & in_v[None, :]
-    held = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
-    state = tl.load(held, inner & (known > 0) & (slot > 0), other=0.0)
+    memory_at = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
+    state = tl.load(memory_at, inner & (known > 0) & (slot > 0), other=0.0)
     ring, key_head, own = inputs + slot * inputs_stride, head // GROUP, head % GROUP
     q_past, q_weight = _past(ring, conv, key_head * K_DIM, i, in_k, known, CHANNELS, CONV, PLACES, TAPS)
     k_past, k_weight = _past(ring, conv, (K_HEADS + key_head) * K_DIM, i, in_k, known, CHANNELS, CONV, PLACES, TAPS)
@@ -126,7 +126,7 @@ def _step(projected, gates, x, conv, decay, dt_bias, norm, lens, slots, inputs, 
     y = (q_unit * (shrink * of_q + k_unit * both * learnt)).to(kind).to(tl.float32)
     result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
     tl.store(to, result, in_v)
-    tl.store(held, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
+    tl.store(memory_at, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
     place = ring + known % PLACES * CHANNELS
     keep_inputs(place, new_q, new_k, new_v, i, j, in_k, in_v, key_head, head, own, K_HEADS, K_DIM, V_DIM)
     if following == 0:

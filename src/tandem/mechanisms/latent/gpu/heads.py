@@ -103,15 +103,15 @@ class GpuLatentHeads:
         self, q: Tensor, batch: BatchLayout, pages: Tensor, chunk: Chunk, out: Tensor, chosen: Chosen | None
     ) -> None:
         """Rows that see all tokens before them, then those that ask their chosen ones."""
-        all_seen = chunk.rows
+        full_rows = chunk.rows
         if chosen is not None:
-            all_seen = min(chunk.rows, max(0, chosen.rows.shape[1] - chunk.before))
-        if all_seen:
-            first = chunk._replace(rows=all_seen)
+            full_rows = min(chunk.rows, max(0, chosen.rows.shape[1] - chunk.before))
+        if full_rows:
+            first = chunk._replace(rows=full_rows)
             self._prompts(q, batch.positions, (pages, batch.block_tables), first, out)
         if chosen is None:
             return
-        for start in range(chunk.first + all_seen, chunk.first + chunk.rows, MANY_ROWS):
+        for start in range(chunk.first + full_rows, chunk.first + chunk.rows, MANY_ROWS):
             rows = slice(start, min(start + MANY_ROWS, chunk.first + chunk.rows))
             x = turn(q[rows], batch.positions[rows], self._sizes, self._weights)
             self._ask(q[rows], x, _chosen_pages(pages, chosen, rows), out[rows], parts=1)

@@ -108,11 +108,11 @@ class Prompts:
         latents, table = pages[0], pages[1][chunk.sequence]
         for start in range(0, chunk.rows, SQUARE):
             rows = min(SQUARE, chunk.rows - start)
-            these = slice(chunk.first + start, chunk.first + start + rows)
+            query_rows = slice(chunk.first + start, chunk.first + start + rows)
             square = square_of(chunk.before + start, rows)
             for heads in self._groups(square):
-                target = out[these, heads.start * self._sizes.value : heads.stop * self._sizes.value]
-                self._some_heads(q[these, heads], positions[these], (latents, table), square, heads, target)
+                target = out[query_rows, heads.start * self._sizes.value : heads.stop * self._sizes.value]
+                self._some_heads(q[query_rows, heads], positions[query_rows], (latents, table), square, heads, target)
 
     def _some_heads(
         self,

@@ -168,9 +168,9 @@ class Folded:
     def __init__(self, out: Tensor, heads: int, pieces: int) -> None:
         self._out, self._heads, self._pieces, self._done = out, heads, pieces, 0
         rows, width = len(out), out.shape[1]
-        several = rows if pieces > 1 else 0
-        self._acc = out.new_empty((several, width), dtype=torch.float32)
-        self._top, self._total = out.new_empty((2, several, heads), dtype=torch.float32)
+        summed_rows = rows if pieces > 1 else 0
+        self._acc = out.new_empty((summed_rows, width), dtype=torch.float32)
+        self._top, self._total = out.new_empty((2, summed_rows, heads), dtype=torch.float32)
 
     def add(self, part: Tensor, lse: Tensor) -> None:
         """part [T, G, value], lse [G, T]: one of `pieces`."""

@@ -89,8 +89,8 @@ def _carry(answered, learnt, left, fade, before, memory, starts, lens, slots, sl
     start, end = tl.load(starts + s + first), tl.load(starts + s + first + 1)
     known = tl.load(lens + s + first) - (end - start)
     of_memory, inner = c[:, None] * VALUES + v[None, :], in_k[:, None] & in_v[None, :]
-    held = memory + tl.load(slots + s + first).to(tl.int64) * slot_stride + head * KEYS * VALUES + of_memory
-    state = tl.where(known > 0, tl.load(held, inner, other=0.0), 0.0)
+    memory_at = memory + tl.load(slots + s + first).to(tl.int64) * slot_stride + head * KEYS * VALUES + of_memory
+    state = tl.where(known > 0, tl.load(memory_at, inner, other=0.0), 0.0)
     for chunk in range(start, end, CHUNK):
         inside, of_chunk = chunk + r < end, number_of(chunk, s, CHUNK) * HEADS + head
         of_heads = ((chunk + r).to(tl.int64) * HEADS + head)[:, None]
@@ -103,7 +103,7 @@ def _carry(answered, learnt, left, fade, before, memory, starts, lens, slots, sl
         u -= tl.dot(by_key, state, input_precision=PRECISION)
         tl.store(learnt + of_heads * VALUES + v[None, :], u, mask_v)
         state = state * shrink[:, None] + tl.dot(tl.trans(keys), u, input_precision=PRECISION)
-    tl.store(held, state, inner)
+    tl.store(memory_at, state, inner)
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
@@ -119,8 +119,8 @@ def _read(asks, query_pairs, learnt, before, out, starts, first, sequences, HEAD
     inside, of_heads = chunk + r < end, (chunk + r).to(tl.int64)[:, None] * HEADS + head
     in_k, in_v = (c < KEYS)[None, :], (v < VALUES)[None, :]
     q = tl.load(asks + of_heads * KEYS + c[None, :], inside[:, None] & in_k, other=0.0)
-    held = before + (number_of(chunk, s, CHUNK) * HEADS + head) * KEYS * VALUES
-    state = tl.load(held + c[:, None] * VALUES + v[None, :], (c < KEYS)[:, None] & in_v, other=0.0)
+    memory_at = before + (number_of(chunk, s, CHUNK) * HEADS + head) * KEYS * VALUES
+    state = tl.load(memory_at + c[:, None] * VALUES + v[None, :], (c < KEYS)[:, None] & in_v, other=0.0)
     y = tl.dot(q, state, input_precision=PRECISION)
     lower = inside[:, None] & (r[:, None] >= r[None, :])
     pairs = tl.load(query_pairs + of_heads * CHUNK + r[None, :], lower, other=0.0)
@@ -135,16 +135,16 @@ def correct(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out:
     (rows, heads, width), (groups, keys) = values.shape, queries.shape[1:]
     sequences, others = len(batch.seq_lens), len(batch.seq_lens) - first
     b, chunks, starts = Between.of(tokens, others), (rows - first) // CHUNK + others, batch.query_starts
-    which, blocks = (starts, first, sequences), (chunks, heads, CHUNK // SMALL)
+    span, blocks = (starts, first, sequences), (chunks, heads, CHUNK // SMALL)
     sizes = {"HEADS": heads, "KEYS": keys, "KB": _tile(keys), "CHUNK": CHUNK}
     each, exact = {**sizes, "AT_ONCE": SEQUENCES}, {"PRECISION": PRECISION, "num_stages": 1}
     within_blocks[blocks](
-        queries, written, decay, beta, *b[:6], *which, **each, GROUP=heads // groups, DECAYS=decay.shape[2],
+        queries, written, decay, beta, *b[:6], *span, **each, GROUP=heads // groups, DECAYS=decay.shape[2],
         SMALL=SMALL, num_warps=2,
     )  # fmt: skip
-    across_blocks[blocks](*b[:8], *which, **each, **exact, SMALL=SMALL, num_warps=2)
+    across_blocks[blocks](*b[:8], *span, **each, **exact, SMALL=SMALL, num_warps=2)
     _solve[(chunks, heads)](
-        values, beta, b.alike, b.answered, b.learnt, *which, **each, **exact, VALUES=width,
+        values, beta, b.alike, b.answered, b.learnt, *span, **each, **exact, VALUES=width,
         VB=_tile(width, SOLVE_COLUMNS), SMALL=SMALL, num_warps=4,
     )  # fmt: skip
     columns = _tile(width, CARRY_COLUMNS)
@@ -154,7 +154,7 @@ def correct(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out:
     )  # fmt: skip
     columns = _tile(width, READ_COLUMNS)
     _read[(chunks, heads, triton.cdiv(width, columns))](
-        b.asks, b.seen, b.learnt, b.before, out, *which, **each, **exact, VALUES=width, VB=columns, num_warps=4
+        b.asks, b.seen, b.learnt, b.before, out, *span, **each, **exact, VALUES=width, VB=columns, num_warps=4
     )
 
 

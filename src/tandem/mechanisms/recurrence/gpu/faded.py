@@ -106,8 +106,8 @@ def across_blocks(alike, seen, asks_faded, keys_faded, ends, totals, left, fade,
     for behind in range(small + 1, BLOCKS):
         mask = c < tl.where(chunk + behind * SMALL < end, KEYS, 0)
         rest *= tl.load(blocks + behind * HEADS * KEYS, mask, other=1.0)
-    mine = (own + i).to(tl.int64)[:, None] * HEADS * KEYS + head * KEYS + c[None, :]
+    own_at = (own + i).to(tl.int64)[:, None] * HEADS * KEYS + head * KEYS + c[None, :]
     mask = (own + i < end)[:, None] & in_k[None, :]
-    tl.store(left + mine, tl.load(ends + mine, mask, other=0.0) * rest[None, :], mask)
+    tl.store(left + own_at, tl.load(ends + own_at, mask, other=0.0) * rest[None, :], mask)
     if small == 0:
         tl.store(fade + (of_chunk * HEADS + head) * KEYS + c, rest * tl.load(blocks, in_k, other=0.0), in_k)

@@ -82,12 +82,12 @@ def is_alone(batch: BatchLayout, rows: Tensor) -> bool:
 def answered(tokens: Tokens, batch: BatchLayout, memory: Tensor) -> Tensor:
     """tokens: contiguous. What each row's memory answers, copies of rows for themselves."""
     out = torch.empty_like(tokens.values)
-    together = None if is_alone(batch, out) else way_of(tokens)
-    single = batch.single_rows if together else len(batch.seq_lens)
+    in_chunks = None if is_alone(batch, out) else way_of(tokens)
+    single = batch.single_rows if in_chunks else len(batch.seq_lens)
     if single:
         _row_by_row(tokens, batch, single, memory, out)
-    if together and single < len(batch.seq_lens):
-        together(tokens, batch, single, memory, out)
+    if in_chunks and single < len(batch.seq_lens):
+        in_chunks(tokens, batch, single, memory, out)
     return out
 
 
