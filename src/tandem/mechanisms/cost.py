@@ -1,4 +1,4 @@
-"""What a planner asks of a mechanism: memory, time, what it may, and how ranks divide it.
+"""Planner costs of a mechanism: memory, time, what it may, and how ranks divide it.
 
 A slice's `cost.py` has a `Cost` of its own; what is here fits a mechanism that needs none of it.
 """
@@ -20,8 +20,8 @@ Shape = TypeVar("Shape")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What must be divided: `size` of it, of which `unit` belong together. copied: or each rank has one of them, which
-    several may share."""
+    """Divisibility that tensor parallelism needs: `size` parts, of which `unit` stay together. copied: or each rank has
+    one part, which several ranks may share."""
 
     what: str
     size: int
@@ -36,7 +36,7 @@ class Limit:
 
 
 class KeyShape(NamedTuple):
-    """What an attention's queries look at. window: how many last tokens; 0: all."""
+    """Sizes of the keys that an attention's queries look at. window: how many last tokens; 0: all."""
 
     heads: int
     kv_heads: int
@@ -55,7 +55,7 @@ class Output(NamedTuple):
 
 
 class Cost(Generic[Shape]):
-    """Of one mechanism, as its `shape` has it."""
+    """Planner costs of one mechanism, by the sizes in its `shape`."""
 
     # What it may.
     needs_kernels = True  # of its own; else it is written in `Ops` alone
@@ -70,12 +70,12 @@ class Cost(Generic[Shape]):
 
     @property
     def keys(self) -> KeyShape | None:
-        """What its queries look at; None: it is no attention."""
+        """Key sizes of an attention; None: the mechanism is no attention."""
         return None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """What turns its queries and keys."""
+        """Rotary embeddings of its queries and keys."""
         return ()
 
     @property
@@ -86,21 +86,21 @@ class Cost(Generic[Shape]):
     # -- memory ---
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
-        """Of GPU memory that a step takes beside weights and pages. streams: of the residual; 0: there is one."""
+        """Bytes of GPU memory that a step takes beside weights and pages. streams: of the residual; 0: there is one."""
         return 0
 
     def decode_sums_bytes(self, rows: int) -> int:
-        """Of so many rows that decode: sums of each part of their keys."""
+        """Bytes of partial sums when so many rows decode: one for each part of their keys."""
         return 0
 
     @property
     def row_bytes(self) -> int:
-        """What a row of a prompt's graph leaves between kernels of attention."""
+        """Bytes that a row of a prompt's graph leaves between kernels of attention."""
         return 0
 
     @property
     def between_bytes(self) -> int:
-        """Of a row between the matrices of a feed-forward."""
+        """Bytes of a row between the matrices of a feed-forward."""
         return 0
 
     @property
@@ -125,7 +125,7 @@ class Cost(Generic[Shape]):
 
     @property
     def kernels(self) -> int:
-        """Of a GPU's decode step in a graph, beyond those of attention with keys and values."""
+        """Kernels of a GPU's decode step in a graph, beyond those of attention with keys and values."""
         return 0
 
     @property
@@ -134,11 +134,12 @@ class Cost(Generic[Shape]):
         return 0
 
     def flops(self, rows: int, before: int, per_head: bool) -> float:
-        """Of `rows` causal rows after `before` tokens, beside projections. per_head: as a GPU computes prompts."""
+        """Operations of `rows` causal rows after `before` tokens, beside projections. per_head: as a GPU computes
+        prompts."""
         return 0.0
 
     def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
-        """Of a prompt's rows on a GPU, whatever its peak."""
+        """Seconds of a prompt's rows on a GPU, whatever its peak."""
         return 0.0
 
     # -- kernels ---
@@ -151,7 +152,7 @@ class Cost(Generic[Shape]):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return type(self.shape).__name__
 
     # -- ranks ---
@@ -162,11 +163,12 @@ class Cost(Generic[Shape]):
         return 1
 
     def cut(self, ranks: int) -> Shape:
-        """What one of so many ranks has."""
+        """Shape of one rank's share among so many ranks."""
         return self.shape
 
     def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
-        """What must be divided. expert_unit: weights of an expert's width that belong together as stored."""
+        """Divisibility limits of tensor parallelism. expert_unit: weights of an expert's width that stay together as
+        stored."""
         return iter(())
 
     @property

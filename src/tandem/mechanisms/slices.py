@@ -27,8 +27,8 @@ def part_of(shape: object, part: str) -> ModuleType:
 
 
 def bound_by(sides: tuple[str, ...], ops: object, shape: object, weights: tuple[object, ...]) -> Any:
-    """What the first of these files that the mechanism has makes of its weights. Raises KernelError by name where it
-    has none of them."""
+    """Operations of a mechanism, bound to its weights by the first of these files that it has. Raises KernelError by
+    name where it has none of them."""
     for side in sides:
         if has_part(shape, side):
             return part_of(shape, side).bound(ops, shape, *weights)

@@ -12,7 +12,7 @@ ActivationKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamp", "swiglu_oa
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Of a feed-forward: what becomes of gate and up. alpha and limit: of the kinds that have them.
+    """Activation of a feed-forward, from gate and up. alpha and limit: of the kinds that have them.
 
     "silu", "gelu" and "gelu_tanh": that of gate, times up. "swiglu_clamp": gate at most `limit`, up within it, then
     silu(gate) * up. "swiglu_oai": clamped likewise, then gate * sigmoid(alpha * gate) * (up + 1). "silu_clamp":
@@ -33,7 +33,7 @@ class Activation:
 
     @property
     def matrices(self) -> int:
-        """Of a feed-forward."""
+        """Matrices of a feed-forward."""
         return 3 if self.gated else 2
 
 

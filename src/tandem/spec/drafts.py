@@ -58,14 +58,15 @@ class Drafts:
         return bodies + (self.vocab + 2 * hidden + len(blocks) + 3) * hidden
 
     def pair_params(self, vocab: int) -> int:
-        """Of the two matrices that say which token follows which."""
+        """Weights of the two matrices that say which token follows which."""
         return 0 if self.block is None else 2 * vocab * self.block.rank
 
     def states(self, hidden: int) -> tuple[State, ...]:
-        """Of a sequence: the layers', then the model's hidden states, so that rows can be made up for at any time."""
+        """States of a sequence: the layers', then the model's hidden states, so that rows can be made up for at any
+        time."""
         own = tuple(state for layer in self.layers for block in layer.blocks for state in block.body.states())
-        kept, last = Array("hidden", (self._kept(hidden),)), window_of(own)
-        return (*own, Ring(kept, last) if last else Pages((kept,)))
+        hidden_states, last = Array("hidden", (self._kept(hidden),)), window_of(own)
+        return (*own, Ring(hidden_states, last) if last else Pages((hidden_states,)))
 
     def _kept(self, hidden: int) -> int:
         """Channels of the model that a row is made of."""

@@ -1,4 +1,4 @@
-"""What steps take of GPU memory beside weights and pages: sizes that planner and kernels share."""
+"""GPU memory of steps, beside weights and pages: sizes that planner and kernels share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GQA_PIECE, GQA_ROUND = 32768, 1024  # tokens of a prefix that are there at a tim
 
 
 class StepSize(NamedTuple):
-    """Of a step, at most: rows, tokens of a sequence, and sequences."""
+    """Most rows, tokens of a sequence, and sequences of a step."""
 
     rows: int
     context: int
@@ -35,18 +35,20 @@ ROW_SHARE = 48  # ... of the GPU's memory. Each piece of rows reads all experts 
 CODES_PAIRS = 192  # (token, expert) pairs of an expert, on average, up to which its codes are not unpacked
 
 MOST_SHARED_SECONDS = 0.4
-"""Of a step in which all experts travel, for which those that decode wait: it moves a whole chunk of a prompt. Where it
-would be longer, such steps are short and the CPU computes its experts."""
+"""Seconds of the longest step in which all experts travel, for which rows that decode wait.
+
+It moves a whole chunk of a prompt. Where it would be longer, such steps are short and the CPU computes its experts.
+"""
 
 
 def unpacked_bytes(hidden: int, width: int) -> int:
-    """Of one expert in bfloat16."""
+    """Bytes of one expert in bfloat16."""
     return 2 * 3 * hidden * width
 
 
 def pair_bytes(hidden: int, width: int) -> int:
-    """Of a row of one expert, at most: as gathered and times gate and up; or these and their activation; or that and
-    the result."""
+    """Bytes of a row of one expert, at most. As gathered and times gate and up; or these and their activation; or that
+    and the result."""
     return 2 * max(hidden + 2 * width, 3 * width)
 
 

@@ -32,7 +32,7 @@ DRAFT_LAYERS = ("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers")
 
 VISION = "vision_config"
 TOWERS = (VISION, "audio_config")
-"""Of multimodal models: parts that text does not pass through."""
+"""Parts of multimodal models that text does not pass through."""
 
 
 # Integers of files size lists, tables and loops before a tensor's shape can contradict them. So each is bounded where
@@ -108,9 +108,9 @@ class JsonKeys(Mapping[str, Any]):
     @property
     def unread(self) -> tuple[str, ...]:
         """Keys that may matter and that no one has asked for, sorted. A key that is null says nothing."""
-        said = {key for key, value in self._values.items() if value is not None}
+        set_keys = {key for key, value in self._values.items() if value is not None}
         draft = {key for key in DRAFT_LAYERS if self._values.get(key)}
-        return tuple(sorted((said - self._read - HARMLESS) | (draft - self._read)))
+        return tuple(sorted((set_keys - self._read - HARMLESS) | (draft - self._read)))
 
     def need(self, key: str, example: T, *aliases: str) -> T:
         """The value of the first of `key, *aliases` that is present, as `example`'s type."""

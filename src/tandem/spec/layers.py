@@ -1,4 +1,4 @@
-"""What a model is made of: a tuple of layers, each a tuple of blocks, each a mechanism with its own sizes.
+"""Layers of a model: a tuple of layers, each a tuple of blocks, each a mechanism with its own sizes.
 
 Mechanisms have no family names. A family is data over them (`architectures/`); a new kind of layer is a new type here.
 """
@@ -28,18 +28,18 @@ Attention = Gqa | Latent | SharedKv
 Mixer = Attention | DeltaRule | ChannelDelta | ShortConv | StateSpace
 Body = Mixer | Dense | Moe | Ngram | Foreign
 ResidualStreams = Hyper | GatedStreams
-"""What stands for one residual."""
+"""Streams that stand for one residual."""
 
 
 class Mechanism(Protocol):
-    """What every body answers for itself."""
+    """Questions that every body answers for itself."""
 
     def params(self, hidden: int) -> int:
         """Weights that every token uses."""
         ...
 
     def states(self) -> tuple[State, ...]:
-        """What it keeps of a sequence between steps."""
+        """States of a sequence, kept between steps."""
         ...
 
 
@@ -63,7 +63,7 @@ class Layer:
 
     @property
     def hyper(self) -> ResidualStreams | None:
-        """What connects its blocks, all alike but those that take all streams; None: one residual."""
+        """Residual streams between its blocks, all alike but for blocks that take all streams; None: one residual."""
         return self.blocks[-1].hyper
 
     @property

@@ -80,12 +80,12 @@ class ModelConfig:
 
     @cached_property
     def moe(self) -> Moe:
-        """Of every layer that has routed experts; NO_EXPERTS where none has."""
+        """Routed experts, the same in every layer that has any; NO_EXPERTS where none has."""
         return NO_EXPERTS if not self.moe_layers else self.layers[self.moe_layers[0]].moe or NO_EXPERTS
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
-        """What mixes tokens, of each layer that has one."""
+        """Token mixers, one of each layer that has one."""
         return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
 
     @cached_property
@@ -95,7 +95,7 @@ class ModelConfig:
 
     @cached_property
     def bodies(self) -> tuple[Body, ...]:
-        """Of all blocks, in the order in which they run."""
+        """Bodies of all blocks, in the order in which they run."""
         return tuple(block.body for layer in self.layers for block in layer.blocks)
 
     @property
@@ -105,7 +105,7 @@ class ModelConfig:
 
     @cached_property
     def states(self) -> tuple[State, ...]:
-        """What all blocks keep of a sequence; behind that, what a draft layer needs."""
+        """States that all blocks keep of a sequence; behind them, a draft layer's."""
         own = tuple(state for body in self.bodies for state in body.states())
         return own if self.drafter is None else own + self.drafter.states(self.hidden)
 
@@ -119,12 +119,12 @@ class ModelConfig:
 
     @property
     def routed_experts(self) -> int:
-        """Of all layers together."""
+        """Routed experts of all layers together."""
         return self.moe.experts.count * len(self.moe_layers)
 
     @property
     def expert_channels(self) -> int:
-        """Of what experts take and give."""
+        """Channels of an expert's input and output."""
         return self.moe.experts.channels(self.hidden)
 
     @property
@@ -151,8 +151,8 @@ class ModelConfig:
         bodies = sum(body.params(self.hidden) for body in self.bodies) + _hyper_params(self)
         blocks = [block for layer in self.layers for block in layer.blocks]
         norms = 1 + len(blocks) + sum(block.post is not None for block in blocks)
-        guessing = self.drafter
-        drafter = 0 if guessing is None else guessing.params(self.hidden) + guessing.pair_params(self.vocab)
+        draft_model = self.drafter
+        drafter = 0 if draft_model is None else draft_model.params(self.hidden) + draft_model.pair_params(self.vocab)
         return bodies + norms * self.hidden + head_rows(self).size * self.hidden + drafter
 
     @cached_property
@@ -163,7 +163,7 @@ class ModelConfig:
 
     @property
     def expert_bias_bytes(self) -> int:
-        """Of all routed experts; a machine that computes some of them has all."""
+        """Bytes of all routed experts' biases; a machine that computes some of them has all."""
         return self.moe.experts.bias_bytes(self.hidden) * len(self.moe_layers)
 
     def dense_bytes(self, dtype: str, stored: StoredFormats = UNQUANTISED, for_gpu: bool = False) -> int:
@@ -198,7 +198,7 @@ def embedding_bytes(model: ModelConfig, dtype: str) -> int:
 
 
 def head_rows(model: ModelConfig) -> Share:
-    """Of the matrix that makes logits."""
+    """Rows of the matrix that makes logits."""
     return model.shard.rows_of(model.vocab)
 
 
@@ -242,13 +242,13 @@ def _loaded_moe_layers(model: ModelConfig) -> int:
 
 
 def past_bytes(model: ModelConfig, dtype: str, context: int) -> int:
-    """What a token reads of the pages of a context of so many."""
+    """Bytes that a token reads of the pages of a context of so many tokens."""
     unread = sum(cost_of(mixer).unread(context) for mixer in model.mixers)
     return context * model.state_layout(dtype).token_bytes - unread * DTYPE_BYTES[dtype]
 
 
 def _hyper_params(model: ModelConfig) -> int:
-    """Of what connects blocks, and of what follows the last."""
+    """Weights of the streams between blocks, and after the last."""
     ends = sum(end.end_params(model.hidden) for end in _ends(model))
     return ends + sum(hyper.params(model.hidden) for hyper in _hypers(model))
 
@@ -265,19 +265,20 @@ def _hypers(model: ModelConfig) -> list[ResidualStreams]:
 
 
 def _ends(model: ModelConfig) -> list[ResidualStreams]:
-    """Of the model's streams, and of a draft layer's."""
+    """Ends of the model's streams, and of a draft layer's."""
     layers = (*model.layers[-1:], *_draft_layers(model))
     return [layer.hyper for layer in layers if layer.hyper is not None]
 
 
 def rope_bytes(model: ModelConfig, context: int) -> int:
-    """Of the rotary tables for so many positions: float32 cosines and sines. Layers that turn alike share them."""
+    """Bytes of the rotary tables for so many positions: float32 cosines and sines. Layers that turn alike share
+    them."""
     ropes = {replace(rope, pairs="halves") for each in set(model.attentions) for rope in cost_of(each).ropes}
     return sum(2 * DTYPE_BYTES["float32"] * rope.dims // 2 for rope in ropes) * context
 
 
 def _experts_of(moe: Moe | None) -> Moe | None:
-    """What of it must be the same in all layers: not whether ids name the experts, nor where an activation ends."""
+    """Routing that must be the same in all layers: not whether ids name the experts, nor where an activation ends."""
     if moe is None:
         return None
     plain = moe.activated_by(SILU) if moe.experts.activation.gated else moe

@@ -185,11 +185,11 @@ def softmax_factor(keys: JsonKeys) -> float:
 
 def positions_of(keys: JsonKeys, rope: Rope) -> int:
     """How many positions a model reads: what config.json says, or as many as its scaling stretches to."""
-    stated = keys.size("max_position_embeddings", 32768)
+    positions = keys.size("max_position_embeddings", 32768)
     scaling = rope.scaling
     if scaling is None or isinstance(scaling, Linear | Proportional | Divided):
-        return stated
-    return max(stated, int(scaling.factor * scaling.original_positions))
+        return positions
+    return max(positions, int(scaling.factor * scaling.original_positions))
 
 
 def mscale(factor: float, weight: float) -> float:

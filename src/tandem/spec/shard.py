@@ -24,7 +24,7 @@ class Share(NamedTuple):
 
 
 Size = int | Share | tuple[Share, ...]
-"""Of rows that a rank has: all of a matrix, some, or some of each of its sections, which lie one behind the other."""
+"""Rows that a rank has: all of a matrix, some, or some of each of its sections, which lie one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +73,5 @@ def cuts_of(size: Size) -> list[slice]:
 
 
 def refused(ranks: int, why: str) -> ConfigError:
-    """Of so many ranks, by the flag that asked for them."""
+    """ConfigError about so many ranks, by the flag that asked for them."""
     return ConfigError(f"--tensor-parallel-size {ranks}: {why}", fields=("tensor_parallel_size",))

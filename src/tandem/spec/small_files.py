@@ -57,7 +57,8 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def lfs_pointer(path: Path) -> CheckpointError | None:
-    """What to do about a pointer, which `git clone` leaves where git-lfs is missing. None: it is none."""
+    """CheckpointError with the remedy for a git-lfs pointer, which `git clone` leaves where git-lfs is missing. None:
+    it is none."""
     if not path.is_file() or not os.access(path, os.R_OK):  # a pipe would keep the reader waiting
         return None
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence between steps: declared by its bodies, added up here, allocated from here."""
+"""State that a model keeps of a sequence between steps: declared by its bodies, added up here, allocated from here."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class StateLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Of one token, in all layers; rounded up where rows stand for several tokens."""
+        """Bytes of one token, in all layers; rounded up where rows stand for several tokens."""
         pages = (s for s in self.states if isinstance(s, Pages))
         return ceil(sum(Fraction(a.nbytes(self.dtype), s.stride) for s in pages for a in s.rows))
 
     @cached_property
     def window_token_bytes(self) -> int:
-        """Of one token, in the layers that see a window."""
+        """Bytes of one token, in the layers that see a window."""
         pages = (s for s in self.states if isinstance(s, Pages) and s.window)
         return sum(a.nbytes(self.dtype) // s.stride for s in pages for a in s.rows)
 
@@ -120,18 +120,18 @@ class StateLayout:
 
     @cached_property
     def page_bytes(self) -> int:
-        """Of a page that the strides divide."""
+        """Bytes of a page that the strides divide."""
         pages = (s for s in self.states if isinstance(s, Pages))
         return sum(self.page // s.stride * a.nbytes(self.dtype) for s in pages for a in s.rows)
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Of one sequence, beside its pages."""
+        """Bytes of one sequence, beside its pages."""
         return sum(self.slot_sizes())
 
     @property
     def rewritten_bytes(self) -> int:
-        """Of a slot, that every step writes anew: what folds have become."""
+        """Bytes of a slot that every step writes anew: what folds have become."""
         return sum(a.nbytes(self.dtype) for s in self.states if isinstance(s, Fold) for a in s.arrays)
 
     def slot_sizes(self) -> list[int]:
@@ -140,7 +140,7 @@ class StateLayout:
         return [_padded(a.nbytes(self.dtype)) for s in own for a in s.kept(self.guesses)]
 
     def page_shape(self, state: Pages, array: Array, pages: int) -> tuple[int, ...]:
-        """Of the tensor that holds `array` in `pages` pages."""
+        """Shape of the tensor that holds `array` in `pages` pages."""
         return (pages, self.page // state.stride, *array.shape)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """Of one kind of matrix. Several formats are named together and weighed by their numbers."""
+    """Stored format of one kind of matrix. Several formats are named together and weighed by their numbers."""
 
     name: str = "bf16"  # as people read it: "int4 g32", "fp8 128x128 + bf16"
     quantised: bool = False

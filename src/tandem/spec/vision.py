@@ -20,13 +20,13 @@ Grid = tuple[int, int, int]
 MOST_PIXELS = 1 << 26  # that an image may be resized to
 CPU_PATCHES = 256  # that a CPU computes at once, in about the time of a layer of a prompt's chunk
 REGIONS = 2
-"""Of rotary tables for rows of images: a step's, and those of a chunk that is computed between steps."""
+"""Regions of rotary tables for rows of images: a step's, and those of a chunk that is computed between steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What `preprocessor_config.json` says. An image's RGB bytes are resized by `rule`, bicubic; a number x of a
-    channel then is (x / 255 - mean) / std."""
+    """Image preprocessing by `preprocessor_config.json`. An image's RGB bytes are resized by `rule`, bicubic; a number
+    x of a channel then is (x / 255 - mean) / std."""
 
     patch: int = 16  # pixels of a patch's side
     merge: int = 2  # patches of a token's side
@@ -43,7 +43,7 @@ class Processor:
         return self.patch * self.merge
 
     def grid(self, height: int, width: int) -> Grid:
-        """Of a resized image."""
+        """Patch grid of a resized image."""
         return 1, height // self.patch, width // self.patch
 
     def tokens(self, grid: Grid) -> int:
@@ -98,8 +98,8 @@ def with_processor(tower: Tower, directory: Path) -> Tower:
     file = next((file for name in FILES if (file := directory / name).exists()), None)
     if file is None:
         return tower
-    said = read_json(file)
-    return replace(tower, processor=read_processor(JsonKeys(said.get("image_processor") or said, file.name), tower))
+    config = read_json(file)
+    return replace(tower, processor=read_processor(JsonKeys(config.get("image_processor") or config, file.name), tower))
 
 
 def read_processor(keys: JsonKeys, tower: Tower) -> Processor:
@@ -123,9 +123,9 @@ def read_processor(keys: JsonKeys, tower: Tower) -> Processor:
 
 def _three(keys: JsonKeys, key: str, usual: tuple[float, float, float]) -> tuple[float, float, float]:
     """A number of each channel; of image_std, none is 0."""
-    found = keys.get(key) or usual
-    if not isinstance(found, list | tuple) or len(found) != 3 or not all(isinstance(x, int | float) for x in found):
-        raise ConfigError(f"{keys.where}: {key} is {found!r}; try {list(usual)}")
-    if key == "image_std" and not all(x > 0 for x in found):
+    triple = keys.get(key) or usual
+    if not isinstance(triple, list | tuple) or len(triple) != 3 or not all(isinstance(x, int | float) for x in triple):
+        raise ConfigError(f"{keys.where}: {key} is {triple!r}; try {list(usual)}")
+    if key == "image_std" and not all(x > 0 for x in triple):
         raise ConfigError(f"{keys.where}: {key} must be above 0; try {list(usual)}")
-    return float(found[0]), float(found[1]), float(found[2])
+    return float(triple[0]), float(triple[1]), float(triple[2])

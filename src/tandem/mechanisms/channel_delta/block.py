@@ -21,7 +21,7 @@ PARTS = ("q", "k", "v")
 
 
 class GateMaker(Protocol):
-    """What makes decays, betas and gates of the hidden states."""
+    """Decays, betas and gates made from hidden states."""
 
     def reads(self) -> list[SureRead]: ...
     def __call__(self, x: Tensor) -> ChannelGates: ...
@@ -90,19 +90,19 @@ class _FullRank:
 
 
 def _decay(b: Builder, shape: ChannelDelta, name: str) -> Tensor:
-    """Of each head, float32 [heads]."""
+    """Decay rate of each head, negative: float32 [heads]."""
     heads = shard_of(b.config, shape).share(shape.heads)
     return -b.float_tensor(name + "A_log", heads).exp()
 
 
 def _convolution(b: Builder, shape: ChannelDelta, name: str) -> Tensor:
-    """Of q, k and v, each apart or all in one, float32 [3 * inner, taps]."""
+    """Convolution weights of q, k and v, stored separately or in one tensor: float32 [3 * inner, taps]."""
     inner = shard_of(b.config, shape).share(shape.inner)
     if f"{name}conv1d.weight" in b.checkpoint:
-        found = [b.float_tensor(f"{name}conv1d.weight", (inner,) * 3, 1, shape.taps)]
+        weights = [b.float_tensor(f"{name}conv1d.weight", (inner,) * 3, 1, shape.taps)]
     else:
-        found = [b.float_tensor(f"{name}{part}_conv1d.weight", inner, 1, shape.taps) for part in PARTS]
-    return torch.cat(found)[:, 0]
+        weights = [b.float_tensor(f"{name}{part}_conv1d.weight", inner, 1, shape.taps) for part in PARTS]
+    return torch.cat(weights)[:, 0]
 
 
 def operator(b: Builder, index: int, names: Names, shape: ChannelDelta) -> ChannelDeltaNet:

@@ -1,4 +1,4 @@
-"""What a delta net takes whose channels decay apart."""
+"""Planner costs of a delta net with a decay for each channel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tandem.spec.gpu_scratch import StepSize
 from tandem.spec.stored import StoredFormats
 
 CORRECT_SECONDS = 2.1e-5
-"""Of a prompt's chunk that waits for the one before, on an H100: Kimi-Linear's, beside what passes between kernels."""
+"""Seconds that a prompt's chunk waits for the one before, on an H100 with Kimi-Linear. Traffic between kernels is
+extra."""
 
 
 class Cost(cost.Cost[ChannelDelta]):
-    """Of a memory of constant size, and of a convolution before it."""
+    """Cost of a constant-size memory with a convolution before it."""
 
     kernels, launches = 10, 13
 
@@ -24,15 +25,16 @@ class Cost(cost.Cost[ChannelDelta]):
         return step.rows * self.shape.chunk_row_bytes
 
     def flops(self, rows: int, before: int, per_head: bool) -> float:
-        """What is corrected, taken in and asked; rows of a GPU's chunk see each other in products."""
+        """Operations of correcting, writing and reading the memory. Rows of a GPU's chunk see each other in
+        products."""
         s = self.shape
-        beside = min(rows, CORRECT_CHUNK) * 4 * s.inner if per_head else 0
-        return 2.0 * rows * (3 * s.inner * (s.dim + s.taps) + beside)
+        chunk_products = min(rows, CORRECT_CHUNK) * 4 * s.inner if per_head else 0
+        return 2.0 * rows * (3 * s.inner * (s.dim + s.taps) + chunk_products)
 
     def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
-        """What kernels leave each other is written and read, and the memory goes from chunk to chunk."""
-        between = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
-        return between + -(-rows // CORRECT_CHUNK) * CORRECT_SECONDS
+        """Seconds to write and read what kernels leave each other, plus the memory's walk from chunk to chunk."""
+        traffic_seconds = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
+        return traffic_seconds + -(-rows // CORRECT_CHUNK) * CORRECT_SECONDS
 
     def cut(self, ranks: int) -> ChannelDelta:
         return replace(self.shape, heads=self.shape.heads // ranks)

@@ -38,7 +38,7 @@ class ChannelDelta:
 
     @property
     def chunk_row_bytes(self) -> int:
-        """What a prompt's row leaves between the GPU's kernels; of a chunk, also its pairs and a memory."""
+        """Bytes that a prompt's row leaves between the GPU's kernels, with its share of a chunk's pairs and memory."""
         pairs, memory = 8 * CORRECT_CHUNK * self.heads, 4 * self.dim * self.inner // CORRECT_CHUNK
         return (CONVOLVED_BYTES * 3 + 32 + 20) * self.inner + pairs + memory
 

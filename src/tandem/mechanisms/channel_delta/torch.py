@@ -1,4 +1,4 @@
-"""What delta nets whose channels decay apart (Kimi) compute around their recurrence, in plain torch."""
+"""Operations around the recurrence of delta nets with a decay for each channel (Kimi), in plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 
 
 class ChannelGates(NamedTuple):
-    """Of T rows and H heads of D channels, of one type; as projections make them."""
+    """Projected gates of T rows and H heads of D channels, all of one type."""
 
     forget: Tensor  # [T, H * D]: how each channel decays
     beta: Tensor  # [T, H]: how far is corrected; rows may lie apart
@@ -23,8 +23,8 @@ class ChannelGates(NamedTuple):
 
 
 class ChannelWeights(NamedTuple):
-    """Of logarithms of decays: decay * softplus(forget + bias), or with a floor below 0, which they do not pass,
-    floor * sigmoid(-decay * (forget + bias))."""
+    """Weights that make logarithms of decays: decay * softplus(forget + bias). With a floor below 0 the logarithms stay
+    above it: floor * sigmoid(-decay * (forget + bias))."""
 
     decay: Tensor  # float32 [H], below 0
     bias: Tensor  # float32 [H * D]
@@ -50,8 +50,8 @@ class TorchChannelFolds(TorchFolds):
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
-        seen = self.folded(channel_tokens(mixed, gates, weights), step, memory)
-        return channel_result(seen, gates.behind, weights)
+        answers = self.folded(channel_tokens(mixed, gates, weights), step, memory)
+        return channel_result(answers, gates.behind, weights)
 
 
 def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
@@ -63,11 +63,11 @@ def channel_tokens(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) 
 
 
 def _logarithms(forget: Tensor, weights: ChannelWeights) -> Tensor:
-    """Of decays, [T, H, D]."""
-    given = (forget + weights.bias).unflatten(1, (len(weights.decay), -1))
+    """Logarithms of decays, [T, H, D]."""
+    biased = (forget + weights.bias).unflatten(1, (len(weights.decay), -1))
     if not weights.floor:
-        return F.softplus(given) * weights.decay[:, None]
-    return weights.floor * torch.sigmoid(-weights.decay[:, None] * given)
+        return F.softplus(biased) * weights.decay[:, None]
+    return weights.floor * torch.sigmoid(-weights.decay[:, None] * biased)
 
 
 def channel_result(seen: Tensor, behind: Tensor, weights: ChannelWeights) -> Tensor:

@@ -21,12 +21,12 @@ class DeltaNet:
     def __init__(self, b: Builder, shape: DeltaRule, name: str) -> None:
         """name: of the module that holds the projections."""
         hidden, name, share = b.config.hidden, name + ".", shard_of(b.config, shape).share
-        together = shape.layout == "heads"
-        wide = ["in_proj_qkvz"] if together else ["in_proj_qkv", "in_proj_z"]
-        narrow = ["in_proj_ba"] if together else ["in_proj_b", "in_proj_a"]
+        by_heads = shape.layout == "heads"
+        wide = ["in_proj_qkvz"] if by_heads else ["in_proj_qkv", "in_proj_z"]
+        narrow = ["in_proj_ba"] if by_heads else ["in_proj_b", "in_proj_a"]
         heads, values = share(shape.v_heads), share(shape.values)
-        wide_rows: list[Size] = [share(shape.channels + shape.values)] if together else [_mixed(b, shape), values]
-        narrow_rows = [share(2 * shape.v_heads)] if together else [heads, heads]
+        wide_rows: list[Size] = [share(shape.channels + shape.values)] if by_heads else [_mixed(b, shape), values]
+        narrow_rows = [share(2 * shape.v_heads)] if by_heads else [heads, heads]
         self.projected = b.linear([name + module for module in wide], wide_rows, hidden)
         self.gates = b.linear([name + module for module in narrow], narrow_rows, hidden)
         self.delta: Delta = b.ops.bound(shape, _weights(b, shape, name))
@@ -36,8 +36,8 @@ class DeltaNet:
         return sure_reads(self.projected, self.gates, self.out)
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        seen = self.delta(self.projected(x), Product(x, self.gates), p.batch, DeltaState(*states[0]))
-        return self.out(seen)
+        answers = self.delta(self.projected(x), Product(x, self.gates), p.batch, DeltaState(*states[0]))
+        return self.out(answers)
 
 
 def _mixed(b: Builder, shape: DeltaRule) -> tuple[Share, ...]:

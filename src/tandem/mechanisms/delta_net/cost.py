@@ -1,4 +1,4 @@
-"""What a gated delta net takes."""
+"""Planner costs of a gated delta net."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DELTA_HEAD = 1 << 15  # elements of a head's memory that a program holds, pa
 
 
 class Cost(cost.Cost[DeltaRule]):
-    """Of a memory of constant size."""
+    """Cost of a constant-size memory."""
 
     settles = True
     kernels = 18

@@ -31,7 +31,7 @@ class DeltaRule:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k, v."""
+        """Channels of the convolution: q, k, v."""
         return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
 
     @property
@@ -40,8 +40,8 @@ class DeltaRule:
 
     @property
     def chunk_row_bytes(self) -> int:
-        """What a prompt's row leaves between the GPU's kernels: q, k, v, results, and two numbers for each pair of rows
-        of a chunk, in bfloat16; two gates in float32."""
+        """Bytes that a prompt's row leaves between the GPU's kernels. In bfloat16: q, k, v, results, and two numbers
+        for each pair of rows of a chunk. In float32: two gates."""
         rows = 2 * self.k_heads * self.k_dim + 2 * self.values
         return 2 * rows + self.v_heads * (2 * 2 * DELTA_CHUNK + 2 * 4)
 

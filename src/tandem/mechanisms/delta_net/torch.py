@@ -1,4 +1,4 @@
-"""What gated delta nets are bound to: their shape and small weights, the same on every machine."""
+"""Shape and small weights of gated delta nets, the same on every machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What each sequence keeps, in its slot. Inputs and gates of the token at position p lie in place p % places."""
+    """State of each sequence, in its slot. Inputs and gates of the token at position p lie in place p % places."""
 
     inputs: Tensor  # [slots, places, C], in the activations' dtype
     gates: Tensor  # [slots, places, 2 V], likewise
@@ -69,7 +69,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(shape: DeltaRule) -> tuple[Columns, ...]:
-    """Of q, k, v, z in a row of projections, and of beta and decay in a row of gates."""
+    """Columns of q, k, v, z in a row of projections, and of beta and decay in a row of gates."""
     group = shape.v_heads // shape.k_heads
     values, keys = group * shape.v_dim, shape.k_heads * shape.k_dim
     if shape.layout == "heads":
@@ -96,16 +96,16 @@ class TorchDelta:
             rows = slice(starts[s], starts[s + 1])
             known = lens[s] - (rows.stop - rows.start)
             folded = known if batch.folded is None else int(batch.folded[s])
-            sure = rows.stop - rows.start if batch.sure is None else int(batch.sure[s])
+            sure_rows = rows.stop - rows.start if batch.sure is None else int(batch.sure[s])
             own = DeltaState(*(each[slot] for each in state))
-            out[rows] = self._sequence(projected[rows], gates[rows], own, (folded, known, known + sure))
+            out[rows] = self._sequence(projected[rows], gates[rows], own, (folded, known, known + sure_rows))
         return out
 
     def _sequence(
         self, projected: Tensor, gates: Tensor, own: DeltaState, lengths: tuple[int, int, int]
     ) -> Tensor:
         """lengths: tokens that the memory holds, those before the step, and with rows that are sure."""
-        (folded, known, sure), places = lengths, len(own.inputs)
+        (folded, known, sure_length), places = lengths, len(own.inputs)
         q, k, v, z = self._kinds(projected, columns_of(self.shape)[:4])
         new = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
         first = folded - (self.shape.conv - 1)
@@ -114,14 +114,14 @@ class TorchDelta:
         both = torch.cat([own.gates[torch.arange(folded, known) % places], gates])
         if folded == 0:
             own.memory.zero_()
-        settled = self._seen(mixed[: sure - first], both, own.memory)
-        seen = torch.cat([settled, self._seen(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
+        settled = self._seen(mixed[: sure_length - first], both, own.memory)
+        answers = torch.cat([settled, self._seen(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
         last = torch.arange(max(0, len(new) - places), len(new))
         own.inputs[(known + last) % places], own.gates[(known + last) % places] = new[last], gates[last]
-        return self._normed(seen[known - folded :].to(z.dtype), z).flatten(1)
+        return self._normed(answers[known - folded :].to(z.dtype), z).flatten(1)
 
     def _seen(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
-        """What rows read from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
+        """Rows' reads from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
         s, w = self.shape, self.weights
         if len(mixed) < s.conv:
             return memory.new_empty((0, s.v_heads, s.v_dim))
@@ -157,7 +157,7 @@ class TorchDelta:
         return beta.sigmoid(), (self.weights.decay * F.softplus(dt + self.weights.dt_bias)).exp()
 
     def _unit(self, x: Tensor) -> Tensor:
-        """Of unit length, [T, V, k_dim]: value heads of a group share a key head."""
+        """Heads scaled to unit length, [T, V, k_dim]: value heads of a group share a key head."""
         s = self.shape
         heads = x.unflatten(1, (s.k_heads, s.k_dim))
         heads = heads * torch.rsqrt(heads.pow(2).sum(-1, keepdim=True) + UNIT_EPS)
@@ -166,21 +166,21 @@ class TorchDelta:
 
     @staticmethod
     def _recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor) -> Tensor:
-        seen = torch.empty_like(v)
+        answers = torch.empty_like(v)
         for t in range(len(v)):
             memory *= decay[t][:, None, None]
             known = (memory * k[t][:, :, None]).sum(1)
             memory += k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None]
-            seen[t] = (memory * q[t][:, :, None]).sum(1)
-        return seen
+            answers[t] = (memory * q[t][:, :, None]).sum(1)
+        return answers
 
-    def _normed(self, seen: Tensor, z: Tensor) -> Tensor:
+    def _normed(self, answers: Tensor, z: Tensor) -> Tensor:
         s = self.shape
-        y = seen.to(self.wide)
-        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)).to(seen.dtype)
+        y = answers.to(self.wide)
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + s.norm.eps)).to(answers.dtype)
         gates = z.reshape(len(z), s.v_heads, s.v_dim).to(self.wide)
         gate = F.silu(gates) if s.gate == "silu" else gates.sigmoid()
-        return ((self.weights.norm.to(seen.dtype) * y) * gate).to(seen.dtype)
+        return ((self.weights.norm.to(answers.dtype) * y) * gate).to(answers.dtype)
 
 
 def bound(ops: object, shape: DeltaRule, weights: DeltaWeights) -> Delta:

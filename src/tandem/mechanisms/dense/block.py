@@ -34,8 +34,8 @@ def dense_mlp(b: Builder, prefix: str, shape: Dense) -> MLP:
     hidden, width, gated = b.config.hidden, shard_of(b.config, shape).share(shape.width), shape.activation.gated
 
     def matrices() -> ExpertMatrices:
-        found = mlp_matrices(b.checkpoint, prefix, hidden, width, gated)
-        return found if gated else ungated(*found[1:])
+        weights = mlp_matrices(b.checkpoint, prefix, hidden, width, gated)
+        return weights if gated else ungated(*weights[1:])
 
     return b.mlp(prefix, shape, matrices)
 

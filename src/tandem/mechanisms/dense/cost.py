@@ -1,4 +1,4 @@
-"""What a dense feed-forward takes."""
+"""Planner costs of a dense feed-forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNGATED_HALVES = 2  # kernels take the rows of a feed-forward without a gate in 
 
 
 class Cost(cost.Cost[Dense]):
-    """Of two or three matrices."""
+    """Cost of two or three matrices."""
 
     needs_kernels = False
 

@@ -46,8 +46,8 @@ class MoEBlock(Routed):
             self.scales = b.float_tensor(layer + names.expert_scale, self.router.num_experts)
         if self.router.table:
             table = layer + names.router_table
-            found = b.checkpoint.get(table, (b.config.vocab, self.router.top_k), whole=True)
-            self.table = b.ops.resident(found.to(torch.int32, copy=True))
+            token_experts = b.checkpoint.get(table, (b.config.vocab, self.router.top_k), whole=True)
+            self.table = b.ops.resident(token_experts.to(torch.int32, copy=True))
         if self.router.has_bias:
             self.bias = b.float_tensor(layer + names.router_bias, self.router.num_experts)
         self.experts = routed_experts(b, index, shape, names, self.fused)
@@ -70,9 +70,9 @@ class MoEBlock(Routed):
         """meanwhile: called while others compute."""
         (logits, gate), named = self._apart(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
         routing = self._routed(logits, p, named)
-        begun = self._begun(x)  # reads beside the router's choice, whose memory is still held
+        finish_shared = self._begun(x)  # reads beside the router's choice, whose memory is still held
         ticket = self._submit(x, routing)
-        shared = None if begun is None else begun()
+        shared = None if finish_shared is None else finish_shared()
         if meanwhile is not None:
             meanwhile()
         routed = self._wait(ticket)
@@ -108,17 +108,17 @@ class MoEBlock(Routed):
         """Counts who is chosen."""
         places = self.experts.places
         tally = self.tally if p.tallies is None else p.tallies[self.number]
-        found = self.route(logits, self.bias, self.fused, tally, places, named)
+        routing = self.route(logits, self.bias, self.fused, tally, places, named)
         if self.scales is None:
-            return found
-        return found._replace(weights=found.weights * self.scales[found.ids.long()])
+            return routing
+        return routing._replace(weights=routing.weights * self.scales[routing.ids.long()])
 
     def _named(self, p: Pass) -> Tensor | None:
         """The experts that a table names for each token, int32 [T, k]."""
         return None if self.table is None else self.table[p.batch.input_ids]
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
+        """Logits of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
         return self._apart(self._product(x))
 
     def _product(self, x: Tensor) -> Tensor:
@@ -142,8 +142,8 @@ class ExpertsBeside(MoEBlock):
         self.eps = norm.eps
         self.dense = dense_mlp(b, layer + names.dense, beside.dense)
         self.router_norm = b.float_tensor(layer + names.router_norm, hidden) * beside.factor
-        found = [b.norm(f"{layer}{name}.weight", norm, hidden) for name in names.beside_norms]
-        self.dense_norm, self.experts_norm, self.result_norm = found
+        norms = [b.norm(f"{layer}{name}.weight", norm, hidden) for name in names.beside_norms]
+        self.dense_norm, self.experts_norm, self.result_norm = norms
 
     def reads(self) -> list[SureRead]:
         return super().reads() + self.dense.reads()
@@ -166,7 +166,7 @@ class ExpertsBeside(MoEBlock):
         super().foresee(self._asked(p), p)
 
     def _asked(self, p: Pass) -> Tensor:
-        """What the router takes."""
+        """Router input: the normed residual."""
         return self.ops.rms_norm(p.residual, self.router_norm, self.eps)
 
 
@@ -221,8 +221,8 @@ def routed_experts(b: Builder, index: int, shape: Moe, names: Names, fused: int 
 
         def matrices(expert: int) -> ExpertMatrices:
             if expert < routed:
-                found = expert_matrices(names.experts, b.checkpoint, layer, expert, sizes, gated)
-                return found if gated else ungated(*found[1:])
+                weights = expert_matrices(names.experts, b.checkpoint, layer, expert, sizes, gated)
+                return weights if gated else ungated(*weights[1:])
             gate, up, down = mlp_matrices(b.checkpoint, layer + names.shared, hidden, shared, gated)
             cut = slice((expert - routed) * width, (expert - routed + 1) * width)
             own = rows_of(gate, cut), rows_of(up, cut), columns_of(down, cut)

@@ -1,4 +1,4 @@
-"""What routed experts, and the feed-forwards beside them, take outside their own placement."""
+"""Planner costs of routed experts, and of feed-forwards beside them, outside the experts' own placement."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tandem.spec.stored import StoredFormats
 
 
 class Cost(cost.Cost[Moe]):
-    """Of router, experts, and a shared one."""
+    """Cost of router, experts, and a shared one."""
 
     needs_kernels = False
 
     @property
     def between_bytes(self) -> int:
-        """Of the shared expert."""
+        """Bytes of a row between the shared expert's matrices."""
         return 0 if self.shape.shared is None else cost_of(self.shape.shared).between_bytes
 
     @property
@@ -33,8 +33,8 @@ class Cost(cost.Cost[Moe]):
     def cut(self, ranks: int) -> Moe:
         moe = with_narrow_experts(self.shape, ranks)
         shared = None if moe.shared is None else cost_of(moe.shared).cut(ranks)
-        beside = None if moe.beside is None else replace(moe.beside, dense=cost_of(moe.beside.dense).cut(ranks))
-        return replace(moe, shared=shared, beside=beside)
+        dense_part = None if moe.beside is None else replace(moe.beside, dense=cost_of(moe.beside.dense).cut(ranks))
+        return replace(moe, shared=shared, beside=dense_part)
 
     def limits(self, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
         yield expert_limit(self.shape, expert_unit)
@@ -50,7 +50,7 @@ def with_narrow_experts(moe: Moe, ranks: int) -> Moe:
 
 
 def expert_limit(moe: Moe, unit: int) -> Limit:
-    """Of routed experts. unit: weights of their width that belong together as stored."""
+    """Divisibility limit of routed experts. unit: weights of their width that belong together as stored."""
     least = unit if moe.experts.activation.gated else max(unit, UNGATED_HALVES)
     return Limit(f"{moe.experts.width} rows of experts", moe.experts.width, least)
 
@@ -61,8 +61,8 @@ def cut_experts(model: ModelConfig, shard: Shard, expert_unit: int = 1) -> Model
     if shard.ranks == 1:
         return model
     if not limit.allows(shard.ranks):
-        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if limit.allows(n))
-        raise refused(shard.ranks, f"{limit} cannot be divided among {shard.ranks} ranks; possible: {possible}")
+        counts = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if limit.allows(n))
+        raise refused(shard.ranks, f"{limit} cannot be divided among {shard.ranks} ranks; possible: {counts}")
     layers = tuple(_with_experts(layer, shard.ranks) for layer in model.layers)
     return replace(model, layers=layers, shard=shard)
 

@@ -24,15 +24,15 @@ class Experts:
     latent: int = 0
 
     def params(self, hidden: int) -> int:
-        """Of one; biases are not counted."""
+        """Weights of one expert; biases are not counted."""
         return self.activation.matrices * self.channels(hidden) * self.width
 
     def channels(self, hidden: int) -> int:
-        """Of what they take and give."""
+        """Channels of an expert's input and output."""
         return self.latent or hidden
 
     def bias_bytes(self, hidden: int) -> int:
-        """Of all of them, float32, wherever experts are computed."""
+        """Bytes of all experts' biases, float32, wherever experts are computed."""
         each = (self.activation.matrices - 1) * self.width + hidden
         return 4 * self.count * each if self.biases else 0
 
@@ -84,16 +84,16 @@ class Moe:
         return self.shared.width // width if self.shared.activation == self.experts.activation else 0
 
     def params(self, hidden: int) -> int:
-        """What every token uses."""
+        """Weights that every token uses."""
         shared = 0 if self.shared is None else self.shared.params(hidden)
-        beside = 0 if self.beside is None else self.beside.params(hidden)
+        dense_part = 0 if self.beside is None else self.beside.params(hidden)
         scales = self.router.num_experts if self.router.expert_scale else 0
-        around = 2 * hidden * self.experts.latent
-        return hidden * self.router.num_experts + scales + shared + beside + around
+        projections = 2 * hidden * self.experts.latent
+        return hidden * self.router.num_experts + scales + shared + dense_part + projections
 
     def states(self) -> tuple[State, ...]:
         return ()
 
 
 NO_EXPERTS = Moe(Router(num_experts=0, top_k=0), Experts(count=0, width=0))
-"""Of a model without experts."""
+"""Stands for routed experts in a model without any."""

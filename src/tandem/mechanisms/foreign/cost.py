@@ -1,4 +1,4 @@
-"""What layers of modules that are not ours take: nothing that a planner would divide or record."""
+"""Planner costs of layers in modules that are not ours: nothing that a planner would divide or record."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from tandem.mechanisms.foreign.shape import Foreign
 
 
 class Cost(cost.Cost[Foreign]):
-    """Of what a layer does outside its experts."""
+    """Cost of a layer's work outside its experts."""
 
     needs_kernels = False

@@ -9,8 +9,8 @@ from tandem.spec.state import State
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What a layer does outside its experts, where code that is not ours does it. weights: all of it uses for a token;
-    kept: of a sequence between steps."""
+    """Work of a layer outside its experts, in code that is not ours. weights: all that a token uses of it; kept: of a
+    sequence between steps."""
 
     weights: int
     kept: tuple[State, ...]

@@ -19,7 +19,7 @@ from tandem.models.residual import settle
 
 
 class Shares(NamedTuple):
-    """Of a block's result for each stream, [T, n]."""
+    """Shares of a block's result for each stream, [T, n]."""
 
     share: Tensor
 
@@ -33,8 +33,8 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatedResidual:
-    """Of a block, or of what follows the last one: then nothing is injected. down: what gates are made of and, below
-    that, what each stream gets of the result."""
+    """Gated streams around a block, or after the last one: then nothing is injected. down: makes the gates and, below
+    them, each stream's share of the result."""
 
     ops: Ops
     shape: GatedStreams
@@ -56,19 +56,19 @@ class GatedResidual:
         """A block's rows [T, hidden], and how much of its result each stream gets, [T, n]."""
         n = self.shape.streams
         normed = normed_each(self.ops, streams, norm, eps)
-        made = self.down(normed.flatten(1)) / n
-        between = in_whole_vectors(F.silu, made[:, : self.shape.rank]).contiguous()
-        passed = in_whole_vectors(torch.sigmoid, self.up(between)).reshape(normed.shape) * normed
+        projected = self.down(normed.flatten(1)) / n
+        activated = in_whole_vectors(F.silu, projected[:, : self.shape.rank]).contiguous()
+        passed = in_whole_vectors(torch.sigmoid, self.up(activated)).reshape(normed.shape) * normed
         total = passed[:, 0].float()
         for j in range(1, n):  # bits must not depend on the number of rows
             total = total + passed[:, j].float()
-        share = 2 * in_whole_vectors(torch.sigmoid, made[:, self.shape.rank :])
+        share = 2 * in_whole_vectors(torch.sigmoid, projected[:, self.shape.rank :])
         return (total / n).to(streams.dtype), share
 
 
 @dataclass(frozen=True, slots=True)
 class WholeStreams:
-    """Of a block that takes all streams, normed, and adds to each of them."""
+    """Residual of a block that takes all streams, normed, and adds to each of them."""
 
     ops: Ops
 
@@ -88,7 +88,7 @@ def normed_each(ops: Ops, streams: Tensor, weight: Tensor, eps: float) -> Tensor
 
 
 def residual(b: Builder, hyper: GatedStreams, name: str) -> GatedResidual:
-    """Of a block; name: of the module that holds its matrices."""
+    """Gated residual around a block; name: of the module that holds its matrices."""
     return _gated(b, hyper, name, [f"{name}.block_inject_weight"])
 
 
@@ -98,7 +98,7 @@ def ending(b: Builder, hyper: GatedStreams) -> GatedResidual:
 
 
 def summed_up(b: Builder, hyper: GatedStreams, name: str) -> GatedResidual:
-    """What follows the last block. name: of the module that holds its matrices."""
+    """Sum of the streams after the last block. name: of the module that holds its matrices."""
     return _gated(b, hyper, name, [])
 
 

@@ -1,4 +1,4 @@
-"""What gated residual streams take."""
+"""Planner costs of gated residual streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tandem.mechanisms.gated_streams.shape import GatedStreams
 
 
 class Cost(cost.Cost[GatedStreams]):
-    """Of what stands around a block."""
+    """Cost of the streams around a block."""
 
     needs_kernels = False
     kernels = 2

@@ -18,18 +18,18 @@ class GatedStreams:
     rank: int
 
     def params(self, hidden: int) -> int:
-        """Of a block, with what its norm has beyond one stream's."""
+        """Weights of a block, with those that its norm has beyond one stream's."""
         return self.end_params(hidden) + self.streams * self.streams * hidden
 
     def norm_channels(self, hidden: int) -> int:
-        """Of a block's norm: of all streams."""
+        """Channels of a block's norm: those of all streams."""
         return self.streams * hidden
 
     def matrix_bytes(self, hidden: int, each: int) -> int:
-        """Of a block; each: of a number of the activations' type."""
+        """Bytes of a block's matrices; each: bytes of a number of the activations' type."""
         return each * self.params(hidden)
 
     def end_params(self, hidden: int) -> int:
-        """Of what follows the last block, likewise."""
+        """Weights after the last block, with those that its norm has beyond one stream's."""
         wide = self.streams * hidden
         return 2 * self.rank * wide + wide - hidden

@@ -34,8 +34,8 @@ class Attention:
             modules, sizes = [f"{name}.qkv_proj"], [tuple(rows.values())]
         self.qkv = b.linear(modules, sizes, hidden, bias=shape.qkv_bias, order=_as_halves(shape))
         self.own_gate = b.linear([gate], [share(shape.gate_rows)], hidden) if shape.gate_rows else None
-        seen = share(shape.heads * shape.value_dim)
-        self.out = b.linear([f"{name}.o_proj"], [hidden], seen, bias=shape.out_bias)
+        value_columns = share(shape.heads * shape.value_dim)
+        self.out = b.linear([f"{name}.o_proj"], [hidden], value_columns, bias=shape.out_bias)
         self.sinks = b.float_tensor(f"{name}.sinks", share(shape.heads)) if shape.sinks else None
         self.ones = b.ops.resident(torch.ones(shape.value_dim)) if values.norm else None
         self.q_norm = self.k_norm = None
@@ -47,8 +47,8 @@ class Attention:
         self.choice = None if shape.index is None else BlockChoice(b, shape.index, f"{name}.indexer")
 
     def _norm_turned(self, b: Builder) -> Tensor:
-        """What turns keeps its length, so that norms without weights may come before. In a score, the weights of q's
-        and k's norms are one factor of each channel, which q takes."""
+        """Product of q's and k's norm weights, which q's turned norm takes: in a score they are one factor of each
+        channel. Rotation keeps lengths, so norms without weights may come before it."""
         assert self.q_norm is not None and self.k_norm is not None
         both = (self.q_norm.float() * self.k_norm.float()).to(b.dtype)
         self.q_norm = self.k_norm = b.ops.resident(torch.ones(self.shape.head_dim, dtype=self.q_norm.dtype))
@@ -70,32 +70,32 @@ class Attention:
         if self.turned is not None:
             q = q * self.turned
         if self.choice is None:
-            seen = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
+            attended = self.ops.attention(q, k_pages, v_pages, batch, s.scale, s.window, self.sinks)
         else:
-            seen = self.choice.index.attend(q, k_pages, v_pages, self.choice(x, p, states), s.scale)
+            attended = self.choice.index.attend(q, k_pages, v_pages, self.choice(x, p, states), s.scale)
         if self.own_gate is not None:
-            seen = self._own_gated(seen, self.own_gate(x))
-        return self.out(self.ops.gated(seen, self._gates(qkv)) if s.gate else seen)
+            attended = self._own_gated(attended, self.own_gate(x))
+        return self.out(self.ops.gated(attended, self._gates(qkv)) if s.gate else attended)
 
-    def _own_gated(self, seen: Tensor, gates: Tensor) -> Tensor:
-        """seen [T, H * D] times softplus or sigmoid of gates [T, H] or [T, H * D]."""
+    def _own_gated(self, attended: Tensor, gates: Tensor) -> Tensor:
+        """attended [T, H * D] times softplus or sigmoid of gates [T, H] or [T, H * D]."""
         heads = self.shape.heads
         if self.shape.own_gate == "sigmoid":
-            return self.ops.gated(seen, gates.unflatten(1, (heads, -1)))
-        each = in_whole_vectors(softplus, gates.float()).to(seen.dtype).unflatten(1, (heads, -1))
-        gated: Tensor = seen.unflatten(1, (heads, -1)) * each
+            return self.ops.gated(attended, gates.unflatten(1, (heads, -1)))
+        each = in_whole_vectors(softplus, gates.float()).to(attended.dtype).unflatten(1, (heads, -1))
+        gated: Tensor = attended.unflatten(1, (heads, -1)) * each
         return gated.flatten(1)
 
     def _with_values(self, qkv: Tensor) -> Tensor:
         """q and k as they are; values as they are kept."""
         s, values = self.shape, self.shape.values
-        kept = qkv.shape[1] - (0 if values.from_keys else s.kv_heads * s.value_dim)
-        made = qkv[:, kept - s.kv_heads * s.head_dim :] if values.from_keys else qkv[:, kept:]
+        columns = qkv.shape[1] - (0 if values.from_keys else s.kv_heads * s.value_dim)
+        v = qkv[:, columns - s.kv_heads * s.head_dim :] if values.from_keys else qkv[:, columns:]
         if self.ones is not None:
-            heads = made.reshape(-1, s.value_dim).contiguous()
-            made = self.ops.rms_norm(heads, self.ones, s.norm.eps).view(len(qkv), -1)
-        scaled = made if values.scale == 1.0 else made * values.scale
-        return torch.cat((qkv[:, :kept], scaled), dim=1)
+            heads = v.reshape(-1, s.value_dim).contiguous()
+            v = self.ops.rms_norm(heads, self.ones, s.norm.eps).view(len(qkv), -1)
+        scaled = v if values.scale == 1.0 else v * values.scale
+        return torch.cat((qkv[:, :columns], scaled), dim=1)
 
     def _gates(self, qkv: Tensor) -> Tensor:
         """[T, H, D]: each query head is followed by its own."""

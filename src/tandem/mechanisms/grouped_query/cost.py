@@ -1,4 +1,4 @@
-"""What grouped-query attention takes."""
+"""Planner costs of grouped-query attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_HEAD = 256  # channels of a key: several blocks of them lie in shared memory
 
 
 class Cost(cost.Cost[Gqa]):
-    """Of keys and values of all tokens, or of a window."""
+    """Cost of keys and values of all tokens, or of a window."""
 
     needs_kernels = False
     each_row = True
@@ -58,13 +58,13 @@ class Cost(cost.Cost[Gqa]):
         channels, most = s.heads * (s.head_dim + s.value_dim), s.window or end
         if s.index is None:
             return 2.0 * pairs(rows, before, most) * channels
-        looked = 2.0 * pairs(rows, before, min(end, s.index.most)) * channels
-        return looked + cost_of(s.index).flops(rows, before, per_head)
+        products = 2.0 * pairs(rows, before, min(end, s.index.most)) * channels
+        return products + cost_of(s.index).flops(rows, before, per_head)
 
     def unread(self, context: int) -> int:
         s = self.shape
-        spared = 0 if s.index is None else max(0, context - s.index.most)
-        return spared * s.kv_heads * (s.head_dim + s.value_dim)
+        unread_tokens = 0 if s.index is None else max(0, context - s.index.most)
+        return unread_tokens * s.kv_heads * (s.head_dim + s.value_dim)
 
     def why_no_gpu(self) -> str:
         if self.shape.index is not None and (chooses := cost_of(self.shape.index).why_no_gpu()):
@@ -93,9 +93,9 @@ class Cost(cost.Cost[Gqa]):
 
 
 def gqa_scratch_bytes(mixer: Gqa, step: StepSize) -> int:
-    """Of one layer whose long chunks are computed piece by piece (`kernels/gpu/pieces/`). Two pieces' keys and values:
-    the next is gathered before the last is free. Those in pages of another dtype are gathered as they are, one kind at
-    a time, and converted. Results of all rows wait to be put together, which takes them twice."""
+    """Bytes of one layer whose long chunks are computed piece by piece (`kernels/gpu/pieces/`). Two pieces' keys and
+    values: the next is gathered before the last is free. Those in pages of another dtype are gathered as they are, one
+    kind at a time, and converted. Results of all rows wait to be put together, which takes them twice."""
     if mixer.window or mixer.sinks:
         return 0
     rows = min(step.rows, gqa_rows(mixer.heads, mixer.head_dim, mixer.value_dim)) + 3 * GQA_ROUND

@@ -17,7 +17,7 @@ OwnGate = Literal["none", "softplus", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What a head's values differ in from a projection of its own, as wide as keys."""
+    """Differences of a head's values from a projection of its own, as wide as keys."""
 
     dim: int = 0  # of a head; 0: as keys
     scale: float = 1.0  # they are multiplied with it
@@ -64,7 +64,7 @@ class Gqa:
 
     @property
     def scale(self) -> float:
-        """Of the softmax."""
+        """Scale of the softmax."""
         return self.factor or float(self.head_dim**-0.5)
 
     @property
@@ -74,12 +74,12 @@ class Gqa:
 
     @property
     def value_dim(self) -> int:
-        """Of a head."""
+        """Channels of a head's values."""
         return self.values.dim or self.head_dim
 
     @property
     def gate_rows(self) -> int:
-        """Of the projection that makes the gate; 0: there is none."""
+        """Rows of the projection that makes the gate; 0: there is none."""
         wide = self.heads * self.value_dim if self.gates_each == "channel" else self.heads
         return 0 if self.own_gate == "none" else wide
 

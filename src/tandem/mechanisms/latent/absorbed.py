@@ -33,7 +33,7 @@ class LatentSizes(NamedTuple):
 
 
 class LatentWeights(NamedTuple):
-    """What lies between the matrices of latent attention. norm [rank]: of the latent, with `eps`; rope turns pairs of
+    """Weights between the matrices of latent attention. norm [rank]: of the latent, with `eps`; rope turns pairs of
     neighbours (0, 1), (2, 3) … , or halves; `scale` multiplies scores."""
 
     keys: Tensor  # W_K' of each head, [H, rank, nope]
@@ -60,7 +60,7 @@ class LatentHeads(Protocol):
 
 
 class HeadOps(Ops, Protocol):
-    """What absorbed heads are written in."""
+    """Operations that absorbed heads are written in."""
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead:
         """Packs weights [H, N, K] once. The tensor is not kept."""
@@ -96,13 +96,13 @@ class AbsorbedHeads:
     ) -> Tensor:
         s, rows = self._sizes, len(q)
         turned = self._ops.rope_store(self._queries_and_key(q, kv), self._rope, batch, pages, pages, s.heads)
-        seen, scale = q.new_empty((rows, s.heads * s.rank)), self._scale
+        attended, scale = q.new_empty((rows, s.heads * s.rank)), self._scale
         if chosen is None:
-            looked = self._ops.attention(turned, pages, pages, batch, scale)
+            absorbed = self._ops.attention(turned, pages, pages, batch, scale)
         else:
-            looked = self._attend_chosen(turned, pages, batch, scale, chosen)
-        self._moves.seen(looked, seen)
-        return self._values(seen.view(rows, s.heads, s.rank)).flatten(1)
+            absorbed = self._attend_chosen(turned, pages, batch, scale, chosen)
+        self._moves.seen(absorbed, attended)
+        return self._values(attended.view(rows, s.heads, s.rank)).flatten(1)
 
     def _queries_and_key(self, q: Tensor, kv: Tensor) -> Tensor:
         """[T, (H + 1) * width]: absorbed queries of all heads, then the key, all before the rotation."""
@@ -120,7 +120,7 @@ class AbsorbedHeads:
 
 
 class _Moves:
-    """What goes where between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
+    """Column copies between the matrices. A row of queries and key is H + 1 times [rotary | latent]."""
 
     def __init__(self, ops: HeadOps, s: LatentSizes, step: int) -> None:
         row, head, each = s.width, s.nope + s.rope, range(s.heads)

@@ -50,15 +50,15 @@ class LatentAttention:
         return [*down, *choice, *sure_reads(self.query, self.kv_down, *gate, self.out)]
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        latents, wanted = states[0][0], self._query_input(x)
-        chosen = self._chosen(x, wanted, p, states)
-        q = self.query(wanted)
+        latents, query_input = states[0][0], self._query_input(x)
+        chosen = self._chosen(x, query_input, p, states)
+        q = self.query(query_input)
         if self.query_scales is not None:
             q = q * self.query_scales[p.batch.positions]
-        seen = self.heads(q, self.kv_down(x), p.batch, latents, chosen)
+        attended = self.heads(q, self.kv_down(x), p.batch, latents, chosen)
         if self.gate is not None:
-            seen = self.ops.gated(seen, self.gate(x).unflatten(1, (self.shape.heads, -1)))
-        return self.out(seen)
+            attended = self.ops.gated(attended, self.gate(x).unflatten(1, (self.shape.heads, -1)))
+        return self.out(attended)
 
     def _chosen(self, x: Tensor, latent: Tensor, p: Pass, states: States) -> Chosen | None:
         """Which tokens the rows attend to: this layer's choice, or that of one before it; None: all."""

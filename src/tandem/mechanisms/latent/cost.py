@@ -1,4 +1,4 @@
-"""What latent attention takes."""
+"""Planner costs of latent attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAUNCHES = 110  # outside of graphs: two thirds more of Triton's kernels than ot
 
 
 class Cost(cost.Cost[Latent]):
-    """Of a latent of each token, which all tokens see, or those that an indexer chooses."""
+    """Cost of one latent for each token. All tokens see it, or those that an indexer chooses."""
 
     own_kernels = "latents have kernels of their own, with cuDNN's for prompts"
     launches = LAUNCHES
@@ -56,8 +56,8 @@ class Cost(cost.Cost[Latent]):
         absorbed = s.cached_dim + s.kv_rank
         whole = s.qk_dim + s.value_dim if per_head else absorbed
         plain = max(0, min(rows, s.seen(end) - before))  # rows that see all tokens before them
-        seen = pairs(plain, before, end) * whole + (rows - plain) * s.seen(end) * absorbed
-        return 2.0 * (seen * s.heads + pairs(rows, before, end) * s.scored_channels)
+        products = pairs(plain, before, end) * whole + (rows - plain) * s.seen(end) * absorbed
+        return 2.0 * (products * s.heads + pairs(rows, before, end) * s.scored_channels)
 
     def why_no_gpu(self) -> str:
         if not self.shape.rope_dim:
@@ -89,7 +89,7 @@ class Cost(cost.Cost[Latent]):
 
 
 def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:
-    """Of one layer, at most: of rows that decode, and of a chunk of so many rows in so long a context."""
+    """Scratch bytes of one layer, at most: of rows that decode, and of a chunk of so many rows in so long a context."""
     rows = -(-min(step_rows, SQUARE) // ROUND_ROWS) * ROUND_ROWS + ROUND_KEYS
     tokens = max(rows, min(PIECE, context))
     head = head_bytes(shape.nope_dim, shape.rope_dim, shape.value_dim, rows, tokens)
@@ -98,6 +98,6 @@ def latent_scratch_bytes(shape: Latent, context: int, step_rows: int) -> int:
 
 
 def head_bytes(nope: int, rope: int, value: int, rows: int, tokens: int) -> int:
-    """Of one head of a chunk. For each token: keys and values as one product makes them, and keys beside the rotary
-    channels. For each row: a query, two pieces and their sum."""
+    """Bytes of one head of a chunk. For each token: keys and values as one product makes them, and keys beside the
+    rotary channels. For each row: a query, two pieces and their sum."""
     return 2 * tokens * (2 * nope + rope + value) + rows * (2 * (nope + rope) + (2 + 2 + 4) * value)

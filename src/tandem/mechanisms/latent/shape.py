@@ -49,7 +49,7 @@ class Latent:
 
     @property
     def gate_rows(self) -> int:
-        """Of the projection that makes the gate."""
+        """Rows of the projection that makes the gate."""
         return self.heads * {"none": 0, "head": 1, "channel": self.value_dim}[self.gate]
 
     @property
@@ -58,12 +58,12 @@ class Latent:
 
     @property
     def cached_dim(self) -> int:
-        """Of a token: the rotary key, then the latent."""
+        """Channels cached for a token: the rotary key, then the latent."""
         return self.rope_dim + self.kv_rank
 
     @property
     def scale(self) -> float:
-        """Of the softmax."""
+        """Scale of the softmax."""
         return float(self.qk_dim**-0.5) * self.softmax_factor
 
     def params(self, hidden: int) -> int:
@@ -74,7 +74,7 @@ class Latent:
 
     @property
     def head_params(self) -> int:
-        """Of the matrices that make keys and values of a latent, which are numbers however they are stored."""
+        """Weights of the matrices that make keys and values of a latent, which are numbers however they are stored."""
         return self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
 
     @property

@@ -1,4 +1,4 @@
-"""What an indexer of blocks takes."""
+"""Planner costs of an indexer of blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.spec.rope import Rope
 
 
 class Cost(cost.Cost[MeanIndex]):
-    """Of the scores of all blocks."""
+    """Cost of the scores of all blocks."""
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

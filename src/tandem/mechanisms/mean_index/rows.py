@@ -44,7 +44,7 @@ def layout_of(chosen: Chosen) -> ChosenLayout:
 def as_sequences(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor, Tensor, ChosenLayout]:
-    """What `Ops.attention` takes, before its scale."""
+    """Arguments of `Ops.attention`, up to its scale."""
     return q, by_row(k_pages), by_row(v_pages), layout_of(chosen)
 
 

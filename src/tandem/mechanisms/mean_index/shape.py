@@ -12,7 +12,7 @@ from tandem.spec.state import Array, Pages, Ring, State
 
 @dataclass(frozen=True, slots=True)
 class MeanIndex:
-    """Of itself and all before it the `budget` best (Qwen3.8-Flash-Next), by whole blocks of `pool` tokens.
+    """Indexer over a token and all before it (Qwen3.8-Flash-Next): the `budget` best, by whole blocks of `pool` tokens.
 
     A block has one key, once its last token is there: the mean of its tokens' keys, normed, and turned as its first
     token is. Its score for a token is the sum of what small heads of queries say, as far as they are positive. Tokens
@@ -46,5 +46,5 @@ class MeanIndex:
         return hidden * (self.heads + 1) * self.dim
 
     def states(self) -> tuple[State, ...]:
-        """What the tokens of an open block have made, then the keys of whole ones."""
+        """States of an open block's tokens, then the keys of whole ones."""
         return Ring(Array("block", (self.dim,)), self.pool), Pages((Array("index", (1, self.dim)),), self.pool)

@@ -54,24 +54,24 @@ class TorchMeanIndex:
         starts, page = batch.query_starts.tolist(), kept.tokens.shape[1]
         for i, length in enumerate(batch.seq_lens.tolist()):
             at = torch.arange(length)
-            there = batch.block_tables[i].long()[at // page] * page + at % page
+            token_rows = batch.block_tables[i].long()[at // page] * page + at % page
             for t in range(starts[i], starts[i + 1]):
-                seen = length - starts[i + 1] + t + 1
-                rows.append(there[self._chosen(queries[t], there[:seen], kept.keys)].int())
+                visible = length - starts[i + 1] + t + 1
+                rows.append(token_rows[self._chosen(queries[t], token_rows[:visible], kept.keys)].int())
         filled = torch.stack([F.pad(each, (0, self.shape.most - len(each))) for each in rows])
         return Chosen(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: Chosen, scale: float) -> Tensor:
         return self.ops.attention(*as_sequences(q, k_pages, v_pages, chosen), scale)
 
-    def _chosen(self, q: Tensor, there: Tensor, pages: Tensor) -> Tensor:
-        """Positions, ascending, of a row that sees the tokens at `there`. q [heads, dim]."""
-        s, whole = self.shape, len(there) // self.shape.pool
-        keys = pages.flatten(0, 1)[there[: whole * s.pool : s.pool] // s.pool, 0].to(self.wide)
+    def _chosen(self, q: Tensor, token_rows: Tensor, pages: Tensor) -> Tensor:
+        """Positions, ascending, of a row that sees the tokens at `token_rows`. q [heads, dim]."""
+        s, whole = self.shape, len(token_rows) // self.shape.pool
+        keys = pages.flatten(0, 1)[token_rows[: whole * s.pool : s.pool] // s.pool, 0].to(self.wide)
         scores = (q.to(self.wide) @ keys.T).relu().sum(0)
         best = torch.sort(scores, stable=True, descending=True).indices[: s.budget // s.pool].sort().values
         tokens = best[:, None] * s.pool + torch.arange(s.pool)
-        return torch.cat((tokens.flatten(), torch.arange(whole * s.pool, len(there))))
+        return torch.cat((tokens.flatten(), torch.arange(whole * s.pool, len(token_rows))))
 
 
 def normed_queries(q: Tensor, shape: MeanIndex, weights: MeanWeights) -> Tensor:

@@ -52,14 +52,14 @@ class NgramBlock(TakesStreams):
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         """x [T, n, hidden]: the streams, normed -> what each is given, [T, n, hidden]."""
-        s, ((ids,), (given,)) = self.shape, states
+        s, ((ids,), (ring,)) = self.shape, states
         rows = hashed(last_ids(p.batch.input_ids, p.rows, ids, s), self.hashes, s.heads)
-        found = self.find(rows.flatten()).view(len(rows), s.width).to(self.dtype)
-        keys, values = self.projected(found).split((s.channels, s.hidden), 1)
+        entries = self.find(rows.flatten()).view(len(rows), s.width).to(self.dtype)
+        keys, values = self.projected(entries).split((s.channels, s.hidden), 1)
         keys = normed_each(self.ops, keys.unflatten(1, (s.streams, s.hidden)), self.key_norm, s.norm.eps)
         gated = gated_values(keys, x, values)
         new = normed_each(self.ops, gated, self.given_norm, s.norm.eps).flatten(1)
-        mixed: Tensor = gated + convolved(new, p.rows, given, self.taps, s.dilation).view(gated.shape)
+        mixed: Tensor = gated + convolved(new, p.rows, ring, self.taps, s.dilation).view(gated.shape)
         return mixed
 
 

@@ -1,4 +1,4 @@
-"""What n-grams take: every rank computes the same, whole."""
+"""Planner costs of n-grams: every rank computes the same, whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token and those before it add to the residual streams, out of a table that is read by row."""
+"""Sizes of n-grams: a token and those before it add to the residual streams, out of a table that is read by row."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Ngram:
 
     @property
     def width(self) -> int:
-        """Of what a token reads, all rows together."""
+        """Channels that a token reads, all rows together."""
         return self.hashes * self.table.width
 
     @property
     def channels(self) -> int:
-        """Of all streams."""
+        """Channels of all streams."""
         return self.streams * self.hidden
 
     @property

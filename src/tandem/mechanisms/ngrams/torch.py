@@ -29,10 +29,10 @@ def last_ids(ids: Tensor, rows: StepRows, ring: Tensor, shape: Ngram) -> Tensor:
     """ids int64 [T] → int64 [T, longest]: each row's own, then those before it, newest first; `stop` for those that
     its segment lacks. ring [slots, R, 1] takes the ids in."""
     known, at = rows.taken_in(ring, ids[:, None].to(ring.dtype), shape.longest)
-    there = rows.positions[:, None] >= torch.arange(shape.longest)
-    found = torch.where(there, known[at][..., 0], float(shape.stop)).long()
-    ended = (found[:, 1:] == shape.stop).cumsum(1) > 0
-    return torch.cat((found[:, :1], found[:, 1:].masked_fill(ended, shape.stop)), 1)
+    mask = rows.positions[:, None] >= torch.arange(shape.longest)
+    last = torch.where(mask, known[at][..., 0], float(shape.stop)).long()
+    ended = (last[:, 1:] == shape.stop).cumsum(1) > 0
+    return torch.cat((last[:, :1], last[:, 1:].masked_fill(ended, shape.stop)), 1)
 
 
 def hashed(found: Tensor, hashes: Hashes, heads: int) -> Tensor:
@@ -50,8 +50,8 @@ def gated_values(keys: Tensor, asked: Tensor, values: Tensor) -> Tensor:
     products = (keys * asked).sum(-1) / keys.shape[2] ** 0.5
     roots = products.abs().clamp_min(LEAST_GATE).sqrt() * products.sign()
     gates = in_whole_vectors(torch.sigmoid, roots)
-    given: Tensor = gates[..., None] * values[:, None]
-    return given
+    gated: Tensor = gates[..., None] * values[:, None]
+    return gated
 
 
 def convolved(new: Tensor, rows: StepRows, ring: Tensor, taps: Tensor, dilation: int) -> Tensor:
@@ -61,15 +61,15 @@ def convolved(new: Tensor, rows: StepRows, ring: Tensor, taps: Tensor, dilation:
     span = (len(taps) - 1) * dilation + 1
     known, at = rows.taken_in(ring, new, span)
     at = at[:, ::dilation]
-    there = rows.positions[:, None] >= dilation * torch.arange(len(taps))
-    pieces = [_convolved(known, at[i : i + CONVOLVED_ROWS], there[i : i + CONVOLVED_ROWS], taps)
+    mask = rows.positions[:, None] >= dilation * torch.arange(len(taps))
+    pieces = [_convolved(known, at[i : i + CONVOLVED_ROWS], mask[i : i + CONVOLVED_ROWS], taps)
               for i in range(0, len(new), CONVOLVED_ROWS)]  # fmt: skip
     return in_whole_vectors(F.silu, torch.cat(pieces).to(new.dtype))
 
 
-def _convolved(known: Tensor, at: Tensor, there: Tensor, taps: Tensor) -> Tensor:
-    """float32 [t, C]. at, there [t, taps]: where the tokens lie, newest first, and whether they do."""
+def _convolved(known: Tensor, at: Tensor, mask: Tensor, taps: Tensor) -> Tensor:
+    """float32 [t, C]. at, mask [t, taps]: where the tokens lie, newest first, and whether they do."""
     mixed = known[at[:, 0]].float() * taps[-1]
     for back in range(1, len(taps)):
-        mixed += torch.where(there[:, back, None], known[at[:, back]].float(), 0.0) * taps[-1 - back]
+        mixed += torch.where(mask[:, back, None], known[at[:, back]].float(), 0.0) * taps[-1 - back]
     return mixed

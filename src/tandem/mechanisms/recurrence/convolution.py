@@ -19,6 +19,6 @@ def convolved(new: Tensor, rows: StepRows, ring: Tensor, weight: Tensor, bias: T
         rows.keep(ring, new)
     mixed = new.float() * weight[-1]
     for back in range(1, taps):
-        there = (rows.positions >= back)[:, None]
-        mixed += torch.where(there, known[at[:, back]].float(), 0.0) * weight[-1 - back]
+        mask = (rows.positions >= back)[:, None]
+        mixed += torch.where(mask, known[at[:, back]].float(), 0.0) * weight[-1 - back]
     return mixed if bias is None else mixed + bias

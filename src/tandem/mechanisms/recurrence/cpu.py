@@ -31,11 +31,11 @@ class CpuFolds:
         return out
 
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
-        asked, written, values, decay = (part.contiguous() for part in tokens[:4])
+        queries, written, values, decay = (part.contiguous() for part in tokens[:4])
         out, corrects = torch.empty_like(values), tokens.beta is not None
         beta = None if tokens.beta is None else tokens.beta.contiguous()
         view = self._view_of(step.batch)
-        self._ops.fold(view, corrects, asked, written, values, decay.exp(), beta, memory, out)
+        self._ops.fold(view, corrects, queries, written, values, decay.exp(), beta, memory, out)
         return out
 
 

@@ -16,7 +16,7 @@ CHUNK = 64  # rows of a prompt that are multiplied together
 
 
 class Taps(NamedTuple):
-    """Of a convolution of C channels, float32."""
+    """Weights of a convolution of C channels, float32."""
 
     rows: Tensor  # [taps, C], oldest token first; biased: then one that is added
     biased: bool = False
@@ -80,7 +80,7 @@ class TorchFolds:
 
 
 def _sequence(whole: Tokens, rows: StepRows, index: int, memory: Tensor) -> Tensor:
-    """Of one sequence, whose memory takes its rows in."""
+    """Results of one sequence's rows, which its memory takes in."""
     begin, known = int(rows.begins[index]), int(rows.first[index])
     end, own = begin + int(rows.last[index]) + 1 - known, memory[rows.slots[index]]
     if known == 0:
@@ -95,24 +95,24 @@ def _corrected(whole: Tokens, row: int, memory: Tensor) -> Tensor:
     """memory [H, K, V]: before and behind the row."""
     assert whole.beta is not None
     memory *= whole.decay[row].exp()[..., None]
-    written, asked = whole.written[row][..., None], whole.asked[row][..., None]
-    wrong = whole.values[row] - (memory * written).sum(1)
-    memory += written * (wrong * whole.beta[row][:, None])[:, None]
-    answer: Tensor = (memory * asked).sum(1)
+    written, query = whole.written[row][..., None], whole.asked[row][..., None]
+    error = whole.values[row] - (memory * written).sum(1)
+    memory += written * (error * whole.beta[row][:, None])[:, None]
+    answer: Tensor = (memory * query).sum(1)
     return answer
 
 
 def _added(whole: Tokens, piece: slice, memory: Tensor) -> Tensor:
     """Rows of one sequence at once, where a head decays as one."""
-    asked, written, values = (part[piece].transpose(0, 1) for part in whole[:3])
+    queries, written, values = (part[piece].transpose(0, 1) for part in whole[:3])
     passed = whole.decay[piece, :, 0].T.cumsum(1)
-    seen = torch.bmm(asked, memory) * passed.exp()[..., None]
-    between = (passed[:, :, None] - passed[:, None, :]).tril_().exp_().tril_()
-    seen.baddbmm_(torch.bmm(asked, written.transpose(1, 2)).mul_(between), values)
+    answers = torch.bmm(queries, memory) * passed.exp()[..., None]
+    fade = (passed[:, :, None] - passed[:, None, :]).tril_().exp_().tril_()
+    answers.baddbmm_(torch.bmm(queries, written.transpose(1, 2)).mul_(fade), values)
     memory.mul_(passed[:, -1, None, None].exp())
     left = (passed[:, -1:] - passed).exp_()
     memory.baddbmm_((written * left[..., None]).transpose(1, 2), values)
-    return seen.transpose(0, 1)
+    return answers.transpose(0, 1)
 
 
 def bound(ops: object, shape: object) -> TorchFolds:

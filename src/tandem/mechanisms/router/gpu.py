@@ -22,18 +22,18 @@ from tandem.mechanisms.token_index.gpu.best import ordered
 def _best_groups(ranks, groups, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GROUPS: tl.constexpr,
                  EACH: tl.constexpr):  # fmt: skip
     """ranks [GROUPS * EACH], -inf outside the best groups: by their best expert, or their TWO best added."""
-    apart = tl.reshape(ranks, [GROUPS, EACH])
-    worth, first = tl.max(apart, 1, return_indices=True, return_indices_tie_break_left=True)
+    grouped = tl.reshape(ranks, [GROUPS, EACH])
+    worth, first = tl.max(grouped, 1, return_indices=True, return_indices_tie_break_left=True)
     if TWO:
-        others = tl.where(tl.arange(0, EACH)[None, :] == first[:, None], float("-inf"), apart)
+        others = tl.where(tl.arange(0, EACH)[None, :] == first[:, None], float("-inf"), grouped)
         worth += tl.max(others, 1)
     g = tl.arange(0, GROUPS)
     worth = tl.where(g < groups, worth, float("-inf"))
-    kept = tl.zeros([GROUPS], tl.int32)
+    chosen = tl.zeros([GROUPS], tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
-        best = tl.argmax(tl.where(kept != 0, float("-inf"), worth), 0, tie_break_left=True)
-        kept = tl.where(g == best, 1, kept)
-    return tl.reshape(tl.where(kept[:, None] != 0, apart, float("-inf")), [GROUPS * EACH])
+        best = tl.argmax(tl.where(chosen != 0, float("-inf"), worth), 0, tie_break_left=True)
+        chosen = tl.where(g == best, 1, chosen)
+    return tl.reshape(tl.where(chosen[:, None] != 0, grouped, float("-inf")), [GROUPS * EACH])
 
 
 @triton.jit
@@ -56,18 +56,18 @@ def _scores(x, top, total, KIND: tl.constexpr):
 def _best(ranks, place, slot, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
     """Places of the TOP_K largest ranks, int32 [SLOTS]; of equal ones the first. Ranks are compared as integers, of
     which a warp finds the largest with one instruction."""
-    key, found = ordered(ranks), tl.zeros([SLOTS], tl.int32)
+    key, best = ordered(ranks), tl.zeros([SLOTS], tl.int32)
     for i in tl.static_range(TOP_K):
         most = tl.max(key, 0)
         at = tl.min(tl.where(key == most, place, 1 << 30), 0)
-        found = tl.where(slot == i, at, found)
+        best = tl.where(slot == i, at, best)
         key = tl.where(place == at, -2147483648, key)
-    return found
+    return best
 
 
 @triton.jit
-def _route(logits, bias, named, ids, weights, places, found, tokens, seen, rows, width, experts, groups, scale, epsilon,
-           least, TOP_K: tl.constexpr, SHARED: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr,
+def _route(logits, bias, named, ids, weights, places, chosen_places, tokens, used, rows, width, experts, groups, scale,
+           epsilon, least, TOP_K: tl.constexpr, SHARED: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr,
            NAMED: tl.constexpr, NORMALIZE: tl.constexpr, PLACED: tl.constexpr, COUNT: tl.constexpr,
            TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
            SLOTS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -108,11 +108,11 @@ def _route(logits, bias, named, ids, weights, places, found, tokens, seen, rows,
     tl.store(ids + out, chosen, slot < TOP_K + SHARED)
     tl.store(weights + out, weight, slot < TOP_K + SHARED)
     if PLACED:
-        tl.store(found + out, tl.load(places + chosen, slot < TOP_K + SHARED), slot < TOP_K + SHARED)
+        tl.store(chosen_places + out, tl.load(places + chosen, slot < TOP_K + SHARED), slot < TOP_K + SHARED)
     if COUNT:  # no result is waited for
         counted = routed & (t < tl.load(rows))
         tl.atomic_add(tokens + chosen, 1, counted, sem="relaxed")
-        tl.store(seen + chosen, 1, counted)
+        tl.store(used + chosen, 1, counted)
 
 
 def route(
@@ -128,11 +128,11 @@ def route(
     rows, slots = logits.shape[0], router.top_k + shared
     ids = logits.new_empty((rows, slots), dtype=torch.int32)
     weights = logits.new_empty((rows, slots), dtype=torch.float32)
-    found = None if places is None else torch.empty_like(ids)
+    chosen_places = None if places is None else torch.empty_like(ids)
     _route[(rows,)](
         logits, logits if bias is None else bias, ids if chosen is None else chosen.contiguous(), ids, weights,
         ids if places is None else places,
-        ids if found is None else found, *_counted(tally, ids),
+        ids if chosen_places is None else chosen_places, *_counted(tally, ids),
         logits.stride(0), router.num_experts, router.num_groups, router.scale, router.epsilon,
         router.least_sum,
         TOP_K=router.top_k, SHARED=shared, SCORE=router.score, BIAS=bias is not None,
@@ -144,7 +144,7 @@ def route(
     )  # fmt: skip
     if tally is not None and tally.chosen is not None:
         tally.chosen[:rows].copy_(ids[:, : router.top_k])
-    return Routing(ids, weights, found)
+    return Routing(ids, weights, chosen_places)
 
 
 def _counted(tally: Tally | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:

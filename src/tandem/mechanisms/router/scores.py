@@ -1,4 +1,4 @@
-"""What a router makes of its logits: one table, which configurations, the planner and both sides read.
+"""Scores that a router makes of its logits: one table, which configurations, the planner and both sides read.
 
 A score that is only here is complete. Torch computes it on both sides until their router kernels know it.
 """

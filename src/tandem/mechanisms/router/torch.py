@@ -62,10 +62,10 @@ def route(
     if tally is not None:
         count_choices(tally, ids)
     if shared:
-        always = torch.arange(
+        shared_ids = torch.arange(
             router.num_experts, router.num_experts + shared, dtype=torch.int32, device=ids.device
         )
-        ids = torch.cat((ids, always.expand(len(ids), shared)), dim=1)
+        ids = torch.cat((ids, shared_ids.expand(len(ids), shared)), dim=1)
         weights = torch.cat((weights, weights.new_ones(len(ids), shared)), dim=1)
     return Routing(ids, weights, None if places is None else places[ids])
 
@@ -85,8 +85,8 @@ def _keep_top_groups(ranks: Tensor, router: Router) -> Tensor:
     """ranks [T, E] with -inf outside each token's best groups."""
     groups = ranks.view(len(ranks), router.num_groups, -1)
     group_ranks = groups.topk(2 if router.group_score == "top2" else 1, dim=-1).values.sum(-1)
-    kept = _descending(group_ranks)[:, : router.top_groups]
-    dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, kept, False)
+    best = _descending(group_ranks)[:, : router.top_groups]
+    dropped = torch.ones_like(group_ranks, dtype=torch.bool).scatter_(1, best, False)
     return groups.masked_fill(dropped[:, :, None], float("-inf")).flatten(1)
 
 

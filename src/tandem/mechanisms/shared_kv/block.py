@@ -68,10 +68,10 @@ class SharedKvAttention(SeesBlocks):
         kv = self._keys(down)
         if self.inputs is None or s.pool is None:
             return Projected(q, kv)
-        made, width = self.inputs(x), s.pool.inputs(s.dim)
+        inputs, width = self.inputs(x), s.pool.inputs(s.dim)
         if self.index_query is None:
-            return Projected(q, kv, made)
-        return Projected(q, kv, made[:, :width], self.index_query(latent), made[:, width:])
+            return Projected(q, kv, inputs)
+        return Projected(q, kv, inputs[:, :width], self.index_query(latent), inputs[:, width:])
 
 
 def _inputs(b: Builder, shape: SharedKv, pool: Pool, name: str) -> Linear:

@@ -1,4 +1,4 @@
-"""What attention over shared keys takes."""
+"""Planner costs of attention over shared keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED_KEY_BYTES = 1 << 26  # of keys that are gathered at a time, and as many o
 
 
 class Cost(cost.Cost[SharedKv]):
-    """Of a window of last tokens, and of entries that stand for many."""
+    """Cost of a window of last tokens, and of entries that stand for many."""
 
     own_kernels = "keys that are values, too, have kernels of their own"
     depends_on_others = (
@@ -47,8 +47,8 @@ class Cost(cost.Cost[SharedKv]):
     def flops(self, rows: int, before: int, per_head: bool) -> float:
         """As of the middle row."""
         middle = before + rows // 2
-        looked = 2.0 * self.shape.keys_seen(middle) * self.shape.heads * self.shape.dim
-        return 2.0 * rows * (looked + self.shape.scored_products(middle))
+        products = 2.0 * self.shape.keys_seen(middle) * self.shape.heads * self.shape.dim
+        return 2.0 * rows * (products + self.shape.scored_products(middle))
 
     def cut(self, ranks: int) -> SharedKv:
         s = self.shape
@@ -72,12 +72,13 @@ def shared_kv_scratch_bytes(shape: SharedKv, streams: int, hidden: int, step: St
 
 
 def _entry_bytes(shape: SharedKv, step: StepSize) -> int:
-    """Of each sequence the places of all its entries, in three arrays of int64. Of each row the order of its keys, in
-    two. One row's products with an index count three times, where they are more than what is taken at a time."""
+    """Scratch bytes of entries. For each sequence: the places of all its entries, in three arrays of int64. For each
+    row: the order of its keys, in two. One row's products with an index count three times, where they are more than
+    what is taken at a time."""
     if shape.pool is None:
         return 0
     entries, index = step.context // shape.pool.stride, shape.pool.index
-    seen = entries if index is None else min(entries, index.budget)
+    visible = entries if index is None else min(entries, index.budget)
     one = 0 if index is None else 4 * entries * (index.heads + index.dim)
-    order = 2 * 8 * step.rows * (shape.window + seen)
+    order = 2 * 8 * step.rows * (shape.window + visible)
     return 3 * 8 * step.sequences * entries + order + 3 * max(0, one - SHARED_KEY_BYTES)

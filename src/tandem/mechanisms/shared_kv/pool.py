@@ -16,8 +16,8 @@ from tandem.spec.state import LANES
 
 
 class Seen(NamedTuple):
-    """What rows see: `places` int64 [·, E] are rows of the flattened pages, of which the first counts [T] are meant.
-    whose [T]: which line of `places` is a row's; None: its own."""
+    """Entries that rows see: `places` int64 [·, E] are rows of the flattened pages, of which the first counts [T] are
+    meant. whose [T]: which line of `places` is a row's; None: its own."""
 
     places: Tensor
     counts: Tensor
@@ -43,8 +43,8 @@ class Entries:
         also those that are still open, which nobody reads before they are written again."""
         closing = rows.once(("closing", self.pool.stride), lambda: _closing(rows, self.pool.stride))
         if len(closing):
-            made_of = rows.keys_of(ring.shape[1], self.pool.rows).flip(1)[closing]
-            tokens = rows.joined(ring, inputs)[made_of]
+            sources = rows.keys_of(ring.shape[1], self.pool.rows).flip(1)[closing]
+            tokens = rows.joined(ring, inputs)[sources]
             last, target = rows.positions[closing], rows.cache_slots[closing] // self.pool.stride
             for part, weights, page in zip(self._parts(tokens), self.weights.pools, pages, strict=True):
                 page.flatten(0, 1)[target] = self._entry(*part, weights, last).to(page.dtype)
@@ -74,7 +74,7 @@ class Entries:
         return turn(normed, self.weights.cos[at], self.weights.sin[at])
 
     def all_seen(self, rows: StepRows, page: int) -> Seen:
-        """Of every closed entry; `page`: entries of a page."""
+        """Places of every closed entry; `page`: entries of a page."""
         return rows.once(("seen", self.pool.stride), lambda: _all_seen(rows, self.pool.stride, page))
 
     def chosen(self, seen: Seen, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor) -> Seen:
@@ -85,12 +85,12 @@ class Entries:
         cos, sin = (table[rows.positions][:, None] for table in (self.weights.cos, self.weights.sin))
         q, weights = turn(query[0].float(), cos, sin), query[1].float() * (index.dim * index.heads) ** -0.5
         seen = _whole_vectors(seen)
-        there, best = keys.flatten(0, 1), []
+        index_keys, best = keys.flatten(0, 1), []
         each = max(1, SHARED_KEY_BYTES // (4 * seen.width * (index.heads + index.dim)))
         for i in range(0, len(q), each):
             part = slice(i, i + each)
             places = seen.of(part)
-            order = _best(there[places], q[part], weights[part], seen.counts[part], index.budget)
+            order = _best(index_keys[places], q[part], weights[part], seen.counts[part], index.budget)
             best.append(places.gather(1, order))
         return Seen(torch.cat(best), seen.counts.clamp(max=index.budget))
 
@@ -102,17 +102,17 @@ def _shares(gates: Tensor) -> Tensor:
     return F.pad(gates, (0, -width % (2 * LANES))).softmax(1)[:, :, :width]
 
 
-def _whole_vectors(seen: Seen) -> Seen:
+def _whole_vectors(entries: Seen) -> Seen:
     """Filled up: else the last entries' scores, and so what is chosen, would depend on how many others there are."""
-    return seen._replace(places=F.pad(seen.places, (0, -seen.width % (2 * LANES))))
+    return entries._replace(places=F.pad(entries.places, (0, -entries.width % (2 * LANES))))
 
 
 def _best(keys: Tensor, q: Tensor, weights: Tensor, counts: Tensor, budget: int) -> Tensor:
     """int64 [b, budget], ascending; those that do not count come last. keys [b, E, Di]; equal scores: the first."""
     products = torch.matmul(q, keys.float().transpose(1, 2)).relu_()
     scores = torch.matmul(weights[:, None], products)[:, 0]
-    width, there = scores.shape[1], torch.arange(scores.shape[1], device=scores.device)
-    scores = scores.masked_fill(there >= counts[:, None], float("-inf"))
+    width, column = scores.shape[1], torch.arange(scores.shape[1], device=scores.device)
+    scores = scores.masked_fill(column >= counts[:, None], float("-inf"))
     order = torch.sort(scores, stable=True, descending=True).indices[:, :budget]
     order = order.masked_fill(order >= counts[:, None], width)
     return order.sort().values.clamp(max=width - 1)

@@ -31,7 +31,7 @@ class Pool:
 
     @property
     def series(self) -> int:
-        """Of inputs and gates that every token makes."""
+        """Series of inputs and gates that every token makes."""
         return 2 if self.overlap else 1
 
     @property
@@ -69,7 +69,7 @@ class SharedKv:
 
     @property
     def scale(self) -> float:
-        """Of the softmax."""
+        """Scale of the softmax."""
         return float(self.dim**-0.5)
 
     @property
@@ -88,7 +88,7 @@ class SharedKv:
         return min(length, self.window) + entries - self.unseen(length)
 
     def scored_products(self, length: int) -> int:
-        """Of an index that chooses entries of so many tokens: of its heads' queries with their keys."""
+        """Products of an index that chooses among entries of so many tokens: its heads' queries with their keys."""
         index = None if self.pool is None else self.pool.index
         if self.pool is None or index is None or length // self.pool.stride <= index.budget:
             return 0
@@ -106,7 +106,7 @@ class SharedKv:
 
     @property
     def head_params(self) -> int:
-        """Of the first output matrices, which are numbers however they are stored."""
+        """Weights of the first output matrices, which are numbers however they are stored."""
         return self.heads * self.dim * self.out_rank
 
     def _out(self, hidden: int) -> int:

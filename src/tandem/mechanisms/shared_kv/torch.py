@@ -26,8 +26,8 @@ class Attend(Protocol):
 
 
 class Projected(NamedTuple):
-    """Of T rows: q [T, H * D] and kv [T, D], normed; inputs of entries [T, n]; an index's q [T, Hi * Di] and weights
-    [T, Hi]."""
+    """Projections of T rows: q [T, H * D] and kv [T, D], normed; inputs of entries [T, n]; an index's q [T, Hi * Di]
+    and weights [T, Hi]."""
 
     q: Tensor
     kv: Tensor
@@ -62,11 +62,11 @@ class SharedKvHeads:
         [pages, n, D] and of an index's. All of them go on. q and kv are changed."""
         shape, (cos, sin) = self.shape, rows.once(("turns", id(self.weights.cos)), lambda: self._turns(rows))
         q, kv = turn(p.q.view(len(p.q), shape.heads, shape.dim), cos[:, None], sin[:, None]), turn(p.kv, cos, sin)
-        seen, entries = self._seen(p, rows, pooled), pooled[1] if pooled else kv[None, :0]
-        window = self._keys(rows, seen, ring.shape[1])
+        visible, entries = self._seen(p, rows, pooled), pooled[1] if pooled else kv[None, :0]
+        window = self._keys(rows, visible, ring.shape[1])
         if rows.alone:  # they may follow each other in one ring
             rows.keep(ring, kv)
-        out = self._attended(q, rows.joined(ring, kv), window, seen, entries.flatten(0, 1))
+        out = self._attended(q, rows.joined(ring, kv), window, visible, entries.flatten(0, 1))
         if not rows.alone:  # a ring has no room for all rows of a prompt beside those before
             rows.keep(ring, kv)
         turn(out, cos[:, None], -sin[:, None])
@@ -103,43 +103,43 @@ class SharedKvHeads:
         assert p.inputs is not None
         inputs, *pages = pooled
         self._entries.close(p.inputs, rows, inputs, tuple(pages))
-        seen, index = self._entries.all_seen(rows, pages[0].shape[1]), self._entries.pool.index
+        visible, index = self._entries.all_seen(rows, pages[0].shape[1]), self._entries.pool.index
         if index is None:
-            return seen
+            return visible
         assert p.index_q is not None and p.index_weights is not None
         query = p.index_q.view(len(p.index_q), index.heads, index.dim), p.index_weights
-        return self._entries.chosen(seen, index, query, rows, pages[1])
+        return self._entries.chosen(visible, index, query, rows, pages[1])
 
-    def _attended(self, q: Tensor, tokens: Tensor, keys_of: Keys, seen: Seen | None, entries: Tensor) -> Tensor:
+    def _attended(self, q: Tensor, tokens: Tensor, keys_of: Keys, visible: Seen | None, entries: Tensor) -> Tensor:
         """[T, H, D]. tokens: `StepRows.joined`; entries: all pages' rows."""
         window, counts, order = keys_of
-        width = window.shape[1] + (0 if seen is None else seen.width)
+        width = window.shape[1] + (0 if visible is None else visible.width)
         each = max(1, SHARED_KEY_BYTES // (width * q.shape[2] * q.element_size()))
         out = torch.empty_like(q)
         for i in range(0, len(q), each):
             part = slice(i, i + each)
             keys = tokens[window[part]]
-            if seen is not None:
-                keys = torch.cat((keys, entries[seen.of(part)]), 1)
+            if visible is not None:
+                keys = torch.cat((keys, entries[visible.of(part)]), 1)
             if order is not None:
                 keys = keys.gather(1, order[part][:, :, None].expand(-1, -1, keys.shape[2]))
             out[part] = self._attend(q[part], keys, counts[part], self.shape.scale, self.weights.sinks)
         return out
 
-    def _keys(self, rows: StepRows, seen: Seen | None, size: int) -> Keys:
+    def _keys(self, rows: StepRows, visible: Seen | None, size: int) -> Keys:
         """size: of the ring."""
         pool, most = self.shape.pool, self.shape.window
-        kind = "window", most, size, None if pool is None else pool, None if seen is None else seen.width
-        return rows.once(kind, lambda: _keys(rows, seen, most, size))
+        kind = "window", most, size, None if pool is None else pool, None if visible is None else visible.width
+        return rows.once(kind, lambda: _keys(rows, visible, most, size))
 
 
-def _keys(rows: StepRows, seen: Seen | None, most: int, size: int) -> Keys:
+def _keys(rows: StepRows, visible: Seen | None, most: int, size: int) -> Keys:
     own = (rows.positions + 1).clamp(max=most)
     width = most if rows.static else int(own.max())
     window = rows.keys_of(size, most)[:, :width]
-    if seen is None:
+    if visible is None:
         return Keys(window, own, None)
-    counts, entries = own + seen.counts, seen.width
+    counts, entries = own + visible.counts, visible.width
     if not rows.static and (not entries or int(own.min()) == width):
         return Keys(window, counts, None)
     each = torch.arange(width + entries, device=own.device)
@@ -160,7 +160,7 @@ def plain_attend(q: Tensor, keys: Tensor, counts: Tensor, scale: float, sinks: T
 
 
 class PerHeadOps(Protocol):
-    """What groups of heads are multiplied with."""
+    """Operations that multiply groups of heads."""
 
     def per_head(self, weights: Tensor, fmt: str = "bf16") -> PerHead: ...
 

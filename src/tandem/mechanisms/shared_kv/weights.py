@@ -1,4 +1,4 @@
-"""What shared keys are bound to beside their shape, and how channels turn."""
+"""Weights of shared keys beside their shape, and how channels turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PoolWeights(NamedTuple):
-    """Of entries of one width D: float32. bias [rows, D]: of gates, oldest token first; norm [D]."""
+    """Weights of entries of one width D, float32. bias [rows, D]: of gates, oldest token first; norm [D]."""
 
     bias: Tensor
     norm: Tensor

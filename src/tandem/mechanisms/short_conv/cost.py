@@ -1,4 +1,4 @@
-"""What a short convolution takes."""
+"""Planner costs of a short convolution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.spec.stored import StoredFormats
 
 
 class Cost(cost.Cost[ShortConv]):
-    """Of a convolution between two gates."""
+    """Cost of a convolution between two gates."""
 
     def scratch_bytes(self, step: StepSize, hidden: int, streams: int) -> int:
         return step.rows * self.shape.chunk_row_bytes
@@ -22,7 +22,7 @@ class Cost(cost.Cost[ShortConv]):
         return 2.0 * rows * self.shape.channels * (self.shape.taps + 1)
 
     def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
-        """What kernels leave each other is written and read."""
+        """Seconds to write and read what kernels leave each other."""
         return 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
 
     def cut(self, ranks: int) -> ShortConv:

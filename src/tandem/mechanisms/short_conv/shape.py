@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tandem.spec.state import Array, Ring, State
 
 CONVOLVED_BYTES = 12
-"""Of a channel of a row on a GPU: as projected, convolved in float32, and apart from its neighbours."""
+"""Bytes for each channel of a row on a GPU: as projected, convolved in float32, and apart from its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ShortConv:
 
     @property
     def chunk_row_bytes(self) -> int:
-        """What a prompt's row leaves between the GPU's kernels."""
+        """Bytes that a prompt's row leaves between the GPU's kernels."""
         return CONVOLVED_BYTES * self.channels
 
     def states(self) -> tuple[State, ...]:

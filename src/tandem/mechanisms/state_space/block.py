@@ -21,8 +21,8 @@ class StateSpaceBlock:
     def __init__(self, b: Builder, shape: StateSpace, name: str) -> None:
         """name: of the module that holds the projections."""
         hidden, name, share = b.config.hidden, name + ".", shard_of(b.config, shape).share
-        inner, heads, asked = share(shape.inner), share(shape.heads), share(shape.groups * shape.state)
-        mixed = inner, asked, asked
+        inner, heads, keys = share(shape.inner), share(shape.heads), share(shape.groups * shape.state)
+        mixed = inner, keys, keys
         self.shape = shape
         self.folds: SpaceFolds = b.ops.bound(shape)
         self.projected = b.linear([name + "in_proj"], [(inner, *mixed, heads)], hidden, bias=shape.bias)
@@ -39,9 +39,9 @@ class StateSpaceBlock:
 
     def __call__(self, x: Tensor, p: Pass, states: States) -> Tensor:
         s, ((ring,), (memory,)) = self.shape, states
-        made = self.projected(x)  # no split: a step on a CPU is only recorded where torch computes nothing
-        gate, steps = made[:, : s.inner], made[:, s.inner + s.channels :]
-        mixed = self.folds.convolved(made[:, s.inner : s.inner + s.channels], p, ring, self.taps)
+        projected = self.projected(x)  # no split: a step on a CPU is only recorded where torch computes nothing
+        gate, steps = projected[:, : s.inner], projected[:, s.inner + s.channels :]
+        mixed = self.folds.convolved(projected[:, s.inner : s.inner + s.channels], p, ring, self.taps)
         return self.out(self.folds.spaced(SpaceInputs(mixed, gate, steps), p, memory, self.weights))
 
 

@@ -1,4 +1,4 @@
-"""What a state space takes."""
+"""Planner costs of a state space."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tandem.spec.gpu_scratch import StepSize
 from tandem.spec.stored import StoredFormats
 
 SCAN_SECONDS = 2.2e-5
-"""Of a prompt's chunk that waits for the one before, on an H100: between Nemotron-3-Nano's, 17 us, and
+"""Seconds that a prompt's chunk waits for the one before, on an H100: between Nemotron-3-Nano's, 17 us, and
 Granite-4.0-H-Small's, 30 us."""
 
 
 class Cost(cost.Cost[StateSpace]):
-    """Of a memory of constant size, and of a convolution before it."""
+    """Cost of a constant-size memory with a convolution before it."""
 
     kernels, launches = 4, 16
 
@@ -25,15 +25,16 @@ class Cost(cost.Cost[StateSpace]):
         return step.rows * self.shape.chunk_row_bytes
 
     def flops(self, rows: int, before: int, per_head: bool) -> float:
-        """What is taken in and asked, and the convolution; rows of a GPU's chunk see each other in products."""
+        """Operations of writing and reading the memory, and the convolution. Rows of a GPU's chunk see each other in
+        products."""
         s = self.shape
-        beside = min(rows, SCAN_CHUNK) * (s.groups * s.state + s.inner) if per_head else 0
-        return 2.0 * rows * (2 * s.inner * s.state + s.channels * s.taps + beside)
+        chunk_products = min(rows, SCAN_CHUNK) * (s.groups * s.state + s.inner) if per_head else 0
+        return 2.0 * rows * (2 * s.inner * s.state + s.channels * s.taps + chunk_products)
 
     def prompt_seconds(self, rows: int, gpu_gbps: float) -> float:
-        """What kernels leave each other is written and read, and the memory goes from chunk to chunk."""
-        between = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
-        return between + -(-rows // SCAN_CHUNK) * SCAN_SECONDS
+        """Seconds to write and read what kernels leave each other, plus the memory's walk from chunk to chunk."""
+        traffic_seconds = 2.0 * rows * self.shape.chunk_row_bytes / gpu_gbps / 1e9
+        return traffic_seconds + -(-rows // SCAN_CHUNK) * SCAN_SECONDS
 
     def cut(self, ranks: int) -> StateSpace:
         s = self.shape

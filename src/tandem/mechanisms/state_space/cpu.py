@@ -15,9 +15,9 @@ class CpuSpaceFolds(CpuFolds):
 
     def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
         (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = given, weights
-        out, between = gate.new_empty(gate.shape), mixed.new_empty(gate.shape)
+        out, answers = gate.new_empty(gate.shape), mixed.new_empty(gate.shape)
         self._ops.state_space(
-            self._view_of(step.batch), groups, mixed, gate, steps, decay, bias, through, norm, memory, between, out, eps
+            self._view_of(step.batch), groups, mixed, gate, steps, decay, bias, through, norm, memory, answers, out, eps
         )
         return out
 

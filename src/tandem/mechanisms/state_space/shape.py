@@ -36,7 +36,7 @@ class StateSpace:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return self.inner + 2 * self.groups * self.state
 
     def params(self, hidden: int) -> int:
@@ -44,7 +44,7 @@ class StateSpace:
 
     @property
     def chunk_row_bytes(self) -> int:
-        """What a prompt's row leaves between the GPU's kernels."""
+        """Bytes that a prompt's row leaves between the GPU's kernels."""
         return CONVOLVED_BYTES * self.channels + 16 * self.inner + 4 * SCAN_CHUNK * self.groups
 
     def states(self) -> tuple[State, ...]:

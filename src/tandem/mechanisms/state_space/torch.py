@@ -1,4 +1,4 @@
-"""What state spaces (Mamba 2) compute around their recurrence, in plain torch."""
+"""Operations around the recurrence of state spaces (Mamba 2), in plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.mechanisms.recurrence.torch import Folds, TorchFolds
 
 
 class SpaceInputs(NamedTuple):
-    """Of T rows; of gate and steps, rows may lie apart."""
+    """Projected inputs of T rows. Rows of gate and steps may lie apart."""
 
     mixed: Tensor  # [T, H * V + 2 * G * K]: values, written and asked, as they come from the convolution
     gate: Tensor  # [T, H * V]: what the silu of is multiplied with the result
@@ -22,7 +22,7 @@ class SpaceInputs(NamedTuple):
 
 
 class SpaceWeights(NamedTuple):
-    """Of H heads in G groups, float32."""
+    """Weights of H heads in G groups, float32."""
 
     decay: Tensor  # [H]: times a step's length the logarithm of the decay
     bias: Tensor  # [H]: of a step's length, before softplus
@@ -50,9 +50,9 @@ class TorchSpaceFolds(TorchFolds):
 def space_tokens(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
     mixed, inner = given.mixed, len(weights.norm)
     long = F.softplus(given.steps.to(mixed.dtype) + weights.bias)
-    written, asked = mixed[:, inner:].unflatten(1, (2, weights.groups, -1)).unbind(1)
+    written, queries = mixed[:, inner:].unflatten(1, (2, weights.groups, -1)).unbind(1)
     values = mixed[:, :inner].unflatten(1, (len(weights.decay), -1)) * long[..., None]
-    return Tokens(asked, written, values, (long * weights.decay)[..., None])
+    return Tokens(queries, written, values, (long * weights.decay)[..., None])
 
 
 def space_result(seen: Tensor, given: SpaceInputs, weights: SpaceWeights) -> Tensor:

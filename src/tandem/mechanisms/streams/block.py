@@ -59,7 +59,7 @@ class MeanOfStreams:
 
 
 def residual(b: Builder, hyper: Hyper, name: str) -> MixedStreams:
-    """Of a block whose streams' weights are called `name`.fn, .scale and .base."""
+    """Mixed streams around a block, whose weights are called `name`.fn, .scale and .base."""
     n = hyper.streams
     scale = b.float_tensor(f"{name}.scale", 3)
     each = torch.tensor([n, n, n * n], device=scale.device)
@@ -74,7 +74,7 @@ def ending(b: Builder, hyper: Hyper) -> MixedStreams | MeanOfStreams:
 
 
 def summed_up(b: Builder, hyper: Hyper, name: str) -> MixedStreams:
-    """What follows the last of several streams' blocks. name: in front of its weights."""
+    """Sum of several streams after the last block. name: in front of its weights."""
     scale = b.float_tensor(f"{name}scale", 1).repeat(hyper.streams)
     return MixedStreams(b.ops, _streams(b, hyper, (f"{name}fn", f"{name}base"), scale), last=True)
 

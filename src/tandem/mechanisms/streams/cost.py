@@ -1,4 +1,4 @@
-"""What hyper-connections take."""
+"""Planner costs of hyper-connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from tandem.mechanisms.streams.shape import Hyper
 
 
 class Cost(cost.Cost[Hyper]):
-    """Of what stands around a block. Scratch of its rows is counted by the mechanisms that have it (`SharedKv`)."""
+    """Cost of the streams around a block. Scratch of its rows is counted by the mechanisms that have it
+    (`SharedKv`)."""
 
     kernels = 2
     sums = 0  # every rank mixes all streams

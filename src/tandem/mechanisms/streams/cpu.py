@@ -36,15 +36,15 @@ class CpuStreams(HyperStreams):
         streams, rows = streams.contiguous(), len(streams)
         norms, out = torch.empty(rows), streams.new_empty((rows, streams.shape[2]))
         pieces = [slice(first, first + PIECE) for first in range(0, rows, PIECE)]
-        made = [self._projected(streams[piece], norms[piece]) for piece in pieces]
-        if not made:  # a chunk whose logits nobody wants has no rows at the end
+        products = [self._projected(streams[piece], norms[piece]) for piece in pieces]
+        if not products:  # a chunk whose logits nobody wants has no rows at the end
             return out
-        sums = made[0] if len(made) == 1 else torch.cat(made)
+        sums = products[0] if len(products) == 1 else torch.cat(products)
         self._core.enter(streams, sums, norms, self.weights.scale, self.weights.base, out, share, mixing)
         return out
 
     def _projected(self, streams: Tensor, norms: Tensor) -> Tensor:
-        """What the matrix makes of rows in float32; their norms are written."""
+        """Product of rows with the matrix, in float32; their norms are written."""
         wide = torch.empty((len(streams), streams[0].numel()))
         self._core.widen(streams, wide, norms)
         return self.weights.project(wide)

@@ -18,7 +18,7 @@ FEW_CHANNELS, MANY_CHANNELS = 64, 1024  # of a program of the first kernel
 
 
 @triton.jit
-def _join(streams, y, share, mixing, matrix, out, made, squares, hidden,
+def _join(streams, y, share, mixing, matrix, out, products, squares, hidden,
           N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, LEAVE: tl.constexpr, MULTIPLY: tl.constexpr,
           BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Streams i' = share i * y + the sum over j of mixing[j, i] * stream j; of these channels, what the matrix [M, n *
@@ -45,22 +45,22 @@ def _join(streams, y, share, mixing, matrix, out, made, squares, hidden,
     wide, at = value.to(tl.float32), t * tl.num_programs(1) + part
     tl.store(squares + at, tl.sum(wide * wide))
     if MULTIPLY:
-        tl.store(made + at * M + m, tl.sum(w * wide[None, :], 1))
+        tl.store(products + at * M + m, tl.sum(w * wide[None, :], 1))
 
 
 @triton.jit
-def _sums(made, t, at, parts, M: tl.constexpr, PARTS: tl.constexpr):
-    """[len(at)]: what all parts made of these."""
+def _sums(products, t, at, parts, M: tl.constexpr, PARTS: tl.constexpr):
+    """[len(at)]: sums of all parts' products."""
     p = tl.arange(0, PARTS)
-    found = tl.load(made + (t * parts + p[:, None]) * M + at[None, :], (p < parts)[:, None], other=0.0)
-    return tl.sum(found, 0)
+    partial = tl.load(products + (t * parts + p[:, None]) * M + at[None, :], (p < parts)[:, None], other=0.0)
+    return tl.sum(partial, 0)
 
 
 @triton.jit
-def _balanced(logits, there, eps, ITERATIONS: tl.constexpr):
-    """[NP, NP], of which `there` counts: rows and columns that add up to about 1."""
+def _balanced(logits, mask, eps, ITERATIONS: tl.constexpr):
+    """[NP, NP], of which `mask` counts: rows and columns that add up to about 1."""
     x = tl.exp(logits - tl.max(logits, 1)[:, None])
-    x = tl.where(there, x / tl.sum(x, 1)[:, None] + eps, 0.0)
+    x = tl.where(mask, x / tl.sum(x, 1)[:, None] + eps, 0.0)
     x = x / (tl.sum(x, 0)[None, :] + eps)
     for _ in range(ITERATIONS - 1):
         x = x / (tl.sum(x, 1)[:, None] + eps)
@@ -69,12 +69,12 @@ def _balanced(logits, there, eps, ITERATIONS: tl.constexpr):
 
 
 @triton.jit
-def _normed_sum(streams, made, scale, base, norm, out, hidden, parts, inverse, t, eps, norm_eps, N: tl.constexpr,
+def _normed_sum(streams, products, scale, base, norm, out, hidden, parts, inverse, t, eps, norm_eps, N: tl.constexpr,
                 NP: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The normed sum of the streams, which a block takes. norm [BLOCK]: the weight."""
     d, i = tl.arange(0, BLOCK), tl.arange(0, NP)
     inside, x, at = d < hidden, tl.zeros([BLOCK], tl.float32), tl.minimum(i, M - 1)
-    logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
+    logits = _sums(products, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
     weights = tl.sigmoid(logits) + eps
     for j in tl.static_range(N):
         weight = tl.sum(tl.where(i == j, weights, 0.0))
@@ -88,17 +88,17 @@ def _normed_sum(streams, made, scale, base, norm, out, hidden, parts, inverse, t
 
 
 @triton.jit
-def _returns(made, scale, base, share, mixing, parts, inverse, t, eps, N: tl.constexpr, NP: tl.constexpr,
+def _returns(products, scale, base, share, mixing, parts, inverse, t, eps, N: tl.constexpr, NP: tl.constexpr,
              M: tl.constexpr, PARTS: tl.constexpr, ITERATIONS: tl.constexpr):  # fmt: skip
     """How a block's result returns to the streams, and how these mix."""
     i = tl.arange(0, NP)
     at = tl.minimum(N + i, M - 1)
-    logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
+    logits = _sums(products, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
     tl.store(share + t * N + i, 2.0 * tl.sigmoid(logits), i < N)
     k = tl.arange(0, NP * NP)
-    there, at = (k // NP < N) & (k % NP < N), tl.minimum(2 * N + k // NP * N + k % NP, M - 1)
-    logits = _sums(made, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
-    grid = tl.reshape(tl.where(there, logits, float("-inf")), [NP, NP])
+    mask, at = (k // NP < N) & (k % NP < N), tl.minimum(2 * N + k // NP * N + k % NP, M - 1)
+    logits = _sums(products, t, at, parts, M, PARTS) * inverse * tl.load(scale + at) + tl.load(base + at)
+    grid = tl.reshape(tl.where(mask, logits, float("-inf")), [NP, NP])
     row, column = tl.arange(0, NP)[:, None], tl.arange(0, NP)[None, :]
     whole = (row < N) & (column < N)
     grid = tl.where(row < N, grid, 0.0)
@@ -106,8 +106,8 @@ def _returns(made, scale, base, share, mixing, parts, inverse, t, eps, N: tl.con
 
 
 @triton.jit
-def _weigh(streams, made, squares, scale, base, norm, share, mixing, out, hidden, parts, square_parts, stream_eps, eps,
-           norm_eps, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
+def _weigh(streams, products, squares, scale, base, norm, share, mixing, out, hidden, parts, square_parts, stream_eps,
+           eps, norm_eps, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr,
            SQUARE_PARTS: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr,
            OVERLAP: tl.constexpr):  # fmt: skip
     """Two programs of a row: the normed sum, and beside it what is needed later, which takes as long."""
@@ -119,10 +119,10 @@ def _weigh(streams, made, squares, scale, base, norm, share, mixing, out, hidden
     square = tl.sum(tl.load(squares + t * square_parts + p, p < square_parts, other=0.0))
     inverse = tl.rsqrt(square / (N * hidden) + stream_eps)
     if tl.program_id(1) == 0:
-        _normed_sum(streams, made, scale, base, by, out, hidden, parts, inverse, t, eps, norm_eps, N, NP, M, PARTS,
+        _normed_sum(streams, products, scale, base, by, out, hidden, parts, inverse, t, eps, norm_eps, N, NP, M, PARTS,
                     BLOCK)  # fmt: skip
     else:
-        _returns(made, scale, base, share, mixing, parts, inverse, t, eps, N, NP, M, PARTS, ITERATIONS)
+        _returns(products, scale, base, share, mixing, parts, inverse, t, eps, N, NP, M, PARTS, ITERATIONS)
 
 
 class GpuHyperStreams(HyperStreams):
@@ -131,14 +131,14 @@ class GpuHyperStreams(HyperStreams):
     def advanced(
         self, streams: Tensor, leaving: Leaving | None, norm: RowNorm, last: bool = False
     ) -> tuple[Tensor, Tensor, Mix | None]:
-        streams, made, squares = self._joined(streams.contiguous(), leaving)
+        streams, products, squares = self._joined(streams.contiguous(), leaving)
         (rows, n, hidden), shape = streams.shape, self.shape
-        share, mixing = made.new_empty(rows, n), made.new_empty(rows, n, n)
+        share, mixing = products.new_empty(rows, n), products.new_empty(rows, n, n)
         out = streams.new_empty(rows, hidden)
-        parts, pairs = made.shape[1], triton.next_power_of_2(n)
+        parts, pairs = products.shape[1], triton.next_power_of_2(n)
         _weigh[(rows, 1 if last else 2)](
-            streams, made, squares, self.weights.scale, self.weights.base, norm.weight, share, mixing, out, hidden,
-            parts, squares.shape[1], shape.norm_eps, shape.eps, norm.eps, N=n, NP=pairs, M=made.shape[2],
+            streams, products, squares, self.weights.scale, self.weights.base, norm.weight, share, mixing, out, hidden,
+            parts, squares.shape[1], shape.norm_eps, shape.eps, norm.eps, N=n, NP=pairs, M=products.shape[2],
             PARTS=triton.next_power_of_2(parts), SQUARE_PARTS=triton.next_power_of_2(squares.shape[1]),
             ITERATIONS=shape.iterations, BLOCK=triton.next_power_of_2(hidden), num_warps=8,
             **overlapped(streams.device),
@@ -154,15 +154,15 @@ class GpuHyperStreams(HyperStreams):
         block = min(triton.next_power_of_2(hidden), FEW_CHANNELS if few else MANY_CHANNELS)
         parts, m = triton.cdiv(hidden, block), project.out_features
         squares = streams.new_empty((rows, parts), dtype=torch.float32)
-        made = squares.new_empty((rows, parts, m)) if few else squares
+        products = squares.new_empty((rows, parts, m)) if few else squares
         out = streams if leaving is None else torch.empty_like(streams)
         y, mix = (streams, Mix(squares, squares)) if leaving is None else (leaving.y.contiguous(), leaving.mix)
         _join[(rows, parts)](
-            streams, y, mix.share, mix.mixing, project.weight, out, made, squares, hidden, N=n,
+            streams, y, mix.share, mix.mixing, project.weight, out, products, squares, hidden, N=n,
             NP=triton.next_power_of_2(n), M=m, LEAVE=leaving is not None, MULTIPLY=few, BLOCK=block, num_warps=4,
             **overlapped(streams.device),
         )  # fmt: skip
-        return out, made if few else project(out.flatten(1).float())[:, None], squares
+        return out, products if few else project(out.flatten(1).float())[:, None], squares
 
 
 def bound(ops: object, shape: Hyper, weights: HyperWeights, hidden: int) -> HyperStreams:

@@ -28,17 +28,18 @@ class Hyper:
         return (2 + self.streams) * self.streams
 
     def params(self, hidden: int) -> int:
-        """Of a block, float32."""
+        """Weights of a block, float32."""
         return self.weights * self.streams * hidden
 
     def end_params(self, hidden: int) -> int:
-        """Of what follows the last block: too few to count."""
+        """Weights after the last block: too few to count."""
         return 0
 
     def norm_channels(self, hidden: int) -> int:
-        """Of a block's norm."""
+        """Channels of a block's norm."""
         return hidden
 
     def matrix_bytes(self, hidden: int, each: int) -> int:
-        """Of a block, as packed in float32: rows are filled up to whole vectors. each: of the activations' numbers."""
+        """Bytes of a block's matrix, as packed in float32: rows are filled up to whole vectors. each: of the
+        activations' numbers."""
         return 4 * -(-self.weights // LANES) * LANES * self.streams * hidden

@@ -12,9 +12,9 @@ from tandem.mechanisms.streams.shape import Hyper
 
 
 class HyperWeights(NamedTuple):
-    """Of a block, m = n * (2 + n); of what follows the last one, m = n. project: a row of all streams, float32, to [M],
-    of which the first m count: M is a multiple of `hyper.LANES`. scale and base [M] multiply what it makes and are
-    added."""
+    """Weights of a block, m = n * (2 + n), or of the end after the last one, m = n. project: a row of all streams,
+    float32, to [M], of which the first m count: M is a multiple of `hyper.LANES`. scale and base [M] multiply its
+    output and are added."""
 
     project: Callable[[Tensor], Tensor]
     scale: Tensor
@@ -53,7 +53,7 @@ class Leaving(NamedTuple):
 
 
 class RowNorm(NamedTuple):
-    """What rows are normed with; apply: rows, weight and eps to normed rows, as `Ops.rms_norm`."""
+    """Norm of rows; apply: rows, weight and eps to normed rows, as `Ops.rms_norm`."""
 
     weight: Tensor
     eps: float
@@ -82,9 +82,9 @@ class HyperStreams:
     def entered(self, streams: Tensor) -> tuple[Tensor, Mix]:
         """A block's rows [T, hidden], and how its result returns."""
         n = self.shape.streams
-        made = self._made(streams)
-        shares = made.sigmoid()
-        balanced = _balanced(made[:, 2 * n : (2 + n) * n].unflatten(-1, (n, n)), self.shape)
+        logits = self._made(streams)
+        shares = logits.sigmoid()
+        balanced = _balanced(logits[:, 2 * n : (2 + n) * n].unflatten(-1, (n, n)), self.shape)
         return self._weighed(streams, shares), Mix(2 * shares[:, n : 2 * n], balanced)
 
     def summed(self, streams: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ class HyperStreams:
         return self._weighed(streams, self._made(streams).sigmoid())
 
     def _made(self, streams: Tensor) -> Tensor:
-        """What the streams, normed together, are projected to. The norm is one number for each row, and comes last."""
+        """Projection of the streams, normed together. The norm is one number for each row, and comes last."""
         flat = streams.flatten(1).float()
         norm = torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
-        made: Tensor = self.weights.project(flat) * norm * self.weights.scale + self.weights.base
-        return made
+        logits: Tensor = self.weights.project(flat) * norm * self.weights.scale + self.weights.base
+        return logits
 
     def _weighed(self, streams: Tensor, shares: Tensor) -> Tensor:
         shares = shares[:, : self.shape.streams] + self.shape.eps

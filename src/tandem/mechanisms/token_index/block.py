@@ -58,5 +58,5 @@ class PooledChoice:
     def __call__(self, x: Tensor, latent: Tensor, p: Pass, kept: Sequence[Arrays]) -> Chosen:
         """As `TokenChoice`'s."""
         (tokens,), (ring,), (keys,) = kept
-        made = self.keys(x)
-        return self.index(self.query(latent), made, self.gates(x, torch.float32), p, PooledKeys(tokens, ring, keys))
+        new_keys = self.keys(x)
+        return self.index(self.query(latent), new_keys, self.gates(x, torch.float32), p, PooledKeys(tokens, ring, keys))

@@ -1,4 +1,4 @@
-"""What an indexer takes."""
+"""Planner costs of an indexer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KERNELS = 60  # of one that chooses
 
 
 class Cost(cost.Cost[Index]):
-    """Of the scores of all tokens, and of a choice."""
+    """Cost of the scores of all tokens, and of a choice."""
 
     @property
     def kernels(self) -> int:

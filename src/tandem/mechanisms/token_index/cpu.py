@@ -17,7 +17,7 @@ from tandem.mechanisms.token_index.torch import IndexWeights, TokenIndex
 
 
 class Views(Protocol):
-    """What is shared with a step's other operations."""
+    """Worker pool and checked indices, shared with a step's other operations."""
 
     pool: _core.WorkerPool
     tier: str
@@ -56,9 +56,9 @@ class CpuPooledIndex:
     def __call__(self, q: Tensor, made: Tensor, gates: Tensor, step: Step, kept: PooledKeys) -> Chosen:
         s, w = self._shape, self._weights
         close_pools(made, step.rows, kept, s, w)
-        chosen, still = _empty(s, gates), gates.new_empty((1, 0))
+        chosen, no_rotation = _empty(s, gates), gates.new_empty((1, 0))
         view = self._ops.view_of(step.batch, kept.tokens)
-        self._index.choose(view, q, None, gates, w.norm, w.bias, still, still, kept.keys, *chosen, s.eps)
+        self._index.choose(view, q, None, gates, w.norm, w.bias, no_rotation, no_rotation, kept.keys, *chosen, s.eps)
         return chosen
 
 

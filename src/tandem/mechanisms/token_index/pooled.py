@@ -26,7 +26,7 @@ class PoolWeights(NamedTuple):
 
 
 class PooledKeys(NamedTuple):
-    """What is kept: pages of all tokens [num_pages, page_size, …], of which only the sizes count; normed keys and gates
+    """Cached keys: pages of all tokens [num_pages, page_size, …], of which only the sizes count; normed keys and gates
     of the last tokens of each slot [slots, R, 2 * dim]; closed keys [num_pages, page_size / pool, 1, dim]."""
 
     tokens: Tensor
@@ -57,21 +57,21 @@ class TorchPooledIndex:
         starts, page = batch.query_starts.tolist(), kept.tokens.shape[1]
         for i, length in enumerate(batch.seq_lens.tolist()):
             at = torch.arange(length)
-            there = batch.block_tables[i].long()[at // page] * page + at % page
+            token_rows = batch.block_tables[i].long()[at // page] * page + at % page
             for t in range(starts[i], starts[i + 1]):
-                seen = length - starts[i + 1] + t + 1
-                rows.append(there[self._chosen(q[t], gates[t], there[:seen], kept.keys)].int())
+                visible = length - starts[i + 1] + t + 1
+                rows.append(token_rows[self._chosen(q[t], gates[t], token_rows[:visible], kept.keys)].int())
         filled = torch.stack([F.pad(each, (0, self.shape.most - len(each))) for each in rows])
         return Chosen(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
 
-    def _chosen(self, q: Tensor, gates: Tensor, there: Tensor, pages: Tensor) -> Tensor:
-        """Positions, ascending, of a row that sees the tokens at `there`."""
-        s, whole = self.shape, len(there) // self.shape.pool
-        keys = pages.flatten(0, 1)[there[: whole * s.pool : s.pool] // s.pool, 0].to(self.wide)
+    def _chosen(self, q: Tensor, gates: Tensor, token_rows: Tensor, pages: Tensor) -> Tensor:
+        """Positions, ascending, of a row that sees the tokens at `token_rows`."""
+        s, whole = self.shape, len(token_rows) // self.shape.pool
+        keys = pages.flatten(0, 1)[token_rows[: whole * s.pool : s.pool] // s.pool, 0].to(self.wide)
         scores = gates.to(self.wide) @ (q.view(s.heads, s.dim).to(self.wide) @ keys.T).relu()
         best = torch.sort(scores, stable=True, descending=True).indices[: s.budget // s.pool].sort().values
         tokens = best[:, None] * s.pool + torch.arange(s.pool)
-        return torch.cat((tokens.flatten(), torch.arange(whole * s.pool, len(there))))
+        return torch.cat((tokens.flatten(), torch.arange(whole * s.pool, len(token_rows))))
 
 
 def close_pools(made: Tensor, rows: StepRows, kept: PooledKeys, shape: Index, weights: PoolWeights) -> None:

@@ -45,6 +45,6 @@ class Index:
         return self.heads * (q_rank * self.dim + hidden) + hidden * keys
 
     def states(self) -> tuple[State, ...]:
-        """Of keys of pools: what the tokens of one that is open have made, then the keys."""
+        """States of pooled keys: those of an open pool's tokens, then the keys."""
         key = Array("index", (1, self.dim))
         return Ring(Array("pool", (2 * self.dim,)), self.pool), Pages((key,), self.pool)

@@ -15,7 +15,8 @@ from tandem.mechanisms.token_index.shape import Index
 
 
 class IndexWeights(NamedTuple):
-    """Of keys' norm, float32 [dim]; and rotary tables as `Rope` has them, float32 [positions, rotary channels / 2]."""
+    """Weights of the keys' norm, float32 [dim], and rotary tables as `Rope` has them, float32 [positions, rotary
+    channels / 2]."""
 
     norm: Tensor
     bias: Tensor
@@ -51,12 +52,12 @@ class TorchTokenIndex:
         rows = q.new_zeros((len(q), s.budget), dtype=torch.int32)
         starts = batch.query_starts.tolist()
         for i, length in enumerate(batch.seq_lens.tolist()):
-            there = self._rows_of(batch.block_tables[i], length, pages.shape[1])
-            known = pages.view(-1, s.dim)[there]
+            token_rows = self._rows_of(batch.block_tables[i], length, pages.shape[1])
+            known = pages.view(-1, s.dim)[token_rows]
             for t in range(starts[i], starts[i + 1]):
-                seen = length - starts[i + 1] + t + 1
-                best = self._best(queries[t], gates[t], known[:seen])
-                rows[t, : len(best)] = there[best].int()
+                visible = length - starts[i + 1] + t + 1
+                best = self._best(queries[t], gates[t], known[:visible])
+                rows[t, : len(best)] = token_rows[best].int()
         return Chosen(rows, (batch.positions + 1).clamp(max=s.budget).int())
 
     def store(self, k: Tensor, batch: BatchLayout, pages: Tensor) -> None:
@@ -92,10 +93,10 @@ class TorchTokenIndex:
 def attend_chosen(q: Tensor, pages: Tensor, batch: BatchLayout, scale: float, chosen: Chosen) -> Tensor:
     """q [T, H, D] over one kv head's pages, whose keys are values, too → [T, H * D]. The oracle."""
     known = pages.flatten(0, 1)[chosen.rows.long(), 0]
-    there = torch.arange(known.shape[1]) < chosen.counts[:, None]
-    known = known.float().masked_fill(~there[..., None], 0.0)  # what was never written may be NaN
+    mask = torch.arange(known.shape[1]) < chosen.counts[:, None]
+    known = known.float().masked_fill(~mask[..., None], 0.0)  # what was never written may be NaN
     scores = torch.einsum("thd,tnd->thn", q.float(), known) * scale
-    shares = scores.masked_fill(~there[:, None], float("-inf")).softmax(-1)
+    shares = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1)
     return torch.einsum("thn,tnd->thd", shares, known).to(q.dtype).flatten(1)
 
 

@@ -16,8 +16,8 @@ class GpuChannelFolds(GpuFolds):
     def corrected(
         self, mixed: Tensor, gates: ChannelGates, step: Step, memory: Tensor, weights: ChannelWeights
     ) -> Tensor:
-        seen = answered(keyed(mixed, gates, weights), step.batch, memory)
-        return normed(seen, gates.behind, step.rows.copied if is_alone(step.batch, seen) else None, weights)
+        answers = answered(keyed(mixed, gates, weights), step.batch, memory)
+        return normed(answers, gates.behind, step.rows.copied if is_alone(step.batch, answers) else None, weights)
 
 
 def bound(ops: object, shape: object) -> GpuChannelFolds:

@@ -1,4 +1,4 @@
-"""What delta nets whose channels decay apart compute around their recurrence, on a GPU: a kernel before, one behind.
+"""GPU kernels around the recurrence of delta nets with a decay for each channel: one before it, one behind.
 
 A program has some pairs of a row and a head, in the order in which they lie.
 """
@@ -24,30 +24,30 @@ def _unit(x, scale, unit_eps):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _keyed(mixed, forget, beta, decay, bias, asked, written, values, logs, betas, pairs, beta_stride, scale, unit_eps,
+def _keyed(mixed, forget, beta, decay, bias, queries, written, values, logs, betas, pairs, beta_stride, scale, unit_eps,
            floor, HEADS: tl.constexpr, DIM: tl.constexpr, DB: tl.constexpr, PAIRS: tl.constexpr,
            BOUNDED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """BOUNDED: no logarithm of a decay is below `floor`."""
     begin(OVERLAP)
     n, c = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS), tl.arange(0, DB)
     row, head, real = n // HEADS, n % HEADS, n < pairs
-    there, to = real[:, None] & (c < DIM)[None, :], n[:, None] * DIM + c[None, :]
+    mask, to = real[:, None] & (c < DIM)[None, :], n[:, None] * DIM + c[None, :]
     at = mixed + ((row * 3 * HEADS + head) * DIM)[:, None] + c[None, :]
-    q = tl.load(at, there, other=0.0)
-    k = tl.load(at + HEADS * DIM, there, other=0.0)
-    tl.store(values + to, tl.load(at + 2 * HEADS * DIM, there, other=0.0), there)
-    tl.store(asked + to, _unit(q, scale, unit_eps), there)
-    tl.store(written + to, _unit(k, 1.0, unit_eps), there)
-    x = tl.load(forget + to, there, other=0.0).to(tl.float32)
-    x += tl.load(bias + (head * DIM)[:, None] + c[None, :], there, other=0.0)
+    q = tl.load(at, mask, other=0.0)
+    k = tl.load(at + HEADS * DIM, mask, other=0.0)
+    tl.store(values + to, tl.load(at + 2 * HEADS * DIM, mask, other=0.0), mask)
+    tl.store(queries + to, _unit(q, scale, unit_eps), mask)
+    tl.store(written + to, _unit(k, 1.0, unit_eps), mask)
+    x = tl.load(forget + to, mask, other=0.0).to(tl.float32)
+    x += tl.load(bias + (head * DIM)[:, None] + c[None, :], mask, other=0.0)
     rate = tl.load(decay + head, real, other=0.0)[:, None]
-    tl.store(logs + to, floor * tl.sigmoid(-rate * x) if BOUNDED else softplus(x) * rate, there)
+    tl.store(logs + to, floor * tl.sigmoid(-rate * x) if BOUNDED else softplus(x) * rate, mask)
     b = tl.load(beta + row * beta_stride + head, real, other=0.0)
     tl.store(betas + n, tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32), real)
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _normed(seen, behind, norm, copied, out, pairs, eps, HEADS: tl.constexpr, DIM: tl.constexpr, DB: tl.constexpr,
+def _normed(answers, behind, norm, copied, out, pairs, eps, HEADS: tl.constexpr, DIM: tl.constexpr, DB: tl.constexpr,
             PAIRS: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """COPIES: a row gives what row `copied` of it gives."""
     begin(OVERLAP)
@@ -55,19 +55,19 @@ def _normed(seen, behind, norm, copied, out, pairs, eps, HEADS: tl.constexpr, DI
     real, head, row = n < pairs, n % HEADS, n // HEADS
     if COPIES:
         row = tl.load(copied + row, real, other=0)
-    there, at = real[:, None] & (c < DIM)[None, :], ((row * HEADS + head) * DIM)[:, None] + c[None, :]
+    mask, at = real[:, None] & (c < DIM)[None, :], ((row * HEADS + head) * DIM)[:, None] + c[None, :]
     kind: tl.constexpr = out.dtype.element_ty
-    y = tl.load(seen + at, there, other=0.0).to(kind).to(tl.float32)
+    y = tl.load(answers + at, mask, other=0.0).to(kind).to(tl.float32)
     y *= tl.rsqrt(tl.sum(y * y, 1) / DIM + eps)[:, None] * tl.load(norm + c, c < DIM, other=0.0)[None, :]
-    gate = tl.sigmoid(tl.load(behind + at, there, other=0.0).to(tl.float32))
-    tl.store(out + n[:, None] * DIM + c[None, :], (y * gate).to(kind), there)
+    gate = tl.sigmoid(tl.load(behind + at, mask, other=0.0).to(tl.float32))
+    tl.store(out + n[:, None] * DIM + c[None, :], (y * gate).to(kind), mask)
 
 
 def keyed(mixed: Tensor, gates: ChannelGates, weights: ChannelWeights) -> Tokens:
     """As `channel_tokens`."""
     rows, heads, dim = len(mixed), len(weights.decay), len(weights.norm)
-    asked, written, values, decay = mixed.new_empty((4, rows, heads, dim)).unbind()
-    tokens, pairs = Tokens(asked, written, values, decay, mixed.new_empty((rows, heads))), rows * heads
+    queries, written, values, decay = mixed.new_empty((4, rows, heads, dim)).unbind()
+    tokens, pairs = Tokens(queries, written, values, decay, mixed.new_empty((rows, heads))), rows * heads
     _keyed[(triton.cdiv(pairs, PAIRS),)](
         mixed.contiguous(), gates.forget.contiguous(), gates.beta, weights.decay, weights.bias, *tokens, pairs,
         gates.beta.stride(0), dim**-0.5, UNIT_EPS, weights.floor, HEADS=heads, DIM=dim, DB=triton.next_power_of_2(dim),

@@ -1,4 +1,4 @@
-"""What the rows of a chunk do to each other: the gated delta rule in chunks (arXiv 2412.06464, §3.3).
+"""Products among the rows of a chunk: the gated delta rule in chunks (arXiv 2412.06464, §3.3).
 
 With G the running sum of the decays' logarithms in a chunk, row t learns
 
@@ -44,8 +44,8 @@ def inverse(a, CHUNK: tl.constexpr, SMALL: tl.constexpr, PRECISION: tl.constexpr
     near = (r[:, None] // SMALL) == (r[None, :] // SMALL)
     diagonal = tl.sum(tl.reshape(tl.where(near, a, 0.0), [N, SMALL, N, SMALL]), 2)
     small = _small_inverses(diagonal, N, SMALL)[:, :, None, :]
-    same = (block[:, None] == block[None, :])[:, None, :, None]
-    first = tl.reshape(tl.where(same, small, 0.0), [CHUNK, CHUNK])
+    same_block = (block[:, None] == block[None, :])[:, None, :, None]
+    first = tl.reshape(tl.where(same_block, small, 0.0), [CHUNK, CHUNK])
     x = tl.dot(first, tl.where(near, 0.0, a), input_precision=PRECISION)
     square = tl.dot(x, x, input_precision=PRECISION)
     series = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - x + square
@@ -76,8 +76,8 @@ def within(qk, gates, decay, dt_bias, starts, solved, seen, logs, betas, first, 
     tl.store(betas + rows * V_HEADS + head, beta, inside)
     tl.store(logs + rows * V_HEADS + head, log, inside)
     at = qk + (rows[:, None] * 2 * K_HEADS + head // GROUP) * K_DIM + d[None, :]
-    there = inside[:, None] & (d < K_DIM)[None, :]
-    q, k = tl.load(at, there, other=0.0), tl.load(at + K_HEADS * K_DIM, there, other=0.0)
+    mask = inside[:, None] & (d < K_DIM)[None, :]
+    q, k = tl.load(at, mask, other=0.0), tl.load(at + K_HEADS * K_DIM, mask, other=0.0)
     lower = r[:, None] >= r[None, :]
     fade = tl.where(lower, tl.exp(tl.where(lower, log[:, None] - log[None, :], 0.0)), 0.0)
     strict = tl.where(r[:, None] > r[None, :], beta[:, None] * fade, 0.0)

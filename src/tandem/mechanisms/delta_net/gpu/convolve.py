@@ -31,8 +31,8 @@ def _summed(rows, ring, conv, channel, t, n, d, inside, known, CHANNELS: tl.cons
     summed = (t[:, None] * d[None, :]).to(tl.float32) * 0.0
     for back in tl.static_range(0, CONV):
         source = t - back
-        here = ((source >= 0) & (t < n))[:, None] & inside[None, :]
-        new = tl.load(rows + source[:, None].to(tl.int64) * PROJECTED + d[None, :], here, other=0.0)
+        mask = ((source >= 0) & (t < n))[:, None] & inside[None, :]
+        new = tl.load(rows + source[:, None].to(tl.int64) * PROJECTED + d[None, :], mask, other=0.0)
         before = ((source < 0) & (known + source >= 0))[:, None] & inside[None, :]
         place = (known + source + PLACES) % PLACES
         old = tl.load(ring + place[:, None] * CHANNELS + channel + d[None, :], before, other=0.0)

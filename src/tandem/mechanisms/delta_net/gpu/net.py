@@ -34,10 +34,10 @@ class GpuDelta:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
         memory = zeros(1, s.v_heads, s.k_dim, s.v_dim, dtype=torch.float32)
-        nobody = Chunks(*(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 2], [2], [0])))
+        no_chunks = Chunks(*(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 2], [2], [0])))
         both = zeros(2, s.channels + s.values), zeros(2, 2 * s.v_heads)
         state = DeltaState(zeros(1, s.conv, s.channels), zeros(1, s.conv, 2 * s.v_heads), memory)
-        prompt(s, self._weights, both, nobody, 0, state, zeros(2, s.values))
+        prompt(s, self._weights, both, no_chunks, 0, state, zeros(2, s.values))
 
     def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
         """As `Delta`, with rows of guesses as sequences of their own: neighbours of one slot. The first sequences with

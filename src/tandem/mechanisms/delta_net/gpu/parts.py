@@ -1,4 +1,4 @@
-"""What the kernels of gated delta nets share: where a row has what, gates, the convolution's rounding, the norm."""
+"""Parts that kernels of gated delta nets share: columns of a row, gates, the convolution's rounding, the norm."""
 
 from __future__ import annotations
 

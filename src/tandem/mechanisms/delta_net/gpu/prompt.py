@@ -32,7 +32,7 @@ class Chunks(NamedTuple):
 
 
 class Between(NamedTuple):
-    """What the kernels leave each other, of all T rows; a row that decodes leaves nothing."""
+    """Tensors between the kernels, for all T rows; a row that decodes leaves nothing."""
 
     qk: Tensor  # [T, 2 K, k_dim]
     v: Tensor  # [T, V, v_dim]
@@ -57,7 +57,7 @@ class Between(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What does not differ between calls, of each kernel."""
+    """Arguments of each kernel that do not differ between calls."""
 
     convolve: dict[str, Any]
     keep: dict[str, Any]

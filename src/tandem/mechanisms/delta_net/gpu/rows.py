@@ -44,8 +44,8 @@ def takes(shape: DeltaRule, weights: DeltaWeights, rows: Sequence[Tensor], state
 @cache
 def kernel(shape: DeltaRule, places: int, hidden: int, device_index: int | None) -> Any:
     """Compiled on first use."""
-    (made,) = compiled(source(shape, places, hidden), ("step",), device_index)
-    return made
+    (step_kernel,) = compiled(source(shape, places, hidden), ("step",), device_index)
+    return step_kernel
 
 
 def source(shape: DeltaRule, places: int, hidden: int) -> str:

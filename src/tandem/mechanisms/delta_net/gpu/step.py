@@ -43,15 +43,15 @@ MAX_REGISTERS = 128  # of a thread: then two programs of eight warps share a mul
 @triton.jit
 def _past(ring, conv, channel, d, inside, known, CHANNELS: tl.constexpr, CONV: tl.constexpr, PLACES: tl.constexpr,
           TAPS: tl.constexpr):  # fmt: skip
-    """What the inputs before add to the convolution of channels channel + d, and the weights of the new one.
+    """Contribution of earlier inputs to the convolution of channels channel + d, and the weights of the new one.
 
     All of them are one tile, a number a thread. Rows one by one would be asked for in the memory's layout, in which
     every thread needs several channels and a warp's threads need the same ones.
     """
     back, at = tl.arange(0, TAPS)[:, None], (channel + d)[None, :]
     weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + at, (back < CONV) & inside[None, :], other=0.0)
-    there = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
-    old = tl.load(ring + (known + PLACES - back) % PLACES * CHANNELS + at, there, other=0.0)
+    mask = (back > 0) & (back < CONV) & (back <= known) & inside[None, :]
+    old = tl.load(ring + (known + PLACES - back) % PLACES * CHANNELS + at, mask, other=0.0)
     return tl.reduce((old.to(tl.float32) * weight, tl.where(back == 0, weight, 0.0)), 0, add_two)
 
 
@@ -86,8 +86,8 @@ def _step(projected, gates, x, conv, decay, dt_bias, norm, lens, slots, inputs, 
     i, j = tl.arange(0, KB), tl.arange(0, VB)
     in_k, in_v = i < K_DIM, j < V_DIM
     inner = in_k[:, None] & in_v[None, :]
-    held = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
-    state = tl.load(held, inner & (known > 0) & (slot > 0), other=0.0)
+    memory_at = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
+    state = tl.load(memory_at, inner & (known > 0) & (slot > 0), other=0.0)
     ring, key_head, own = inputs + slot * inputs_stride, head // GROUP, head % GROUP
     q_past, q_weight = _past(ring, conv, key_head * K_DIM, i, in_k, known, CHANNELS, CONV, PLACES, TAPS)
     k_past, k_weight = _past(ring, conv, (K_HEADS + key_head) * K_DIM, i, in_k, known, CHANNELS, CONV, PLACES, TAPS)
@@ -126,9 +126,9 @@ def _step(projected, gates, x, conv, decay, dt_bias, norm, lens, slots, inputs, 
     y = (q_unit * (shrink * of_q + k_unit * both * learnt)).to(kind).to(tl.float32)
     result = normed(y, tl.sum(y * y) / V_DIM, weight, z, eps, kind)
     tl.store(to, result, in_v)
-    tl.store(held, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
-    kept = ring + known % PLACES * CHANNELS
-    keep_inputs(kept, new_q, new_k, new_v, i, j, in_k, in_v, key_head, head, own, K_HEADS, K_DIM, V_DIM)
+    tl.store(memory_at, shrink * state + (k * k_unit)[:, None] * learnt[None, :], inner)
+    place = ring + known % PLACES * CHANNELS
+    keep_inputs(place, new_q, new_k, new_v, i, j, in_k, in_v, key_head, head, own, K_HEADS, K_DIM, V_DIM)
     if following == 0:
         for copy in range(s + 1, rows):
             tl.store(to + (copy - s) * V_HEADS * V_DIM, result, in_v)

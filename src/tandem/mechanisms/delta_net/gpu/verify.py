@@ -38,9 +38,9 @@ def _convolved(rows, ring, conv, channel, d, inside, position, known, kind: tl.c
     back, at = tl.arange(0, TAPS)[:, None], d[None, :]
     weight = tl.load(conv + (CONV - 1 - back) * CHANNELS + channel + at, (back < CONV) & inside[None, :], other=0.0)
     p = position - back
-    there = (back < CONV) & (p >= 0) & inside[None, :]
-    old = tl.load(ring + p % PLACES * CHANNELS + channel + at, there & (p < known), other=0.0)
-    new = tl.load(rows + (p - known) * PROJECTED + at, there & (p >= known), other=0.0)
+    mask = (back < CONV) & (p >= 0) & inside[None, :]
+    old = tl.load(ring + p % PLACES * CHANNELS + channel + at, mask & (p < known), other=0.0)
+    new = tl.load(rows + (p - known) * PROJECTED + at, mask & (p >= known), other=0.0)
     x = old.to(tl.float32) + new.to(tl.float32)  # one of the two is 0
     past = tl.where(back > 0, x * weight, 0.0)
     summed, own_weight, own = tl.reduce(
@@ -52,8 +52,8 @@ def _convolved(rows, ring, conv, channel, d, inside, position, known, kind: tl.c
 @triton.jit
 def _gate(stash, gate, of, at, place, GATES: tl.constexpr):
     """Column `of` of row `at`; of one before the rows, from its place. float32."""
-    was = tl.load(stash + place * GATES + of, at < 0, other=0.0).to(tl.float32)
-    return was + tl.load(gate + at * GATES + of, at >= 0, other=0.0).to(tl.float32)  # one of the two is 0
+    old = tl.load(stash + place * GATES + of, at < 0, other=0.0).to(tl.float32)
+    return old + tl.load(gate + at * GATES + of, at >= 0, other=0.0).to(tl.float32)  # one of the two is 0
 
 
 @triton.jit
@@ -97,8 +97,8 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, f
     i, j = tl.arange(0, KB), tl.arange(0, VB)
     in_k, in_v = i < K_DIM, j < V_DIM
     inner = in_k[:, None] & in_v[None, :]
-    held = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
-    state = tl.load(held, inner & (done > 0) & (slot > 0), other=0.0)
+    memory_at = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
+    state = tl.load(memory_at, inner & (done > 0) & (slot > 0), other=0.0)
     weight = tl.load(norm + j, in_v, other=0.0).to(tl.float32)
     own_decay, own_bias = tl.load(decay + head), tl.load(dt_bias + head)
     wait_for_last(OVERLAP)
@@ -125,7 +125,7 @@ def _verify(projected, gates, conv, decay, dt_bias, norm, starts, lens, slots, f
         b, a = _gate(stash, gate, of_b, at, place, GATES), _gate(stash, gate, of_a, at, place, GATES)
         state, read = _learnt(state, q, k, v, b, a, own_decay, own_bias, scale, unit_eps)
         if at == -BEFORE:  # the last one that is sure
-            tl.store(held, state, inner)
+            tl.store(memory_at, state, inner)
         if at >= 0:
             y = read.to(kind).to(tl.float32)
             z = tl.load(row + at * PROJECTED + Z_FIRST + key_head * Z_STEP + own * V_DIM + j, in_v, other=0.0)

@@ -24,8 +24,8 @@ def walk(qk, v, solved, seen, logs, betas, starts, lens, slots, memory, read, fi
     r, i = tl.arange(0, CHUNK), tl.arange(0, KB)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inner = (i < K_DIM)[:, None] & (j < V_DIM)[None, :]
-    held = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
-    state = tl.load(held, inner & (known > 0) & (slot > 0), other=0.0)
+    memory_at = memory + slot * memory_stride + head * K_DIM * V_DIM + i[:, None] * V_DIM + j[None, :]
+    state = tl.load(memory_at, inner & (known > 0) & (slot > 0), other=0.0)
     for chunk in range(start, end, CHUNK):
         inside, rows = chunk + r < end, (chunk + r).to(tl.int64)
         in_k, in_v = inside[:, None] & (i < K_DIM)[None, :], inside[:, None] & (j < V_DIM)[None, :]
@@ -35,7 +35,7 @@ def walk(qk, v, solved, seen, logs, betas, starts, lens, slots, memory, read, fi
         values = tl.load(v + of_rows[:, None] * V_DIM + j[None, :], in_v, other=0.0).to(tl.float32)
         pairs = of_rows[:, None] * CHUNK + r[None, :]
         solve = tl.load(solved + pairs, inside[:, None], other=0.0)
-        see = tl.load(seen + pairs, inside[:, None], other=0.0)
+        scores = tl.load(seen + pairs, inside[:, None], other=0.0)
         log = tl.load(logs + of_rows, inside, other=0.0)
         beta = tl.load(betas + of_rows, inside, other=0.0)
         kind: tl.constexpr = read.dtype.element_ty
@@ -43,12 +43,12 @@ def walk(qk, v, solved, seen, logs, betas, starts, lens, slots, memory, read, fi
         rest = beta[:, None] * (values - fade * tl.dot(k, before, input_precision=PRECISION))
         learnt = tl.dot(solve, rest.to(kind), input_precision=PRECISION)
         y = fade * tl.dot(q, before, input_precision=PRECISION)
-        y += tl.dot(see, learnt.to(kind), input_precision=PRECISION)
+        y += tl.dot(scores, learnt.to(kind), input_precision=PRECISION)
         tl.store(read + of_rows[:, None] * V_DIM + j[None, :], y.to(kind), in_v)
         last = tl.min(log)  # logarithms of decays are not positive: the sum over all rows
         left = (tl.exp(last - log)[:, None] * learnt).to(kind)
         state = tl.exp(last) * state + tl.dot(tl.trans(k), left, input_precision=PRECISION)
-    tl.store(held, state, inner & (slot > 0))
+    tl.store(memory_at, state, inner & (slot > 0))
 
 
 @triton.jit(do_not_specialize=["first", "rows"])

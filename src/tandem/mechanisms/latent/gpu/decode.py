@@ -136,11 +136,11 @@ def _merge(partial, stats, lens, out, parts, HEADS: tl.constexpr, RANK: tl.const
     y = tl.zeros([BLOCK], tl.float32)
     for first in range(0, used, MERGED):
         some = first + tl.arange(0, MERGED)
-        there, source = some < used, row * parts + some
+        mask, source = some < used, row * parts + some
         acc = tl.load(
-            partial + source[:, None] * RANK + d[None, :], there[:, None] & (d < RANK)[None, :], other=0.0
+            partial + source[:, None] * RANK + d[None, :], mask[:, None] & (d < RANK)[None, :], other=0.0
         )
-        shrink = tl.exp2(tl.load(stats + source * 2, there, other=float("-inf")) - most)
+        shrink = tl.exp2(tl.load(stats + source * 2, mask, other=float("-inf")) - most)
         y += tl.sum(acc * shrink[:, None], 0)
     tl.store(out + row * RANK + d, (y / total).to(out.dtype.element_ty), d < RANK)
 
@@ -167,8 +167,8 @@ def parts_of(sizes: LatentSizes, tile: Tile) -> int:
 
 
 def parts_of_rows(device: torch.device, sizes: LatentSizes, rows: int) -> int:
-    """Of so many rows together. A program of 64 heads fills a processor, and what it has summed is written and read
-    once more: with many rows, fewer parts keep all processors busy."""
+    """Parts of the keys for so many rows together. A program of 64 heads fills a processor, and its sums are written
+    and read once more. So with many rows, fewer parts keep all processors busy."""
     tile = tile_of(device, sizes)
     if tile.heads < 64:
         return parts_of(sizes, tile)

@@ -41,7 +41,7 @@ def _load_block(latents, page, start, n, turned, straight, PAGE: gl.constexpr, W
 @gluon.jit
 def _load_queries(x, row, tile, turned, straight, HEADS: gl.constexpr, WIDE: gl.constexpr,
                   SMALL: gl.constexpr):  # fmt: skip
-    """Of one row and 64 heads, into shared memory; those past the last head are zeros."""
+    """Loads the queries of one row and 64 heads into shared memory; those past the last head are zeros."""
     WIDTH: gl.constexpr = 64 + 512
     h, d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, WIDE)), gl.arange(0, 512, gl.SliceLayout(0, WIDE))
     load_async(straight, x + ((row + h) * WIDTH)[:, None] + (64 + d)[None, :], (h < HEADS)[:, None])

@@ -55,10 +55,10 @@ class GpuLatentHeads:
         single = sequences if rows == sequences else batch.single_rows
         new = NewKeys(kv, pages, batch.cache_slots)
         x = turn(q[:single], batch.positions, s, self._weights, new)
-        seen = Pages(pages, batch.block_tables, batch.seq_lens)
+        key_pages = Pages(pages, batch.block_tables, batch.seq_lens)
         if chosen is not None:
-            seen = _chosen_pages(pages, chosen, slice(0, single))
-        self._ask(q[:single], x, seen, out[:single])
+            key_pages = _chosen_pages(pages, chosen, slice(0, single))
+        self._ask(q[:single], x, key_pages, out[:single])
         for few, chunks in _by_length(chunks_of(batch, single) if single < sequences else []):
             if few:
                 self._few_rows(q, batch, pages, chunks, out, chosen)
@@ -91,27 +91,27 @@ class GpuLatentHeads:
         rows = slice(chunks[0].first, chunks[-1].first + chunks[-1].rows)
         positions = batch.positions[rows]
         if chosen is not None:
-            seen = _chosen_pages(pages, chosen, rows)
+            key_pages = _chosen_pages(pages, chosen, rows)
         else:
             owners = torch.tensor([chunk.sequence for chunk in chunks for _ in range(chunk.rows)]).to(
                 q.device
             )
-            seen = Pages(pages, batch.block_tables[owners], (positions + 1).int())
-        self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), seen, out[rows])
+            key_pages = Pages(pages, batch.block_tables[owners], (positions + 1).int())
+        self._ask(q[rows], turn(q[rows], positions, self._sizes, self._weights), key_pages, out[rows])
 
     def _many_rows(
         self, q: Tensor, batch: BatchLayout, pages: Tensor, chunk: Chunk, out: Tensor, chosen: Chosen | None
     ) -> None:
         """Rows that see all tokens before them, then those that ask their chosen ones."""
-        all_seen = chunk.rows
+        full_rows = chunk.rows
         if chosen is not None:
-            all_seen = min(chunk.rows, max(0, chosen.rows.shape[1] - chunk.before))
-        if all_seen:
-            first = chunk._replace(rows=all_seen)
+            full_rows = min(chunk.rows, max(0, chosen.rows.shape[1] - chunk.before))
+        if full_rows:
+            first = chunk._replace(rows=full_rows)
             self._prompts(q, batch.positions, (pages, batch.block_tables), first, out)
         if chosen is None:
             return
-        for start in range(chunk.first + all_seen, chunk.first + chunk.rows, MANY_ROWS):
+        for start in range(chunk.first + full_rows, chunk.first + chunk.rows, MANY_ROWS):
             rows = slice(start, min(start + MANY_ROWS, chunk.first + chunk.rows))
             x = turn(q[rows], batch.positions[rows], self._sizes, self._weights)
             self._ask(q[rows], x, _chosen_pages(pages, chosen, rows), out[rows], parts=1)

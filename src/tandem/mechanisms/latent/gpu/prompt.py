@@ -108,11 +108,11 @@ class Prompts:
         latents, table = pages[0], pages[1][chunk.sequence]
         for start in range(0, chunk.rows, SQUARE):
             rows = min(SQUARE, chunk.rows - start)
-            these = slice(chunk.first + start, chunk.first + start + rows)
+            query_rows = slice(chunk.first + start, chunk.first + start + rows)
             square = square_of(chunk.before + start, rows)
             for heads in self._groups(square):
-                target = out[these, heads.start * self._sizes.value : heads.stop * self._sizes.value]
-                self._some_heads(q[these, heads], positions[these], (latents, table), square, heads, target)
+                target = out[query_rows, heads.start * self._sizes.value : heads.stop * self._sizes.value]
+                self._some_heads(q[query_rows, heads], positions[query_rows], (latents, table), square, heads, target)
 
     def _some_heads(
         self,
@@ -138,12 +138,13 @@ class Prompts:
     def _keys_values(
         self, pages: tuple[Tensor, Tensor], begin: int, end: int, rows: int, heads: slice
     ) -> tuple[Tensor, Tensor]:
-        """Of positions begin … end - 1, and zeros up to `rows`: [rows, G, nope + rope], [rows, G, value]."""
+        """Keys and values of positions begin … end - 1, and zeros up to `rows`: [rows, G, nope + rope], [rows, G,
+        value]."""
         s = self._sizes
-        found = gather(*pages, begin, end, rows)
+        latents = gather(*pages, begin, end, rows)
         up = self._up[heads]
-        both = F.linear(found[:, s.rope :], up.flatten(0, 1)).view(rows, len(up), s.nope + s.value)
-        return join(both[..., : s.nope], found[:, : s.rope]), both[..., s.nope :]
+        both = F.linear(latents[:, s.rope :], up.flatten(0, 1)).view(rows, len(up), s.nope + s.value)
+        return join(both[..., : s.nope], latents[:, : s.rope]), both[..., s.nope :]
 
     def _groups(self, square: Square) -> Iterator[slice]:
         """As many heads at a time as have room."""

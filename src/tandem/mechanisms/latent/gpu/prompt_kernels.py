@@ -23,10 +23,10 @@ def _gather(latents, table, out, first, end, rows, PAGE: tl.constexpr, WIDTH: tl
             BLOCK: tl.constexpr):  # fmt: skip
     i, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
     position = first + i
-    there = position < end
-    page = tl.load(table + position // PAGE, there, other=0).to(tl.int64)
+    mask = position < end
+    page = tl.load(table + position // PAGE, mask, other=0).to(tl.int64)
     row = (page * PAGE + position % PAGE) * WIDTH
-    x = tl.load(latents + row[:, None] + d, there[:, None] & (d < WIDTH), other=0.0)
+    x = tl.load(latents + row[:, None] + d, mask[:, None] & (d < WIDTH), other=0.0)
     tl.store(out + i.to(tl.int64)[:, None] * WIDTH + d, x, (i < rows)[:, None] & (d < WIDTH))
 
 
@@ -35,9 +35,9 @@ def _join(straight, turned, out, rows, straight_row, straight_head, turned_row, 
           NOPE: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
           SMALL: tl.constexpr):  # fmt: skip
     h, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    there, to = (t < rows)[:, None], out + (t[:, None] * HEADS + h) * (NOPE + ROPE)
+    mask, to = (t < rows)[:, None], out + (t[:, None] * HEADS + h) * (NOPE + ROPE)
     d, e = tl.arange(0, BLOCK)[None, :], tl.arange(0, SMALL)[None, :]
-    inside, rotary = there & (d < NOPE), there & (e < ROPE)
+    inside, rotary = mask & (d < NOPE), mask & (e < ROPE)
     tl.store(to + d, tl.load(straight + h * straight_head + t[:, None] * straight_row + d, inside), inside)
     tl.store(to + NOPE + e, tl.load(turned + t[:, None] * turned_row + e, rotary), rotary)
 
@@ -64,9 +64,9 @@ def _prompt(q, k, v, out, lse, rows, keys, scale, v_row, v_head,
     WIDTH: tl.constexpr = NOPE + ROPE
     t, n = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     d, e, w = tl.arange(0, BLOCK)[None, :], tl.arange(0, SMALL)[None, :], tl.arange(0, WIDE)[None, :]
-    there, row = (t < rows)[:, None], q + (t.to(tl.int64)[:, None] * HEADS + h) * WIDTH
-    x = tl.load(row + d, there & (d < NOPE), other=0.0)
-    y = tl.load(row + NOPE + e, there & (e < ROPE), other=0.0)
+    mask, row = (t < rows)[:, None], q + (t.to(tl.int64)[:, None] * HEADS + h) * WIDTH
+    x = tl.load(row + d, mask & (d < NOPE), other=0.0)
+    y = tl.load(row + NOPE + e, mask & (e < ROPE), other=0.0)
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, WIDE], tl.float32)
@@ -84,7 +84,7 @@ def _prompt(q, k, v, out, lse, rows, keys, scale, v_row, v_head,
     to = h * rows + t
     tl.store(lse + to, (m + tl.log2(total)) / 1.4426950408889634, t < rows)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (t.to(tl.int64)[:, None] * HEADS + h) * VALUE + w, result, there & (w < VALUE))
+    tl.store(out + (t.to(tl.int64)[:, None] * HEADS + h) * VALUE + w, result, mask & (w < VALUE))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse"])
@@ -93,16 +93,16 @@ def _fold(part, lse, acc, top, total, out, rows, part_row, part_head, lse_head, 
           LAST: tl.constexpr):  # fmt: skip
     """Adds a piece, weighted by what its keys sum to; the last one divides."""
     h, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    d, there = tl.arange(0, BLOCK)[None, :], t < rows
-    inside, at = there[:, None] & (d < VALUE), t * HEADS + h
+    d, mask = tl.arange(0, BLOCK)[None, :], t < rows
+    inside, at = mask[:, None] & (d < VALUE), t * HEADS + h
     y = tl.load(part + h * part_head + t[:, None] * part_row + d, inside, other=0.0).to(tl.float32)
-    m = tl.load(lse + h * lse_head + t, there, other=0.0)
+    m = tl.load(lse + h * lse_head + t, mask, other=0.0)
     sums = tl.full([ROWS], 1.0, tl.float32)
     if not FIRST:
-        before = tl.load(top + at, there, other=0.0)
+        before = tl.load(top + at, mask, other=0.0)
         most = tl.maximum(before, m)
         shrink, weight = tl.exp(before - most), tl.exp(m - most)
-        sums = tl.load(total + at, there, other=1.0) * shrink + weight
+        sums = tl.load(total + at, mask, other=1.0) * shrink + weight
         y = tl.load(acc + at[:, None] * VALUE + d, inside, other=0.0) * shrink[:, None] + y * weight[:, None]
         m = most
     if LAST:
@@ -110,8 +110,8 @@ def _fold(part, lse, acc, top, total, out, rows, part_row, part_head, lse_head, 
         tl.store(to, (y / sums[:, None]).to(out.dtype.element_ty), inside)
     else:
         tl.store(acc + at[:, None] * VALUE + d, y, inside)
-        tl.store(top + at, m, there)
-        tl.store(total + at, sums, there)
+        tl.store(top + at, m, mask)
+        tl.store(total + at, sums, mask)
 
 
 def gather(latents: Tensor, table: Tensor, first: int, end: int, rows: int) -> Tensor:
@@ -168,9 +168,9 @@ class Folded:
     def __init__(self, out: Tensor, heads: int, pieces: int) -> None:
         self._out, self._heads, self._pieces, self._done = out, heads, pieces, 0
         rows, width = len(out), out.shape[1]
-        several = rows if pieces > 1 else 0
-        self._acc = out.new_empty((several, width), dtype=torch.float32)
-        self._top, self._total = out.new_empty((2, several, heads), dtype=torch.float32)
+        summed_rows = rows if pieces > 1 else 0
+        self._acc = out.new_empty((summed_rows, width), dtype=torch.float32)
+        self._top, self._total = out.new_empty((2, summed_rows, heads), dtype=torch.float32)
 
     def add(self, part: Tensor, lse: Tensor) -> None:
         """part [T, G, value], lse [G, T]: one of `pieces`."""

@@ -16,12 +16,12 @@ ROWS = 8  # of a program
 
 @triton.jit
 def _turned(
-    source, there, cos, sin, position, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr
+    source, mask, cos, sin, position, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Both halves of ROWS rotations, rounded where Transformers rounds. source [ROWS, 1]: pointers to rotary channels;
-    there [ROWS, 1]; position [ROWS, 1]."""
+    mask [ROWS, 1]; position [ROWS, 1]."""
     i = tl.arange(0, BLOCK)[None, :]
-    inside = there & (i < HALF)
+    inside = mask & (i < HALF)
     kind = source.dtype.element_ty
     one = source + (2 * i if NEIGHBOURS else i)
     a = tl.load(one, inside, other=0.0).to(tl.float32)
@@ -34,12 +34,12 @@ def _turned(
 
 
 @triton.jit
-def _turn_queries(q, out, t, there, h, position, cos, sin, q_row, q_head, out_row, out_head,
+def _turn_queries(q, out, t, mask, h, position, cos, sin, q_row, q_head, out_row, out_head,
                   HALF: tl.constexpr, NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """q and out: a head's rotary channels."""
     source = q + h * q_head + t[:, None] * q_row
     first, second, inside = _turned(
-        source, there[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
+        source, mask[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
     )
     to = out + h * out_head + t[:, None] * out_row + tl.arange(0, BLOCK)[None, :]
     tl.store(to, first, inside)
@@ -47,18 +47,18 @@ def _turn_queries(q, out, t, there, h, position, cos, sin, q_row, q_head, out_ro
 
 
 @triton.jit
-def _store_keys(kv, pages, weight, t, there, position, slot, cos, sin, eps, RANK: tl.constexpr, HALF: tl.constexpr,
+def _store_keys(kv, pages, weight, t, mask, position, slot, cos, sin, eps, RANK: tl.constexpr, HALF: tl.constexpr,
                 NEIGHBOURS: tl.constexpr, BLOCK: tl.constexpr, LATENT: tl.constexpr):  # fmt: skip
     WIDTH: tl.constexpr = RANK + 2 * HALF
     d, row, to = tl.arange(0, LATENT)[None, :], kv + t[:, None] * WIDTH, pages + slot[:, None] * WIDTH
-    inside = there[:, None] & (d < RANK)
+    inside = mask[:, None] & (d < RANK)
     kind = kv.dtype.element_ty
     c = tl.load(row + d, inside, other=0.0).to(tl.float32)
     unit = (c * tl.rsqrt(tl.sum(c * c, 1) / RANK + eps)[:, None]).to(kind).to(tl.float32)
     y = unit * tl.load(weight + d, d < RANK, other=0.0).to(tl.float32)
     tl.store(to + 2 * HALF + d, y.to(kind), inside)
     first, second, both = _turned(
-        row + RANK, there[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
+        row + RANK, mask[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK
     )
     i = tl.arange(0, BLOCK)[None, :]
     tl.store(to + i, first, both)
@@ -74,15 +74,15 @@ def _turn(q, kv, pages, out, weight, positions, slots, cos, sin, eps, rows, deco
     begin(OVERLAP)
     h = tl.program_id(0).to(tl.int64) - KEYS
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    there = t < (rows if h < 0 else decoding)
-    position = tl.load(positions + t, there, other=0)
+    mask = t < (rows if h < 0 else decoding)
+    position = tl.load(positions + t, mask, other=0)
     if h < 0:
-        slot = tl.load(slots + t, there, other=0)
+        slot = tl.load(slots + t, mask, other=0)
         _store_keys(
-            kv, pages, weight, t, there, position, slot, cos, sin, eps, RANK, HALF, NEIGHBOURS, BLOCK, LATENT
+            kv, pages, weight, t, mask, position, slot, cos, sin, eps, RANK, HALF, NEIGHBOURS, BLOCK, LATENT
         )
     else:
-        _turn_queries(q + NOPE, out, t, there, h, position, cos, sin, q_row, q_head, out_row, RANK + 2 * HALF,
+        _turn_queries(q + NOPE, out, t, mask, h, position, cos, sin, q_row, q_head, out_row, RANK + 2 * HALF,
                       HALF, NEIGHBOURS, BLOCK)  # fmt: skip
 
 
@@ -92,14 +92,14 @@ def _spread(q, out, positions, cos, sin, before, rows, total, q_row, q_head,
             ROWS: tl.constexpr, BLOCK: tl.constexpr, STRAIGHT: tl.constexpr):  # fmt: skip
     """Rows of a chunk, turned, as rows before … before + rows - 1 of `total`; the others are zeros."""
     h, t = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    source, there = t - before, (t >= before) & (t < before + rows)
+    source, mask = t - before, (t >= before) & (t < before + rows)
     WIDTH: tl.constexpr = NOPE + 2 * HALF
     d, to = tl.arange(0, STRAIGHT)[None, :], out + (t[:, None] * HEADS + h) * WIDTH
-    x = tl.load(q + h * q_head + source[:, None] * q_row + d, there[:, None] & (d < NOPE), other=0.0)
+    x = tl.load(q + h * q_head + source[:, None] * q_row + d, mask[:, None] & (d < NOPE), other=0.0)
     tl.store(to + d, x, (t < total)[:, None] & (d < NOPE))
-    position = tl.load(positions + source, there, other=0)
+    position = tl.load(positions + source, mask, other=0)
     rotary = q + h * q_head + source[:, None] * q_row + NOPE
-    first, second, _ = _turned(rotary, there[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK)
+    first, second, _ = _turned(rotary, mask[:, None], cos, sin, position[:, None], HALF, NEIGHBOURS, BLOCK)
     i = tl.arange(0, BLOCK)[None, :]
     inside = (t < total)[:, None] & (i < HALF)
     tl.store(to + NOPE + i, first, inside)

@@ -22,25 +22,25 @@ ROWS, COLUMNS, CHANNELS_AT_ONCE = 32, 64, 256  # of a prompt's program; of a row
 
 
 @triton.jit
-def _given(rows, at, c, there, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
-    """What is convolved of rows `at`, as the ring has it, in float32. GATED: values, times the gate before."""
-    x = tl.load(rows + at * stride + c, there, other=0.0)
+def _given(rows, at, c, mask, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+    """Convolution input of rows `at`, as the ring has it, in float32. GATED: values, times the gate before."""
+    x = tl.load(rows + at * stride + c, mask, other=0.0)
     if GATED:
-        values = tl.load(rows + at * stride + 2 * CHANNELS + c, there, other=0.0)
+        values = tl.load(rows + at * stride + 2 * CHANNELS + c, mask, other=0.0)
         x = (x.to(tl.float32) * values.to(tl.float32)).to(rows.dtype.element_ty)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _leave(mixed, out, to, rows, at, c, there, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+def _leave(mixed, out, to, rows, at, c, mask, stride, CHANNELS: tl.constexpr, GATED: tl.constexpr):
     """Rows `to` of out: the rounded convolution's silu, or the convolution times the gate behind of rows `at`."""
     kind: tl.constexpr = rows.dtype.element_ty
     y = mixed.to(kind).to(tl.float32)
     if GATED:
-        y = y * tl.load(rows + at * stride + CHANNELS + c, there, other=0.0).to(tl.float32)
+        y = y * tl.load(rows + at * stride + CHANNELS + c, mask, other=0.0).to(tl.float32)
     else:
         y = y / (1.0 + tl.exp(-y))
-    tl.store(out + to * CHANNELS + c, y.to(kind).to(out.dtype.element_ty), there)
+    tl.store(out + to * CHANNELS + c, y.to(kind).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -52,19 +52,19 @@ def _decode_convolved(rows, ring, taps, out, lens, slots, copied, stride, ring_s
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * CB + tl.arange(0, CB)
     inside, at = c < CHANNELS, tl.load(copied + row)
     slot, length = tl.load(slots + at), tl.load(lens + at)
-    held = ring + slot.to(tl.int64) * ring_stride + c
+    ring_at = ring + slot.to(tl.int64) * ring_stride + c
     own = _given(rows, at, c, inside, stride, CHANNELS, GATED)
     mixed = own * tl.load(taps + (TAPS - 1) * CHANNELS + c, inside, other=0.0)
     for back in tl.static_range(1, TAPS):
         before = tl.maximum(at - back, 0)
         follows = (at >= back) & (tl.load(slots + before) == slot) & (tl.load(lens + before) + back == length)
         new = _given(rows, before, c, inside, stride, CHANNELS, GATED)
-        old = tl.load(held + (length - 1 - back + PLACES) % PLACES * CHANNELS, inside, other=0.0).to(tl.float32)
+        old = tl.load(ring_at + (length - 1 - back + PLACES) % PLACES * CHANNELS, inside, other=0.0).to(tl.float32)
         old = tl.where(follows, new, tl.where(length > back, old, 0.0))
         mixed += old * tl.load(taps + (TAPS - 1 - back) * CHANNELS + c, inside, other=0.0)
     if BIASED:
         mixed += tl.load(taps + TAPS * CHANNELS + c, inside, other=0.0)
-    tl.store(held + (length - 1) % PLACES * CHANNELS, own.to(ring.dtype.element_ty), inside)
+    tl.store(ring_at + (length - 1) % PLACES * CHANNELS, own.to(ring.dtype.element_ty), inside)
     _leave(mixed, out, row, rows, at, c, inside, stride, CHANNELS, GATED)
 
 
@@ -81,13 +81,13 @@ def _prompt_convolved(rows, ring, taps, out, starts, lens, slots, first, sequenc
     known, t = tl.load(lens + s) - n, (block * ROWS + tl.arange(0, ROWS))[:, None]
     c = (tl.program_id(1) * CB + tl.arange(0, CB))[None, :]
     inside, at = (t < n) & (c < CHANNELS), (start + t).to(tl.int64)
-    held = ring + tl.load(slots + s).to(tl.int64) * ring_stride + c
+    ring_at = ring + tl.load(slots + s).to(tl.int64) * ring_stride + c
     mixed = _given(rows, at, c, inside, stride, CHANNELS, GATED)
     mixed *= tl.load(taps + (TAPS - 1) * CHANNELS + c, c < CHANNELS, other=0.0)
     for back in tl.static_range(1, TAPS):
         x = _given(rows, at - back, c, inside & (t >= back), stride, CHANNELS, GATED)
         place = (known + t - back + PLACES) % PLACES
-        x += tl.load(held + place * CHANNELS, inside & (t < back) & (known + t >= back), other=0.0).to(tl.float32)
+        x += tl.load(ring_at + place * CHANNELS, inside & (t < back) & (known + t >= back), other=0.0).to(tl.float32)
         mixed += x * tl.load(taps + (TAPS - 1 - back) * CHANNELS + c, c < CHANNELS, other=0.0)
     if BIASED:
         mixed += tl.load(taps + TAPS * CHANNELS + c, c < CHANNELS, other=0.0)
@@ -100,11 +100,11 @@ def _prompt_kept(rows, ring, starts, lens, slots, first, stride, ring_stride, CH
     """The last inputs of each sequence from `first` on."""
     s, c = tl.program_id(0) + first, (tl.program_id(1) * CB + tl.arange(0, CB))[None, :]
     start, end, back = tl.load(starts + s), tl.load(starts + s + 1), tl.arange(0, PB)[:, None]
-    there = (c < CHANNELS) & (back < PLACES) & (end - 1 - back >= start)
-    x = _given(rows, (end - 1 - back).to(tl.int64), c, there, stride, CHANNELS, GATED)
+    mask = (c < CHANNELS) & (back < PLACES) & (end - 1 - back >= start)
+    x = _given(rows, (end - 1 - back).to(tl.int64), c, mask, stride, CHANNELS, GATED)
     place = (tl.load(lens + s) - 1 - back) % PLACES
-    held = ring + tl.load(slots + s).to(tl.int64) * ring_stride
-    tl.store(held + place * CHANNELS + c, x.to(ring.dtype.element_ty), there)
+    ring_at = ring + tl.load(slots + s).to(tl.int64) * ring_stride
+    tl.store(ring_at + place * CHANNELS + c, x.to(ring.dtype.element_ty), mask)
 
 
 def convolve(rows: Tensor, step: Step, ring: Tensor, taps: Taps, out: Tensor, *, gated: bool) -> None:
@@ -125,12 +125,12 @@ def convolve(rows: Tensor, step: Step, ring: Tensor, taps: Taps, out: Tensor, *,
         )  # fmt: skip
     if single == sequences:
         return
-    where, blocks = (batch.query_starts, batch.seq_lens, batch.slots), triton.cdiv(channels, COLUMNS)
+    layout, blocks = (batch.query_starts, batch.seq_lens, batch.slots), triton.cdiv(channels, COLUMNS)
     others = sequences - single
     _prompt_convolved[((len(rows) - single) // ROWS + others, blocks)](
-        rows, ring, taps.rows, out, *where, single, sequences, *strides, **summed, ROWS=ROWS, CB=COLUMNS,
+        rows, ring, taps.rows, out, *layout, single, sequences, *strides, **summed, ROWS=ROWS, CB=COLUMNS,
         AT_ONCE=SEQUENCES, num_warps=4,
     )  # fmt: skip
     _prompt_kept[(others, blocks)](
-        rows, ring, *where, single, *strides, **shape, PB=triton.next_power_of_2(places), CB=COLUMNS, num_warps=4
+        rows, ring, *layout, single, *strides, **shape, PB=triton.next_power_of_2(places), CB=COLUMNS, num_warps=4
     )

@@ -30,7 +30,7 @@ SOLVE_COLUMNS, CARRY_COLUMNS, READ_COLUMNS = 128, 32, 32  # of values, in a prog
 
 
 class Between(NamedTuple):
-    """What the kernels leave each other, float32. Rows that are no chunk's are not written."""
+    """Tensors between the kernels, float32. Rows that are no chunk's are not written."""
 
     alike: Tensor  # [T, H, CHUNK]
     seen: Tensor  # [T, H, CHUNK]
@@ -46,12 +46,12 @@ class Between(NamedTuple):
     @classmethod
     def of(cls, tokens: Tokens, sequences: int) -> Between:
         (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
-        chunks, made = rows // CHUNK + sequences, tokens.values.new_empty
-        alike, seen = made((2, rows, heads, CHUNK)).unbind()
-        asks, answered, ends, left = made((4, rows, heads, keys)).unbind()
-        totals, fade = made((chunks * (CHUNK // SMALL), heads, keys)), made((chunks, heads, keys))
-        learnt, before = made((rows, heads, width)), made((chunks, heads, keys, width))
-        return cls(alike, seen, asks, answered, ends, totals, left, fade, learnt, before)
+        chunks, empty = rows // CHUNK + sequences, tokens.values.new_empty
+        alike, query_pairs = empty((2, rows, heads, CHUNK)).unbind()
+        asks, answered, ends, left = empty((4, rows, heads, keys)).unbind()
+        totals, fade = empty((chunks * (CHUNK // SMALL), heads, keys)), empty((chunks, heads, keys))
+        learnt, before = empty((rows, heads, width)), empty((chunks, heads, keys, width))
+        return cls(alike, query_pairs, asks, answered, ends, totals, left, fade, learnt, before)
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
@@ -70,12 +70,12 @@ def _solve(values, beta, alike, answered, learnt, starts, first, sequences, HEAD
     by = tl.load(beta + of_heads, inside, other=0.0)[:, None]
     for first_v in range(0, VALUES, VB):
         v = first_v + tl.arange(0, VB)
-        at, there = of_heads[:, None] * VALUES + v[None, :], inside[:, None] & (v < VALUES)[None, :]
-        given = by * tl.load(values + at, there, other=0.0)
-        tl.store(learnt + at, tl.dot(solved, given, input_precision=PRECISION), there)
-    at, there = of_heads[:, None] * KEYS + c[None, :], inside[:, None] & (c < KEYS)[None, :]
-    faded = tl.load(answered + at, there, other=0.0)
-    tl.store(answered + at, tl.dot(solved, faded, input_precision=PRECISION), there)
+        at, mask = of_heads[:, None] * VALUES + v[None, :], inside[:, None] & (v < VALUES)[None, :]
+        scaled = by * tl.load(values + at, mask, other=0.0)
+        tl.store(learnt + at, tl.dot(solved, scaled, input_precision=PRECISION), mask)
+    at, mask = of_heads[:, None] * KEYS + c[None, :], inside[:, None] & (c < KEYS)[None, :]
+    faded = tl.load(answered + at, mask, other=0.0)
+    tl.store(answered + at, tl.dot(solved, faded, input_precision=PRECISION), mask)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -89,25 +89,25 @@ def _carry(answered, learnt, left, fade, before, memory, starts, lens, slots, sl
     start, end = tl.load(starts + s + first), tl.load(starts + s + first + 1)
     known = tl.load(lens + s + first) - (end - start)
     of_memory, inner = c[:, None] * VALUES + v[None, :], in_k[:, None] & in_v[None, :]
-    held = memory + tl.load(slots + s + first).to(tl.int64) * slot_stride + head * KEYS * VALUES + of_memory
-    state = tl.where(known > 0, tl.load(held, inner, other=0.0), 0.0)
+    memory_at = memory + tl.load(slots + s + first).to(tl.int64) * slot_stride + head * KEYS * VALUES + of_memory
+    state = tl.where(known > 0, tl.load(memory_at, inner, other=0.0), 0.0)
     for chunk in range(start, end, CHUNK):
         inside, of_chunk = chunk + r < end, number_of(chunk, s, CHUNK) * HEADS + head
         of_heads = ((chunk + r).to(tl.int64) * HEADS + head)[:, None]
-        there, here = inside[:, None] & in_k[None, :], inside[:, None] & in_v[None, :]
-        by_key = tl.load(answered + of_heads * KEYS + c[None, :], there, other=0.0)
-        u = tl.load(learnt + of_heads * VALUES + v[None, :], here, other=0.0)
-        keys = tl.load(left + of_heads * KEYS + c[None, :], there, other=0.0)
+        mask_k, mask_v = inside[:, None] & in_k[None, :], inside[:, None] & in_v[None, :]
+        by_key = tl.load(answered + of_heads * KEYS + c[None, :], mask_k, other=0.0)
+        u = tl.load(learnt + of_heads * VALUES + v[None, :], mask_v, other=0.0)
+        keys = tl.load(left + of_heads * KEYS + c[None, :], mask_k, other=0.0)
         shrink = tl.load(fade + of_chunk * KEYS + c, in_k, other=0.0)
         tl.store(before + of_chunk * KEYS * VALUES + of_memory, state, inner)
         u -= tl.dot(by_key, state, input_precision=PRECISION)
-        tl.store(learnt + of_heads * VALUES + v[None, :], u, here)
+        tl.store(learnt + of_heads * VALUES + v[None, :], u, mask_v)
         state = state * shrink[:, None] + tl.dot(tl.trans(keys), u, input_precision=PRECISION)
-    tl.store(held, state, inner)
+    tl.store(memory_at, state, inner)
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
-def _read(asks, seen, learnt, before, out, starts, first, sequences, HEADS: tl.constexpr, KEYS: tl.constexpr,
+def _read(asks, query_pairs, learnt, before, out, starts, first, sequences, HEADS: tl.constexpr, KEYS: tl.constexpr,
           VALUES: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
           PRECISION: tl.constexpr):  # fmt: skip
     s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
@@ -119,32 +119,32 @@ def _read(asks, seen, learnt, before, out, starts, first, sequences, HEADS: tl.c
     inside, of_heads = chunk + r < end, (chunk + r).to(tl.int64)[:, None] * HEADS + head
     in_k, in_v = (c < KEYS)[None, :], (v < VALUES)[None, :]
     q = tl.load(asks + of_heads * KEYS + c[None, :], inside[:, None] & in_k, other=0.0)
-    held = before + (number_of(chunk, s, CHUNK) * HEADS + head) * KEYS * VALUES
-    state = tl.load(held + c[:, None] * VALUES + v[None, :], (c < KEYS)[:, None] & in_v, other=0.0)
+    memory_at = before + (number_of(chunk, s, CHUNK) * HEADS + head) * KEYS * VALUES
+    state = tl.load(memory_at + c[:, None] * VALUES + v[None, :], (c < KEYS)[:, None] & in_v, other=0.0)
     y = tl.dot(q, state, input_precision=PRECISION)
     lower = inside[:, None] & (r[:, None] >= r[None, :])
-    pairs = tl.load(seen + of_heads * CHUNK + r[None, :], lower, other=0.0)
-    at, here = of_heads * VALUES + v[None, :], inside[:, None] & in_v
-    y += tl.dot(pairs, tl.load(learnt + at, here, other=0.0), input_precision=PRECISION)
-    tl.store(out + at, y, here)
+    pairs = tl.load(query_pairs + of_heads * CHUNK + r[None, :], lower, other=0.0)
+    at, mask_v = of_heads * VALUES + v[None, :], inside[:, None] & in_v
+    y += tl.dot(pairs, tl.load(learnt + at, mask_v, other=0.0), input_precision=PRECISION)
+    tl.store(out + at, y, mask_v)
 
 
 def correct(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out: Tensor) -> None:
     """All sequences from `first` on; those before have one row each. tokens: contiguous, with beta."""
-    asked, written, values, decay, beta = tokens
-    (rows, heads, width), (groups, keys) = values.shape, asked.shape[1:]
+    queries, written, values, decay, beta = tokens
+    (rows, heads, width), (groups, keys) = values.shape, queries.shape[1:]
     sequences, others = len(batch.seq_lens), len(batch.seq_lens) - first
     b, chunks, starts = Between.of(tokens, others), (rows - first) // CHUNK + others, batch.query_starts
-    which, blocks = (starts, first, sequences), (chunks, heads, CHUNK // SMALL)
+    span, blocks = (starts, first, sequences), (chunks, heads, CHUNK // SMALL)
     sizes = {"HEADS": heads, "KEYS": keys, "KB": _tile(keys), "CHUNK": CHUNK}
     each, exact = {**sizes, "AT_ONCE": SEQUENCES}, {"PRECISION": PRECISION, "num_stages": 1}
     within_blocks[blocks](
-        asked, written, decay, beta, *b[:6], *which, **each, GROUP=heads // groups, DECAYS=decay.shape[2], SMALL=SMALL,
-        num_warps=2,
+        queries, written, decay, beta, *b[:6], *span, **each, GROUP=heads // groups, DECAYS=decay.shape[2],
+        SMALL=SMALL, num_warps=2,
     )  # fmt: skip
-    across_blocks[blocks](*b[:8], *which, **each, **exact, SMALL=SMALL, num_warps=2)
+    across_blocks[blocks](*b[:8], *span, **each, **exact, SMALL=SMALL, num_warps=2)
     _solve[(chunks, heads)](
-        values, beta, b.alike, b.answered, b.learnt, *which, **each, **exact, VALUES=width,
+        values, beta, b.alike, b.answered, b.learnt, *span, **each, **exact, VALUES=width,
         VB=_tile(width, SOLVE_COLUMNS), SMALL=SMALL, num_warps=4,
     )  # fmt: skip
     columns = _tile(width, CARRY_COLUMNS)
@@ -154,7 +154,7 @@ def correct(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out:
     )  # fmt: skip
     columns = _tile(width, READ_COLUMNS)
     _read[(chunks, heads, triton.cdiv(width, columns))](
-        b.asks, b.seen, b.learnt, b.before, out, *which, **each, **exact, VALUES=width, VB=columns, num_warps=4
+        b.asks, b.seen, b.learnt, b.before, out, *span, **each, **exact, VALUES=width, VB=columns, num_warps=4
     )
 
 

@@ -18,15 +18,15 @@ SMALL = 16  # rows of a block
 
 @triton.jit
 def number_of(chunk, s, CHUNK: tl.constexpr):
-    """Of the chunk of sequence s that begins at row `chunk`: no two have the same."""
+    """Number of the chunk of sequence s that begins at row `chunk`: no two have the same."""
     return (chunk // CHUNK + s).to(tl.int64)
 
 
 @triton.jit
-def _put(alike, seen, found, of_heads, column, inside, asks, CHUNK: tl.constexpr):
-    at, there = of_heads[:, None] * CHUNK + column[None, :], inside[:, None] & (column >= 0)[None, :]
-    tl.store(alike + at, found, there & (asks == 0)[:, None])
-    tl.store(seen + at, found, there & (asks == 1)[:, None])
+def _put(alike, query_pairs, products, of_heads, column, inside, asks, CHUNK: tl.constexpr):
+    at, mask = of_heads[:, None] * CHUNK + column[None, :], inside[:, None] & (column >= 0)[None, :]
+    tl.store(alike + at, products, mask & (asks == 0)[:, None])
+    tl.store(query_pairs + at, products, mask & (asks == 1)[:, None])
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
@@ -47,23 +47,23 @@ def within_blocks(asked, written, decay, beta, alike, seen, asks_faded, keys_fad
     r, i, c = tl.arange(0, 2 * SMALL), tl.arange(0, SMALL), tl.arange(0, KB)
     t, asks = r % SMALL, r // SMALL
     inside, rows = own + t < end, (own + t).to(tl.int64)
-    of_heads, there = rows * HEADS + head, inside[:, None] & (c < KEYS)[None, :]
-    of_k, of_q = there & (asks == 0)[:, None], there & (asks == 1)[:, None]
+    of_heads, mask = rows * HEADS + head, inside[:, None] & (c < KEYS)[None, :]
+    of_k, of_q = mask & (asks == 0)[:, None], mask & (asks == 1)[:, None]
     at = (rows[:, None] * GROUPS + head // GROUP) * KEYS + c[None, :]
     faded = tl.load(written + at, of_k, other=0.0) * tl.load(beta + of_heads, inside, other=0.0)[:, None]
     faded += tl.load(asked + at, of_q, other=0.0)  # one of the two is 0
-    found, total = tl.zeros([2 * SMALL, SMALL], tl.float32), tl.full([KB], 1.0, tl.float32)
+    products, total = tl.zeros([2 * SMALL, SMALL], tl.float32), tl.full([KB], 1.0, tl.float32)
     for back in tl.static_range(SMALL):
         near = SMALL - 1 - back
         row, real = (own + near).to(tl.int64), c < tl.where(own + near < end, KEYS, 0)
         key = tl.load(written + (row * GROUPS + head // GROUP) * KEYS + c, real, other=0.0)
         fade = tl.exp(tl.load(decay + (row * HEADS + head) * DECAYS + c % DECAYS, real, other=0.0))
         sees = (i == near)[None, :] & (t + asks > near)[:, None]
-        found = tl.where(sees, tl.sum(faded * key[None, :], 1)[:, None], found)
+        products = tl.where(sees, tl.sum(faded * key[None, :], 1)[:, None], products)
         faded *= tl.where((t >= near)[:, None], fade[None, :], 1.0)
         tl.store(ends + (row * HEADS + head) * KEYS + c, key * total, real)
         total *= fade
-    _put(alike, seen, found, of_heads, small * SMALL + i, inside, asks, CHUNK)
+    _put(alike, seen, products, of_heads, small * SMALL + i, inside, asks, CHUNK)
     to = of_heads[:, None] * KEYS + c[None, :]
     tl.store(keys_faded + to, faded, of_k)
     tl.store(asks_faded + to, faded, of_q)
@@ -104,10 +104,10 @@ def across_blocks(alike, seen, asks_faded, keys_faded, ends, totals, left, fade,
     tl.store(asks_faded + at, faded, of_q)
     rest = tl.full([KB], 1.0, tl.float32)
     for behind in range(small + 1, BLOCKS):
-        there = c < tl.where(chunk + behind * SMALL < end, KEYS, 0)
-        rest *= tl.load(blocks + behind * HEADS * KEYS, there, other=1.0)
-    mine = (own + i).to(tl.int64)[:, None] * HEADS * KEYS + head * KEYS + c[None, :]
-    there = (own + i < end)[:, None] & in_k[None, :]
-    tl.store(left + mine, tl.load(ends + mine, there, other=0.0) * rest[None, :], there)
+        mask = c < tl.where(chunk + behind * SMALL < end, KEYS, 0)
+        rest *= tl.load(blocks + behind * HEADS * KEYS, mask, other=1.0)
+    own_at = (own + i).to(tl.int64)[:, None] * HEADS * KEYS + head * KEYS + c[None, :]
+    mask = (own + i < end)[:, None] & in_k[None, :]
+    tl.store(left + own_at, tl.load(ends + own_at, mask, other=0.0) * rest[None, :], mask)
     if small == 0:
         tl.store(fade + (of_chunk * HEADS + head) * KEYS + c, rest * tl.load(blocks, in_k, other=0.0), in_k)

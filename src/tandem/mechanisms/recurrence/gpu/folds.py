@@ -22,7 +22,7 @@ COLUMNS = 32  # of a memory that a program holds
 
 
 @triton.jit
-def _fold(asked, written, values, decay, beta, out, memory, starts, lens, slots, slot_stride,
+def _fold(queries, written, values, decay, beta, out, memory, starts, lens, slots, slot_stride,
           HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, APART: tl.constexpr,
           CORRECTS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Some columns of one head's memory through the rows of one sequence. APART: each key's channel decays by itself.
@@ -40,7 +40,7 @@ def _fold(asked, written, values, decay, beta, out, memory, starts, lens, slots,
     state = tl.where(known > 0, tl.load(at, inside, other=0.0), 0.0)
     for row in range(first, first + count):
         of_head, of_group = row * HEADS + head, (row * (HEADS // GROUP) + head // GROUP) * KEYS
-        q = tl.load(asked + of_group + k, in_k, other=0.0)
+        q = tl.load(queries + of_group + k, in_k, other=0.0)
         w = tl.load(written + of_group + k, in_k, other=0.0)
         added = tl.load(values + of_head * VALUES + v, in_v, other=0.0)
         if APART:
@@ -69,8 +69,8 @@ class GpuFolds:
 
     def folded(self, tokens: Tokens, step: Step, memory: Tensor) -> Tensor:
         beta = None if tokens.beta is None else tokens.beta.contiguous()
-        asked, written, values, decay = (part.contiguous() for part in tokens[:4])
-        out = answered(Tokens(asked, written, values, decay, beta), step.batch, memory)
+        queries, written, values, decay = (part.contiguous() for part in tokens[:4])
+        out = answered(Tokens(queries, written, values, decay, beta), step.batch, memory)
         # A copy must give what its row gives: it writes keys and values to the same places.
         return out.index_select(0, step.rows.copied) if is_alone(step.batch, out) else out
 
@@ -82,12 +82,12 @@ def is_alone(batch: BatchLayout, rows: Tensor) -> bool:
 def answered(tokens: Tokens, batch: BatchLayout, memory: Tensor) -> Tensor:
     """tokens: contiguous. What each row's memory answers, copies of rows for themselves."""
     out = torch.empty_like(tokens.values)
-    together = None if is_alone(batch, out) else way_of(tokens)
-    single = batch.single_rows if together else len(batch.seq_lens)
+    in_chunks = None if is_alone(batch, out) else way_of(tokens)
+    single = batch.single_rows if in_chunks else len(batch.seq_lens)
     if single:
         _row_by_row(tokens, batch, single, memory, out)
-    if together and single < len(batch.seq_lens):
-        together(tokens, batch, single, memory, out)
+    if in_chunks and single < len(batch.seq_lens):
+        in_chunks(tokens, batch, single, memory, out)
     return out
 
 
@@ -102,11 +102,11 @@ def way_of(tokens: Tokens) -> Callable[[Tokens, BatchLayout, int, Tensor, Tensor
 
 def _row_by_row(tokens: Tokens, batch: BatchLayout, sequences: int, memory: Tensor, out: Tensor) -> None:
     """The first `sequences`."""
-    asked, written, values, decay, beta = tokens
-    (heads, width), (groups, keys) = values.shape[1:], asked.shape[1:]
+    queries, written, values, decay, beta = tokens
+    (heads, width), (groups, keys) = values.shape[1:], queries.shape[1:]
     columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
     _fold[(sequences * heads, triton.cdiv(width, columns))](
-        asked, written, values, decay, values if beta is None else beta, out, memory, batch.query_starts,
+        queries, written, values, decay, values if beta is None else beta, out, memory, batch.query_starts,
         batch.seq_lens, batch.slots, memory.stride(0), HEADS=heads, GROUP=heads // groups, KEYS=keys, VALUES=width,
         APART=decay.shape[2] > 1, CORRECTS=beta is not None, KB=max(16, triton.next_power_of_2(keys)), VB=columns,
         num_warps=4, **overlapped(values.device),

@@ -27,7 +27,7 @@ PRECISION = "tf32x3"
 
 
 @triton.jit(do_not_specialize=["first", "sequences"])
-def _pairs(asked, written, pairs, starts, first, sequences, GROUPS: tl.constexpr, KEYS: tl.constexpr,
+def _pairs(queries, written, pairs, starts, first, sequences, GROUPS: tl.constexpr, KEYS: tl.constexpr,
            KB: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """pairs: float32 [T, GROUPS, CHUNK], a row's columns are its chunk's rows."""
     s, block = sequence_of(starts + first, sequences - first, tl.program_id(0), CHUNK, AT_ONCE)
@@ -37,15 +37,15 @@ def _pairs(asked, written, pairs, starts, first, sequences, GROUPS: tl.constexpr
     group, r, k = tl.program_id(1), tl.arange(0, CHUNK), tl.arange(0, KB)
     start = tl.load(starts + s) + block * CHUNK
     inside, rows = start + r < tl.load(starts + s + 1), (start + r).to(tl.int64)
-    of_rows, there = rows[:, None] * GROUPS + group, inside[:, None] & (k < KEYS)[None, :]
-    q = tl.load(asked + of_rows * KEYS + k[None, :], there, other=0.0)
-    w = tl.load(written + of_rows * KEYS + k[None, :], there, other=0.0)
+    of_rows, mask = rows[:, None] * GROUPS + group, inside[:, None] & (k < KEYS)[None, :]
+    q = tl.load(queries + of_rows * KEYS + k[None, :], mask, other=0.0)
+    w = tl.load(written + of_rows * KEYS + k[None, :], mask, other=0.0)
     products = tl.dot(q, tl.trans(w), input_precision=PRECISION)
     tl.store(pairs + of_rows * CHUNK + r[None, :], products, inside[:, None])
 
 
 @triton.jit(do_not_specialize=["first"])
-def _scan(asked, written, values, decay, pairs, out, memory, starts, lens, slots, slot_stride, first,
+def _scan(queries, written, values, decay, pairs, out, memory, starts, lens, slots, slot_stride, first,
           HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KB: tl.constexpr,
           VB: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """GROUP: heads that share what is asked and written."""
@@ -61,17 +61,17 @@ def _scan(asked, written, values, decay, pairs, out, memory, starts, lens, slots
     for chunk in range(start, end, CHUNK):
         inside, rows = chunk + r < end, (chunk + r).to(tl.int64)
         of_heads, of_groups = rows * HEADS + head, rows[:, None] * (HEADS // GROUP) + head // GROUP
-        there, here = inside[:, None] & in_k[None, :], inside[:, None] & in_v[None, :]
-        q = tl.load(asked + of_groups * KEYS + k[None, :], there, other=0.0)
-        w = tl.load(written + of_groups * KEYS + k[None, :], there, other=0.0)
-        own = tl.load(values + of_heads[:, None] * VALUES + v[None, :], here, other=0.0)
-        seen = tl.load(pairs + of_groups * CHUNK + r[None, :], inside[:, None], other=0.0)
+        mask_k, mask_v = inside[:, None] & in_k[None, :], inside[:, None] & in_v[None, :]
+        q = tl.load(queries + of_groups * KEYS + k[None, :], mask_k, other=0.0)
+        w = tl.load(written + of_groups * KEYS + k[None, :], mask_k, other=0.0)
+        own = tl.load(values + of_heads[:, None] * VALUES + v[None, :], mask_v, other=0.0)
+        scores = tl.load(pairs + of_groups * CHUNK + r[None, :], inside[:, None], other=0.0)
         log = tl.load(decay + of_heads, inside, other=0.0)
         passed, last = tl.cumsum(log, 0), tl.sum(log)
-        seen *= tl.where(lower, tl.exp(tl.where(lower, passed[:, None] - passed[None, :], 0.0)), 0.0)
+        scores *= tl.where(lower, tl.exp(tl.where(lower, passed[:, None] - passed[None, :], 0.0)), 0.0)
         y = tl.dot(q, state, input_precision=PRECISION) * tl.exp(passed)[:, None]
-        y += tl.dot(seen, own, input_precision=PRECISION)
-        tl.store(out + of_heads[:, None] * VALUES + v[None, :], y, here)
+        y += tl.dot(scores, own, input_precision=PRECISION)
+        tl.store(out + of_heads[:, None] * VALUES + v[None, :], y, mask_v)
         left = own * tl.exp(last - passed)[:, None]
         state = state * tl.exp(last) + tl.dot(tl.trans(w), left, input_precision=PRECISION)
     tl.store(at, state, inner)
@@ -79,18 +79,18 @@ def _scan(asked, written, values, decay, pairs, out, memory, starts, lens, slots
 
 def scan(tokens: Tokens, batch: BatchLayout, first: int, memory: Tensor, out: Tensor) -> None:
     """All sequences from `first` on; those before have one row each. tokens: contiguous."""
-    asked, written, values, decay, _ = tokens
-    (rows, heads, width), (groups, keys) = values.shape, asked.shape[1:]
+    queries, written, values, decay, _ = tokens
+    (rows, heads, width), (groups, keys) = values.shape, queries.shape[1:]
     sequences, padded = len(batch.seq_lens), max(16, triton.next_power_of_2(keys))
     pairs = values.new_empty((rows, groups, CHUNK))
     others = sequences - first
     _pairs[((rows - first) // CHUNK + others, groups)](
-        asked, written, pairs, batch.query_starts, first, sequences, GROUPS=groups, KEYS=keys, KB=padded, CHUNK=CHUNK,
+        queries, written, pairs, batch.query_starts, first, sequences, GROUPS=groups, KEYS=keys, KB=padded, CHUNK=CHUNK,
         AT_ONCE=SEQUENCES, PRECISION=PRECISION, num_warps=4, num_stages=1,
     )  # fmt: skip
     columns = min(COLUMNS, max(16, triton.next_power_of_2(width)))
     _scan[(triton.cdiv(width, columns), heads, others)](
-        asked, written, values, decay, pairs, out, memory, batch.query_starts, batch.seq_lens, batch.slots,
+        queries, written, values, decay, pairs, out, memory, batch.query_starts, batch.seq_lens, batch.slots,
         memory.stride(0), first, HEADS=heads, GROUP=heads // groups, KEYS=keys, VALUES=width, KB=padded, VB=columns,
         CHUNK=CHUNK, PRECISION=PRECISION, num_warps=4, num_stages=1,
     )  # fmt: skip

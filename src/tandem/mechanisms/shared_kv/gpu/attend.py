@@ -57,9 +57,9 @@ def _attend(q, ring, entries, chosen, tables, positions, slots, sums, tops, tota
     total, acc = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, WIDE], tl.float32)
     for start in range(part * KEYS, count, parts * KEYS):
         j = start + tl.arange(0, KEYS)
-        there = (j < count)[:, None] & (d < DIM)[None, :]
+        mask = (j < count)[:, None] & (d < DIM)[None, :]
         place = tl.where(oldest + j < RING, oldest + j, oldest + j - RING)
-        k = tl.load(ring + slot * ring_slot + place[:, None] * DIM + d[None, :], there & (j < own)[:, None], other=0.0)
+        k = tl.load(ring + slot * ring_slot + place[:, None] * DIM + d[None, :], mask & (j < own)[:, None], other=0.0)
         if POOLED:
             e = tl.maximum(j - own, 0)
             pooled = (j >= own) & (j < count)
@@ -68,8 +68,8 @@ def _attend(q, ring, entries, chosen, tables, positions, slots, sums, tops, tota
             else:
                 page = tl.load(tables + t * table_width + e // PAGE, pooled, other=0).to(tl.int64)
                 entry = page * PAGE + e % PAGE
-            there = pooled[:, None] & (d < DIM)[None, :]
-            other = tl.load(entries + entry[:, None] * DIM + d[None, :], there, other=0.0)
+            mask = pooled[:, None] & (d < DIM)[None, :]
+            other = tl.load(entries + entry[:, None] * DIM + d[None, :], mask, other=0.0)
             k = tl.where(pooled[:, None], other, k)
         scores = tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale
         scores = tl.where((j < count)[None, :], scores, float("-inf"))

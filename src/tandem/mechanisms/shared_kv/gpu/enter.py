@@ -20,8 +20,8 @@ LEAST_CHANNELS = 16  # two bytes each: less than 32 bytes are not read at a time
 
 
 class Entered(NamedTuple):
-    """What an index is asked with, if there is one: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi].
-    arrived int32 [T, 2]: zeros, for `close`."""
+    """Query of an index, if there is one: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]. arrived
+    int32 [T, 2]: zeros, for `close`."""
 
     q: Tensor
     weights: Tensor
@@ -51,7 +51,7 @@ def _turn_row(row, to, cos, sin, DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, arrived, cos, sin, positions,
+def _enter(q, kv, inputs, index_q, index_weights, ring, input_ring, queries, weights, arrived, cos, sin, positions,
            slots, inputs_row, weights_row, ring_slot, kept_slot, HEADS: tl.constexpr, DIM: tl.constexpr,
            RING: tl.constexpr, INPUTS: tl.constexpr, KEPT: tl.constexpr, INDEX_HEADS: tl.constexpr,
            INDEX_DIM: tl.constexpr,
@@ -73,7 +73,7 @@ def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, ar
         if INPUTS > 0:
             i = tl.arange(0, INPUTS_BLOCK)
             value = tl.load(inputs + t * inputs_row + i, i < INPUTS)
-            tl.store(kept + slot * kept_slot + position % KEPT * INPUTS + i, value, i < INPUTS)
+            tl.store(input_ring + slot * kept_slot + position % KEPT * INPUTS + i, value, i < INPUTS)
             tl.store(arrived + 2 * t + tl.arange(0, 2), tl.zeros([2], tl.int32))
         if INDEX_HEADS > 0:
             i = tl.arange(0, HEADS_BLOCK)
@@ -81,21 +81,21 @@ def _enter(q, kv, inputs, index_q, index_weights, ring, kept, asked, weights, ar
             tl.store(weights + t * INDEX_HEADS + i, value.to(tl.float32), i < INDEX_HEADS)
     else:
         at = (t * INDEX_HEADS + h - HEADS - 2) * INDEX_DIM
-        _turn_row(index_q + at, asked + at, cos, sin, INDEX_DIM, PAIRS, INDEX_BLOCK)
+        _turn_row(index_q + at, queries + at, cos, sin, INDEX_DIM, PAIRS, INDEX_BLOCK)
 
 
 @triton.jit
-def _pooled(kept, fresh, since, bias, position, channel, INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr,
-            SERIES: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+def _pooled(input_ring, fresh, since, bias, position, channel, INPUTS: tl.constexpr, KEPT: tl.constexpr,
+            SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
     """Channels of the entry that ends at a position: sums of its tokens' inputs by the softmax of their gates, float32.
-    With two series the tokens before the entry's own count by the first. kept: the sequence's ring, where tokens before
-    `since` are; fresh: where others are, at their position."""
+    With two series the tokens before the entry's own count by the first. input_ring: the sequence's, where tokens
+    before `since` are; fresh: where others are, at their position."""
     r, rows = tl.arange(0, TOKENS), SERIES * STRIDE
     token = position - (rows - 1) + r
-    there = (token >= 0) & (r < rows)
-    valid = there[:, None] & (channel < SIZE)[None, :]
+    real = (token >= 0) & (r < rows)
+    valid = real[:, None] & (channel < SIZE)[None, :]
     series = channel[None, :] + tl.where((SERIES > 1) & (r >= STRIDE), SIZE, 0)[:, None]
-    old, new = kept + tl.where(there, token, 0) % KEPT * INPUTS, fresh + token * INPUTS
+    old, new = input_ring + tl.where(real, token, 0) % KEPT * INPUTS, fresh + token * INPUTS
     at = tl.where(token < since, old, new)[:, None] + series
     x = tl.load(at, valid, other=0.0).to(tl.float32)
     gate = tl.load(at + SERIES * SIZE, valid, other=0.0).to(tl.float32)
@@ -122,13 +122,13 @@ def _write_entry(sums, norm, to, cos, sin, eps, SIZE: tl.constexpr, PAIRS: tl.co
 
 
 @triton.jit
-def _close_part(kept, fresh, since, bias, norm, pages, sums, arrived, cos, sin, position, place, eps, part,
+def _close_part(input_ring, fresh, since, bias, norm, pages, sums, arrived, cos, sin, position, place, eps, part,
                 INPUTS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr, SERIES: tl.constexpr,
                 STRIDE: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """A part of an entry's channels; the last part to arrive writes the entry."""
     channel = part * CHANNELS + tl.arange(0, CHANNELS)
-    y = _pooled(kept, fresh, since, bias, position, channel, INPUTS, KEPT, SIZE, SERIES, STRIDE, TOKENS)
+    y = _pooled(input_ring, fresh, since, bias, position, channel, INPUTS, KEPT, SIZE, SERIES, STRIDE, TOKENS)
     tl.store(sums + channel, y, channel < SIZE)
     tl.debug_barrier()  # every thread has stored before the count is raised
     parts = (SIZE + CHANNELS - 1) // CHANNELS
@@ -139,9 +139,9 @@ def _close_part(kept, fresh, since, bias, norm, pages, sums, arrived, cos, sin, 
 
 
 @triton.jit
-def _close(kept, fresh, bias, norm, pages, index_bias, index_norm, index_pages, sums, arrived, cos, sin, positions,
-           sequences, slots, begins, firsts, places, eps, kept_slot, INPUTS: tl.constexpr, KEPT: tl.constexpr,
-           SIZE: tl.constexpr, INDEX_SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr,
+def _close(input_ring, fresh, bias, norm, pages, index_bias, index_norm, index_pages, sums, arrived, cos, sin,
+           positions, sequences, slots, begins, firsts, places, eps, kept_slot, INPUTS: tl.constexpr,
+           KEPT: tl.constexpr, SIZE: tl.constexpr, INDEX_SIZE: tl.constexpr, SERIES: tl.constexpr, STRIDE: tl.constexpr,
            PAIRS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
            INDEX_BLOCK: tl.constexpr, ALONE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Programs of a row: parts of its entry's channels, then those of an index's entry. ALONE: each row is a sequence,
@@ -155,17 +155,17 @@ def _close(kept, fresh, bias, norm, pages, index_bias, index_norm, index_pages, 
         return
     sequence = t if ALONE else tl.load(sequences + t)
     since = position + 1 if ALONE else tl.load(firsts + sequence)
-    kept += tl.load(slots + sequence) * kept_slot
+    input_ring += tl.load(slots + sequence) * kept_slot
     if not ALONE:
         fresh += (tl.load(begins + sequence) - since) * INPUTS
     place, parts = tl.load(places + t), (SIZE + CHANNELS - 1) // CHANNELS
     sums += t * (SIZE + INDEX_SIZE)
     if part < parts:
-        _close_part(kept, fresh, since, bias, norm, pages, sums, arrived + 2 * t, cos, sin, position, place, eps, part,
-                    INPUTS, KEPT, SIZE, SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, BLOCK)  # fmt: skip
+        _close_part(input_ring, fresh, since, bias, norm, pages, sums, arrived + 2 * t, cos, sin, position, place, eps,
+                    part, INPUTS, KEPT, SIZE, SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, BLOCK)  # fmt: skip
     elif INDEX_SIZE:
         own = 2 * SERIES * SIZE  # columns before an index's
-        _close_part(kept + own, fresh + own, since, index_bias, index_norm, index_pages, sums + SIZE,
+        _close_part(input_ring + own, fresh + own, since, index_bias, index_norm, index_pages, sums + SIZE,
                     arrived + 2 * t + 1, cos, sin, position, place, eps, part - parts, INPUTS, KEPT, INDEX_SIZE,
                     SERIES, STRIDE, PAIRS, TOKENS, CHANNELS, INDEX_BLOCK)  # fmt: skip
 
@@ -178,7 +178,7 @@ def enter(
     index = None if pool is None else pool.index
     heads, dim = (0, 2) if index is None else (index.heads, index.dim)
     weights_of_heads = p.q.new_empty((count, heads), dtype=torch.float32)
-    made = Entered(
+    entered = Entered(
         p.q.new_empty(count, heads * dim),
         weights_of_heads,
         rows.slots.new_empty((count, 2), dtype=torch.int32),
@@ -188,7 +188,7 @@ def enter(
     if p.index_q is not None and p.index_weights is not None:
         index_q, index_weights = p.index_q, p.index_weights
     _enter[(shape.heads + 2 + heads, count)](
-        p.q, p.kv, inputs, index_q, index_weights, ring, ring if kept is None else kept, *made,
+        p.q, p.kv, inputs, index_q, index_weights, ring, ring if kept is None else kept, *entered,
         weights.cos, weights.sin, rows.positions, rows.slots, inputs.stride(0), index_weights.stride(0),
         ring.stride(0), 0 if kept is None else kept.stride(0), HEADS=shape.heads, DIM=shape.dim,
         RING=ring.shape[1], INPUTS=size, KEPT=1 if kept is None else kept.shape[1], INDEX_HEADS=heads,
@@ -196,7 +196,7 @@ def enter(
         INDEX_BLOCK=triton.next_power_of_2(dim // 2), INPUTS_BLOCK=triton.next_power_of_2(max(1, size)),
         HEADS_BLOCK=triton.next_power_of_2(max(1, heads)), num_warps=2, **overlapped(p.q.device),
     )  # fmt: skip
-    return made
+    return entered
 
 
 def close(

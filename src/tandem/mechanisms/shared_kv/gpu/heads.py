@@ -36,33 +36,33 @@ class GpuSharedKvHeads(SharedKvHeads):
     def _alone(self, p: Projected, rows: StepRows, ring: Tensor, pooled: tuple[Tensor, ...]) -> Tensor:
         """[T, H * D], of single rows."""
         shape, weights, pool = self.shape, self.weights, self.shape.pool
-        kept, pages = (pooled[0], pooled[1:]) if pooled else (None, ())
-        entered = enter(p, rows, shape, weights, ring, kept)
-        seen = None
-        if pool is not None and kept is not None:
-            close(rows, shape, pool, weights, kept, pages, entered.arrived)
-            seen = _entries_seen(_Asked(entered.q, entered.weights), rows, pool, pages)
-        return attend(p.q, rows, shape, weights, ring, seen)
+        input_ring, pages = (pooled[0], pooled[1:]) if pooled else (None, ())
+        entered = enter(p, rows, shape, weights, ring, input_ring)
+        entries = None
+        if pool is not None and input_ring is not None:
+            close(rows, shape, pool, weights, input_ring, pages, entered.arrived)
+            entries = _entries_seen(_Asked(entered.q, entered.weights), rows, pool, pages)
+        return attend(p.q, rows, shape, weights, ring, entries)
 
     def _prompt(self, p: Projected, rows: StepRows, ring: Tensor, pooled: tuple[Tensor, ...]) -> Tensor:
         """[T, H, D]. A ring has no room for all rows of a prompt beside those before, so they go there at the end."""
         shape, weights = self.shape, self.weights
         turn_rows(p.q.view(len(p.q), shape.heads, shape.dim), rows, weights)
         turn_rows(p.kv[:, None], rows, weights)
-        seen = self._entries_of(p, rows, pooled)
-        out = attend_rows(p.q, p.kv, rows, shape, weights, ring, seen)
+        entries = self._entries_of(p, rows, pooled)
+        out = attend_rows(p.q, p.kv, rows, shape, weights, ring, entries)
         rows.keep(ring, p.kv)
         return turn_rows(out, rows, weights, back=True)
 
     def _entries_of(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> EntriesSeen | None:
-        """What rows of prompts see, the new entries among them."""
+        """Entries that rows of prompts see, the new ones among them. None: there is no pool, or no inputs."""
         pool, inputs = self.shape.pool, p.inputs
         if pool is None or inputs is None:
             return None
-        kept, pages, inputs = pooled[0], pooled[1:], inputs.contiguous()
+        input_ring, pages, inputs = pooled[0], pooled[1:], inputs.contiguous()
         arrived = torch.zeros((len(inputs), 2), dtype=torch.int32, device=inputs.device)
-        close(rows, self.shape, pool, self.weights, kept, pages, arrived, inputs)
-        rows.keep(kept, inputs)
+        close(rows, self.shape, pool, self.weights, input_ring, pages, arrived, inputs)
+        rows.keep(input_ring, inputs)
         if p.index_q is None or p.index_weights is None or pool.index is None:
             return _entries_seen(None, rows, pool, pages)
         turn_rows(p.index_q.view(len(p.index_q), pool.index.heads, pool.index.dim), rows, self.weights)
@@ -70,37 +70,37 @@ class GpuSharedKvHeads(SharedKvHeads):
 
 
 class _Asked(NamedTuple):
-    """What an index is asked with: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]."""
+    """Query of an index: turned queries [T, Hi * Di], and weights of heads, float32 [T, Hi]."""
 
     q: Tensor
     weights: Tensor
 
 
-def _entries_seen(asked: _Asked | None, rows: StepRows, pool: Pool, pages: tuple[Tensor, ...]) -> EntriesSeen:
-    """asked: where there is an index."""
+def _entries_seen(query: _Asked | None, rows: StepRows, pool: Pool, pages: tuple[Tensor, ...]) -> EntriesSeen:
+    """query: where there is an index."""
     width = rows.tables.shape[1] * pages[0].shape[1]
-    if asked is None or pool.index is None or width <= pool.index.budget:
+    if query is None or pool.index is None or width <= pool.index.budget:
         return EntriesSeen(pages[0], None, width, pool.stride)
-    chosen = _chosen(asked, rows, pool.index, pool.stride, pages[1])
+    chosen = _chosen(query, rows, pool.index, pool.stride, pages[1])
     return EntriesSeen(pages[0], chosen, pool.index.budget, pool.stride)
 
 
-def _chosen(asked: _Asked, rows: StepRows, index: EntryIndex, stride: int, pages: Tensor) -> Tensor:
+def _chosen(query: _Asked, rows: StepRows, index: EntryIndex, stride: int, pages: Tensor) -> Tensor:
     """int32 [T, budget]: rows of the flattened pages, in their order, of which as many count as a row sees."""
-    count = len(asked.q)
+    count = len(query.q)
     last = rows.once(("last entry", stride), lambda: (rows.positions + 1) // stride - 1)
     tables = rows.once("int32 tables", rows.tables.int)
     owners = None if rows.alone else rows.once("int32 sequences", rows.sequence.int)
     keys = Keys(pages, tables, last, owners)
     chosen = Chosen(
-        asked.q.new_empty((count, index.budget), dtype=torch.int32),
-        asked.q.new_empty(count, dtype=torch.int32),
+        query.q.new_empty((count, index.budget), dtype=torch.int32),
+        query.q.new_empty(count, dtype=torch.int32),
     )
     each = max(1, SCORE_BYTES // (4 * keys.width))
     for first in range(0, count, each):
         some = range(first, min(first + each, count))
-        scores = asked.weights.new_empty((len(some), keys.width))
-        token_scores(asked.q, asked.weights, keys, some, index, scores)
+        scores = query.weights.new_empty((len(some), keys.width))
+        token_scores(query.q, query.weights, keys, some, index, scores)
         keep_best(scores, keys, some, chosen)
     return chosen.rows
 

@@ -89,9 +89,9 @@ def _attend_rows(q, new, ring, entries, chosen, tables, positions, sequences, sl
     for start in range(0, own, KEYS):
         inside, place = start + some < own, oldest + start + some
         fresh = (inside & (place >= first))[:, None] & channels
-        kept = (inside & (place < first))[:, None] & channels
+        in_ring = (inside & (place < first))[:, None] & channels
         k = tl.load(new + place[:, None] * DIM + d[None, :], fresh, other=0.0)
-        k = tl.where(kept, tl.load(ring + (place % RING)[:, None] * DIM + d[None, :], kept, other=0.0), k)
+        k = tl.where(in_ring, tl.load(ring + (place % RING)[:, None] * DIM + d[None, :], in_ring, other=0.0), k)
         top, total, acc = _more(x, k, inside, top, total, acc, scale, PRECISION)
     if POOLED:
         count = tl.minimum((position + 1) // STRIDE, most).to(tl.int32)

@@ -14,8 +14,8 @@ class GpuSpaceFolds(GpuFolds):
     """`SpaceFolds`."""
 
     def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        seen = answered(stepped(given, weights), step.batch, memory)
-        return left(seen, given, step.rows.copied if is_alone(step.batch, seen) else None, weights)
+        answers = answered(stepped(given, weights), step.batch, memory)
+        return left(answers, given, step.rows.copied if is_alone(step.batch, answers) else None, weights)
 
 
 def bound(ops: object, shape: object) -> GpuSpaceFolds:

@@ -1,4 +1,4 @@
-"""What state spaces compute around their recurrence, on a GPU: a kernel before, one behind."""
+"""GPU kernels around the recurrence of state spaces: one before it, one behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIRS = 8  # of a row and a head, in a program
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _stepped(mixed, steps, decay, bias, asked, written, values, logs, pairs, steps_stride, HEADS: tl.constexpr,
+def _stepped(mixed, steps, decay, bias, queries, written, values, logs, pairs, steps_stride, HEADS: tl.constexpr,
              GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
              PAIRS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """The first head of a group copies what its heads share."""
@@ -25,18 +25,18 @@ def _stepped(mixed, steps, decay, bias, asked, written, values, logs, pairs, ste
     step = tl.load(steps + row * steps_stride + head, real, other=0.0).to(tl.float32)
     long = softplus(step + tl.load(bias + head, real, other=0.0))
     tl.store(logs + n, long * tl.load(decay + head, real, other=0.0), real)
-    there, of_row = real[:, None] & (v < VALUES)[None, :], mixed + row * (HEADS * VALUES + 2 * GROUPS * KEYS)
-    x = tl.load(of_row[:, None] + (head * VALUES)[:, None] + v[None, :], there, other=0.0)
-    tl.store(values + n[:, None] * VALUES + v[None, :], x * long[:, None], there)
-    group, there = head // GROUP, (real & (head % GROUP == 0))[:, None] & (k < KEYS)[None, :]
+    mask, of_row = real[:, None] & (v < VALUES)[None, :], mixed + row * (HEADS * VALUES + 2 * GROUPS * KEYS)
+    x = tl.load(of_row[:, None] + (head * VALUES)[:, None] + v[None, :], mask, other=0.0)
+    tl.store(values + n[:, None] * VALUES + v[None, :], x * long[:, None], mask)
+    group, mask = head // GROUP, (real & (head % GROUP == 0))[:, None] & (k < KEYS)[None, :]
     at = (of_row + HEADS * VALUES + group * KEYS)[:, None] + k[None, :]
     to = ((row * GROUPS + group) * KEYS)[:, None] + k[None, :]
-    tl.store(written + to, tl.load(at, there, other=0.0), there)
-    tl.store(asked + to, tl.load(at + GROUPS * KEYS, there, other=0.0), there)
+    tl.store(written + to, tl.load(at, mask, other=0.0), mask)
+    tl.store(queries + to, tl.load(at + GROUPS * KEYS, mask, other=0.0), mask)
 
 
 @triton.jit
-def _left(seen, mixed, gate, through, norm, copied, out, gate_stride, mixed_stride, eps, INNER: tl.constexpr,
+def _left(answers, mixed, gate, through, norm, copied, out, gate_stride, mixed_stride, eps, INNER: tl.constexpr,
           WIDTH: tl.constexpr, VALUES: tl.constexpr, WB: tl.constexpr, COPIES: tl.constexpr,
           OVERLAP: tl.constexpr):  # fmt: skip
     """WIDTH: of a group's results. COPIES: a row gives what row `copied` of it gives."""
@@ -46,7 +46,7 @@ def _left(seen, mixed, gate, through, norm, copied, out, gate_stride, mixed_stri
     row = to
     if COPIES:
         row = tl.load(copied + to)
-    y = tl.load(seen + row * INNER + c, inside, other=0.0)
+    y = tl.load(answers + row * INNER + c, inside, other=0.0)
     y += tl.load(mixed + row * mixed_stride + c, inside, other=0.0) * tl.load(through + c // VALUES, inside, other=0.0)
     y *= silu(tl.load(gate + row * gate_stride + c, inside, other=0.0).to(tl.float32))
     y *= tl.rsqrt(tl.sum(y * y) / WIDTH + eps) * tl.load(norm + c, inside, other=0.0)
@@ -57,9 +57,9 @@ def stepped(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
     """As `space_tokens`."""
     mixed, (rows, channels), heads, inner = given.mixed, given.mixed.shape, len(weights.decay), len(weights.norm)
     keys, width, pairs = (channels - inner) // 2 // weights.groups, inner // heads, rows * heads
-    made = mixed.new_empty
-    asked, written = made((2, rows, weights.groups, keys)).unbind()
-    tokens = Tokens(asked, written, made((rows, heads, width)), made((rows, heads, 1)))
+    empty = mixed.new_empty
+    queries, written = empty((2, rows, weights.groups, keys)).unbind()
+    tokens = Tokens(queries, written, empty((rows, heads, width)), empty((rows, heads, 1)))
     _stepped[(triton.cdiv(pairs, PAIRS),)](
         mixed, given.steps, weights.decay, weights.bias, *tokens[:4], pairs, given.steps.stride(0), HEADS=heads,
         GROUP=heads // weights.groups, KEYS=keys, VALUES=width, KB=triton.next_power_of_2(keys),

@@ -24,7 +24,8 @@ VARYING = ["first", "table_width", "list_row", "kept_row"]
 
 
 class Lists(NamedTuple):
-    """Of each row: scores float32 [rows, n], and positions int32 [rows, n]; None: scores are in their order."""
+    """Candidates of each row: scores float32 [rows, n], and positions int32 [rows, n]; None: scores are in their
+    order."""
 
     scores: Tensor
     positions: Tensor | None
@@ -38,24 +39,24 @@ def ordered(x):
 
 
 @triton.jit
-def _threshold(key, wanted):
-    """A number that exactly `wanted` of the keys reach, or the largest that at least so many reach: bit by bit, from
+def _threshold(key, target):
+    """A number that exactly `target` of the keys reach, or the largest that at least so many reach: bit by bit, from
     the sign on. Scores differ in their first bits, so the last ones are seldom asked for."""
     reach = tl.sum((key >= 0).to(tl.int32))
-    least = tl.where(reach >= wanted, 0, -2147483648).to(tl.int32)
-    reach = tl.where(reach >= wanted, reach, wanted + 1)
-    bit = (wanted * 0 + (1 << 30)).to(tl.int32)
-    while (bit > 0) & (reach != wanted):
+    least = tl.where(reach >= target, 0, -2147483648).to(tl.int32)
+    reach = tl.where(reach >= target, reach, target + 1)
+    bit = (target * 0 + (1 << 30)).to(tl.int32)
+    while (bit > 0) & (reach != target):
         count = tl.sum((key >= least + bit).to(tl.int32))
-        least = tl.where(count >= wanted, least + bit, least)
-        reach = tl.where(count >= wanted, count, reach)
+        least = tl.where(count >= target, least + bit, least)
+        reach = tl.where(count >= target, count, reach)
         bit = bit >> 1
     return least
 
 
 @triton.jit
 def _length(n, level, PIECE: tl.constexpr, BUDGET: tl.constexpr):
-    """Of a row's list after `level` times; every piece but the last is full."""
+    """Length of a row's list after `level` times; every piece but the last is full."""
     for _ in range(level):
         whole = (n - 1) // PIECE
         n = whole * BUDGET + tl.minimum(n - whole * PIECE, BUDGET)
@@ -63,21 +64,21 @@ def _length(n, level, PIECE: tl.constexpr, BUDGET: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[*VARYING, "level"], do_not_specialize_on_alignment=["tables", "positions", "owners"])
-def _keep_best(scores, listed, positions, owners, tables, kept_scores, kept, counts, first, level, list_row, kept_row,
+def _keep_best(scores, listed, positions, owners, tables, kept_scores, out, counts, first, level, list_row, kept_row,
                table_width, PIECE: tl.constexpr, BUDGET: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr,
                OWNED: tl.constexpr, LAST: tl.constexpr, FILL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     begin(OVERLAP)
     piece, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     t = first + r
-    seen = tl.load(positions + t).to(tl.int32) + 1
-    n = _length(seen, level, PIECE, BUDGET)
+    visible = tl.load(positions + t).to(tl.int32) + 1
+    n = _length(visible, level, PIECE, BUDGET)
     if piece * PIECE >= n:
         return
     i = piece * PIECE + tl.arange(0, PIECE)
     inside, count = i < n, tl.minimum(n - piece * PIECE, PIECE)
     position = tl.load(listed + r * list_row + i, inside, other=0) if LISTED else i
     chosen, x = inside, tl.zeros([PIECE], tl.float32)
-    if seen > BUDGET:  # else there are no scores
+    if visible > BUDGET:  # else there are no scores
         x = tl.load(scores + r * list_row + i, inside, other=0.0)
     if count > BUDGET:
         key = tl.where(inside, ordered(x), -2147483648)
@@ -89,13 +90,13 @@ def _keep_best(scores, listed, positions, owners, tables, kept_scores, kept, cou
     if LAST:
         table = tables + (tl.load(owners + t).to(tl.int64) if OWNED else t) * table_width
         page = tl.load(table + position // PAGE, chosen, other=0)
-        tl.store(kept + t * BUDGET + place, page * PAGE + position % PAGE, chosen)
+        tl.store(out + t * BUDGET + place, page * PAGE + position % PAGE, chosen)
         rest = tl.arange(0, FILL)
-        tl.store(kept + t * BUDGET + rest, tl.zeros([FILL], tl.int32), (rest >= count) & (rest < BUDGET))
-        tl.store(counts + t, tl.minimum(seen, BUDGET))
+        tl.store(out + t * BUDGET + rest, tl.zeros([FILL], tl.int32), (rest >= count) & (rest < BUDGET))
+        tl.store(counts + t, tl.minimum(visible, BUDGET))
     else:
         tl.store(kept_scores + r * kept_row + place, x, chosen)
-        tl.store(kept + r * kept_row + place, position, chosen)
+        tl.store(out + r * kept_row + place, position, chosen)
 
 
 def piece_of(budget: int) -> int:
@@ -103,11 +104,11 @@ def piece_of(budget: int) -> int:
 
 
 def lengths(width: int, budget: int) -> list[int]:
-    """Of a row's lists, the first of `width` scores, the last of no more than a piece."""
-    piece, found = piece_of(budget), [width]
-    while found[-1] > piece:
-        found.append(-(-found[-1] // piece) * budget)
-    return found
+    """Lengths of a row's lists, the first of `width` scores, the last of no more than a piece."""
+    piece, sizes = piece_of(budget), [width]
+    while sizes[-1] > piece:
+        sizes.append(-(-sizes[-1] // piece) * budget)
+    return sizes
 
 
 def keep_best(scores: Tensor, keys: Keys, rows: range, chosen: Chosen) -> None:
@@ -116,22 +117,22 @@ def keep_best(scores: Tensor, keys: Keys, rows: range, chosen: Chosen) -> None:
     lists, sizes = Lists(scores, None), lengths(keys.width, budget)
     for level, following in enumerate(sizes[1:]):
         shape = len(rows), following
-        kept = Lists(scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int32))
-        _level(lists, kept, keys, rows, chosen, level)
-        lists = kept
+        best = Lists(scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int32))
+        _level(lists, best, keys, rows, chosen, level)
+        lists = best
     _level(lists, None, keys, rows, chosen, len(sizes) - 1)
 
 
-def _level(lists: Lists, kept: Lists | None, keys: Keys, rows: range, chosen: Chosen, level: int) -> None:
-    """kept: None for the last time."""
+def _level(lists: Lists, best: Lists | None, keys: Keys, rows: range, chosen: Chosen, level: int) -> None:
+    """best: None for the last time."""
     budget, width = chosen.rows.shape[1], lists.scores.shape[1]
-    piece, owners = piece_of(budget), keys.owners if kept is None else None
-    to = (lists.scores, chosen.rows) if kept is None or kept.positions is None else (kept.scores, kept.positions)
+    piece, owners = piece_of(budget), keys.owners if best is None else None
+    to = (lists.scores, chosen.rows) if best is None or best.positions is None else (best.scores, best.positions)
     _keep_best[(triton.cdiv(width, piece), len(rows))](
         lists.scores, to[1] if lists.positions is None else lists.positions, keys.positions,
         keys.positions if owners is None else owners, keys.tables, *to,
         chosen.counts, rows.start, level, lists.scores.stride(0), to[0].stride(0), keys.tables.shape[1], PIECE=piece,
         BUDGET=budget, PAGE=keys.pages.shape[1], LISTED=lists.positions is not None,
-        OWNED=owners is not None, LAST=kept is None, FILL=triton.next_power_of_2(budget),
+        OWNED=owners is not None, LAST=best is None, FILL=triton.next_power_of_2(budget),
         num_warps=max(4, min(16, piece // 1024)), **overlapped(lists.scores.device),
     )  # fmt: skip

@@ -70,8 +70,8 @@ def _token_scores(q, gates, keys, tables, positions, owners, out, first, table_w
         page = tl.load(table + j // PAGE, j < n, other=0).to(tl.int64)
         at = (page * PAGE + j % PAGE) * DIM
         k = tl.load(keys + at[:, None] + d[None, :], (j < n)[:, None] & (d < DIM)[None, :], other=0.0)
-        said = tl.dot(k, tl.trans(x), input_precision=PRECISION)
-        tl.store(row + j, tl.sum(tl.maximum(said, 0.0) * gate[None, :], 1), j < n)
+        products = tl.dot(k, tl.trans(x), input_precision=PRECISION)
+        tl.store(row + j, tl.sum(tl.maximum(products, 0.0) * gate[None, :], 1), j < n)
 
 
 def token_scores(q: Tensor, gates: Tensor, keys: Keys, rows: range, shape: Scoring, out: Tensor) -> None:

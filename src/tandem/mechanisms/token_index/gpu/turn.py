@@ -49,8 +49,8 @@ def _turn_index(q, k, pages, out, weight, bias, positions, slots, cos, sin, eps,
     begin(OVERLAP)
     h = tl.program_id(0).to(tl.int64) - 1
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    there, d = (t < rows)[:, None], tl.arange(0, BLOCK)[None, :]
-    inside, first, turned = there & (d < DIM), d < HALF, d < 2 * HALF
+    mask, d = (t < rows)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside, first, turned = mask & (d < DIM), d < HALF, d < 2 * HALF
     i = tl.where(first, d, d - HALF)
     if NEIGHBOURS:
         own, other = tl.where(first, 2 * i, 2 * i + 1), tl.where(first, 2 * i + 1, 2 * i)
@@ -63,8 +63,8 @@ def _turn_index(q, k, pages, out, weight, bias, positions, slots, cos, sin, eps,
         row = k + t[:, None] * DIM
         x = tl.load(row + d, inside, other=0.0).to(tl.float32)
         mean = (tl.sum(x, 1) / DIM)[:, None]
-        apart = tl.where(inside, x - mean, 0.0)
-        factor = (1.0 / tl.sqrt(tl.sum(apart * apart, 1) / DIM + eps))[:, None]
+        centred = tl.where(inside, x - mean, 0.0)
+        factor = (1.0 / tl.sqrt(tl.sum(centred * centred, 1) / DIM + eps))[:, None]
         a = _normed(row, weight, bias, eps, mean, factor, own, inside)
         b = _normed(row, weight, bias, eps, mean, factor, other, inside)
         slot = tl.load(slots + t, t < rows, other=0)[:, None]
