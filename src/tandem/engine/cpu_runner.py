@@ -21,7 +21,7 @@ from tandem.models.batch import ForwardBatch
 
 
 class StepModel(Protocol):
-    """What the engine needs of a model."""
+    """Part of a model's interface that the engine calls."""
 
     def forward(self, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]) -> Tensor:
         """float32 logits [len(batch.logits_rows), vocab]."""

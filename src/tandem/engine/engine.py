@@ -74,7 +74,7 @@ def _pace(parts: EngineParts) -> PrefillPace:
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:
-    """Of all its answers."""
+    """Sequences of a request, one for each of its `n` answers."""
     asked = request.sampling.seed
     seed = fresh_seed() if asked is None else asked
     return [
@@ -372,7 +372,7 @@ def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
 
 
 def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:
-    """Of a step that has run. Likewise."""
+    """Tells the speculation how a step went, in seconds. An error costs nobody an answer: it is logged."""
     try:
         if guesses is not None:
             guesses.ran(turns, seconds)

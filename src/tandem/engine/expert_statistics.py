@@ -1,4 +1,4 @@
-"""What an engine counts and records of its routed experts, and what it makes of what was recorded before."""
+"""Counts and records of an engine's routed experts, and the use that it makes of earlier records."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ExpertMeter:
         )
 
     def take_back(self, rows: list[int]) -> None:
-        """Of the last step: rows that turned out to be no tokens."""
+        """Takes rows of the last step out of the counts: they turned out to be no tokens."""
         self._usage.take_back(rows)
 
     def _read(self, idle: bool) -> None:

@@ -26,7 +26,7 @@ class Guesser(Protocol):
     """Says what may come next."""
 
     def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> Rows[tuple[int, ...]]:
-        """Of each of these sequences, for the next step; at most `room` tokens in all, and those that fit pages."""
+        """Guessed tokens of each sequence, for the next step: at most `room` in all, and those that fit pages."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -264,5 +264,5 @@ class Scheduler:
 
 
 def _share(tokens: int) -> int:
-    """Of a step's tokens, for the prompts that need least."""
+    """Half of a step's tokens, rounded up, for the prompts that need least."""
     return tokens - tokens // 2

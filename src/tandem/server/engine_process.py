@@ -68,7 +68,7 @@ START_MESSAGE_SECONDS = 60.0  # the supervisor sends StartEngine at once; withou
 
 
 class SteppedEngine(Protocol):
-    """What the loop needs of `tandem.engine.Engine`; the tests' fake engine has the same methods."""
+    """Part of `tandem.engine.Engine` that the loop needs; the tests' fake engine has the same methods."""
 
     def add(self, request: GenerateRequest) -> object: ...
     def abort(self, request_id: str) -> object: ...

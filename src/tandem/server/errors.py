@@ -56,7 +56,7 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What every refused request gets."""
+    """Body of every refused request."""
 
     error: ErrorDetail
 

@@ -132,7 +132,7 @@ def _one_is_wrong(name: str, field: str) -> bool:
 
 
 def _instead(name: str, kind: type[msgspec.Struct] | None) -> str | None:
-    """What a body of this kind calls the same thing."""
+    """Name that a body of this kind has for the same thing."""
     known = set[str]() if kind is None else {f.encode_name for f in msgspec.structs.fields(kind)}
     same = next((names for names in _SAME if name in names), ())
     return next((other for other in same if other in known), None)

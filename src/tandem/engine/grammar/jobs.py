@@ -123,7 +123,8 @@ class Jobs:
 
 
 def _seconds(pid: int, threads: int) -> float:
-    """What a job takes where nothing else runs: its own thread's CPU time, and a share of that of its others."""
+    """Seconds that a job takes where nothing else runs: its own thread's CPU time, and a share of that of its other
+    threads."""
     own, everything = _cpu_seconds(f"/proc/{pid}/task/{pid}/stat"), _cpu_seconds(f"/proc/{pid}/stat")
     return own + max(0.0, everything - own) / threads
 

@@ -109,7 +109,7 @@ class GrammarMatcher:
 
     @property
     def mask(self) -> TokenMask:
-        """Of the answer's next token. Raises what `check` raises."""
+        """Mask of the answer's next token. Raises what `check` raises."""
         self.look_ahead()
         self.check()
         return self.place

@@ -1,4 +1,4 @@
-"""What a JSON schema says of an object's names, and a grammar would not hold to.
+"""Rules of a JSON schema for an object's names that a grammar would not hold to.
 
 To xgrammar, ways to name a property are alternatives. A name that fits two of them must keep to both.
 """
@@ -43,7 +43,8 @@ def _check_ways(where: str, ways: list[tuple[str, bool, str]], listed: Schema, p
 
 
 def _beginning(pattern: str) -> str:
-    """What every name that it matches begins with. It is not tried: a pattern may take a name for ever."""
+    """Literal text that every name begins with where the pattern matches. The pattern is not run: it may take a name
+    for ever."""
     if not pattern.startswith("^") or "|" in pattern:
         return ""
     found, at = "", 1

@@ -57,7 +57,7 @@ def children(part: Schema) -> Iterator[tuple[str, Any]]:
 
 
 def target(schema: Any, ref: Any, place: str) -> Any:
-    """What a reference within the schema means."""
+    """Part of the schema that `ref` points to. Raises RequestError for a reference to nowhere in it."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         raise RequestError(f"{place[:MOST_PLACE]}: $ref must be '#' or begin with '#/', not {ref!r:.100}")
     found = schema

@@ -236,7 +236,7 @@ def _check_counts(place: str, part: Schema) -> None:
 
 
 def _check_values(place: str, part: Schema) -> None:
-    """What stands beside lists of values, types and patterns of names, and cannot be held to there."""
+    """Refuses keywords beside lists of values, types and patterns of names that cannot be held to there."""
     listed = [name for name in ("enum", "const") if name in part]
     beside = sorted(_ASSERTIONS & set(part) - LOOKED_AT - {"enum", "const", "format"})
     if listed and (beside or len(listed) > 1):

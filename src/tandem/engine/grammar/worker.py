@@ -69,8 +69,8 @@ def serve(ours: socket.socket) -> None:
 
 
 def threads_on(cpus: int, quota: float | None) -> int:
-    """Of a job, on half of the CPUs: a step waits for the slowest of the engine's cores. With more threads than the
-    quota (CPUs' worth of time) lets run, a job's share of their time would seem less than what it took."""
+    """Threads of a job, on half of the CPUs: a step waits for the slowest of the engine's cores. `quota` (CPUs' worth
+    of time) limits them. With more threads, a job's share of their time would seem less than what it took."""
     return max(1, min(MOST_THREADS, int(min(cpus, cpus if quota is None else quota) // 2)))
 
 

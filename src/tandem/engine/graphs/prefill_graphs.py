@@ -86,7 +86,7 @@ class Piece:
 
 
 class PromptGraph:
-    """Of so many rows."""
+    """CUDA graphs of a prefill chunk with a fixed number of rows."""
 
     def __init__(self, inputs: ChunkInputs, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
         """pieces: of a `LayerPieces`, which made `result`."""
@@ -170,7 +170,7 @@ class PromptGraphs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCapture:
-    """Of a model, if passes over it can be overtaken. pages: of the longest sequence."""
+    """Captures prefill graphs of a model, if passes over it can be overtaken. pages: of the longest sequence."""
 
     model: StepModel
     states: Rows[tuple[Tensor, ...]]
@@ -182,9 +182,10 @@ class PrefillCapture:
     turning: bool = False
 
     def of(self, sizes: Rows[int], beside: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
-        """Of so many rows; none where that is not possible: such chunks are given kernel by kernel. beside: graphs that
-        share their memory and whose layers the GPU computes alone; in those made here the CPU has a part. spares: as
-        `Streams.aside`. A graph keeps the multiprocessors that it was captured with."""
+        """Graphs for chunks of these numbers of rows. None are captured where that is not possible: such chunks are
+        given kernel by kernel. beside: graphs that share their memory and whose layers the GPU computes alone; in those
+        made here the CPU has a part. spares: as `Streams.aside`. A graph keeps the multiprocessors that it was captured
+        with."""
         made = PromptGraphs(self.start, beside)
         try:
             for rows in sorted(sizes, reverse=True):
@@ -195,7 +196,7 @@ class PrefillCapture:
         return made
 
     def shared_sizes(self, sizes: Rows[int]) -> list[int]:
-        """Of these, rows of chunks whose experts CPU and bus may share later."""
+        """Those of `sizes`, in rows of a chunk, whose experts CPU and bus may share later."""
         return [] if self.start is None else [rows for rows in sizes if self.start.may_split(rows)]
 
     def shares(self, rows: int) -> bool:

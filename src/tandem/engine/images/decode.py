@@ -37,7 +37,7 @@ class _Refused(Exception):
 
 
 def decoded(data: bytes, ask: Ask) -> tuple[Decoded, bytes]:
-    """What the file holds, and its RGB bytes [height, width, 3]: none where only sizes are asked for, or where
+    """Decodes an image file: sizes, and RGB bytes [height, width, 3]. No bytes where only sizes are asked for, or where
     `Decoded.error` says why. Raises nothing."""
     try:
         return _decoded(_plain(data) if ask.base64 else data, ask)
@@ -122,7 +122,7 @@ def _frames(image: Image.Image) -> int:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Of EXIF; 1 where it is broken."""
+    """EXIF orientation; 1 where EXIF is broken."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except MemoryError:

@@ -1,4 +1,4 @@
-"""What callers of `tandem.LLM` give, checked as strictly as the server checks JSON: nothing is guessed or dropped."""
+"""Input of `tandem.LLM`, checked as strictly as the server checks JSON: nothing is guessed or dropped."""
 
 from __future__ import annotations
 

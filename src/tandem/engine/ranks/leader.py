@@ -72,7 +72,7 @@ class Leader:
 
 @contextmanager
 def leading(endpoint: str, ranks: int) -> Iterator[Leader | None]:
-    """Of the ranks that meet there; "": None. It stays open, but for an error."""
+    """Leader of the ranks that meet at `endpoint`; None for "". It stays open, but for an error."""
     leader = Leader(endpoint, ranks) if endpoint else None
     try:
         yield leader

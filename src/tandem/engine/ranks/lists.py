@@ -19,7 +19,7 @@ Table = npt.NDArray[np.int32]
 
 
 class _Said(NamedTuple):
-    """What the others know of a sequence."""
+    """State of a sequence that the other ranks know."""
 
     number: int
     pages: Table
@@ -68,7 +68,7 @@ def _changed(said: Table, now: Table) -> list[Place]:
 
 
 class Mirrored:
-    """What a batch is made from, of a sequence."""
+    """Fields of a sequence that a batch is made from."""
 
     matcher = None  # the first rank chooses tokens
 

@@ -65,7 +65,7 @@ def choose(
 
 
 def best_token(token_id: float, logit: float) -> Sampled:
-    """Of a row's best, as `logits.best_of` says it."""
+    """Sampled token of a row, from a row of `logits.best_of`; token -1 where the logit is not finite."""
     return Sampled(int(token_id), None) if math.isfinite(logit) else Sampled(-1, None)
 
 

@@ -56,7 +56,7 @@ def number_of(sequence: Sequence) -> float:
 
 
 def coin_of(sequence: Sequence) -> float:
-    """Whether XTC acts on its next token."""
+    """Uniform draw in [0, 1) that decides if XTC acts on its next token; 1 where XTC is off."""
     if sequence.sampling.xtc_probability <= 0.0:
         return 1.0
     return uniform(sequence.seed, sequence.index, sequence.total_len, b"xtc")

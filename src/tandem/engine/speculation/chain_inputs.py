@@ -28,7 +28,7 @@ class ChainShape:
 
     @property
     def wide_bytes(self) -> int:
-        """Of ids, positions and places of the first rows, and of who goes on."""
+        """Bytes of the 64-bit inputs: ids, positions and places of the first rows, and of who goes on."""
         return 8 * (3 * self.sequences * self.rows + self.guesses * self.sequences)
 
     @property
@@ -107,11 +107,11 @@ class ChainInputs:
         to_gpu(self._host, self._there)
 
     def first(self) -> ForwardBatch:
-        """Of the first pass. Each row is a sequence of its own, as rows that decode are."""
+        """Batch of the first pass. Each row is a sequence of its own, as rows that decode are."""
         return self._batch(self.ids, self.positions, self.places, self._owners, self._ends)
 
     def next(self, ids: Tensor, positions: Tensor, owners: Tensor) -> ForwardBatch:
-        """Of a later pass: a row of each; owners: whose pages."""
+        """Batch of a later pass, one row of each; owners: whose pages."""
         size = self.shape.page_size
         pages = self.tables.index_select(0, owners).gather(1, (positions // size)[:, None])[:, 0]
         return self._batch(ids, positions, pages.long() * size + positions % size, owners, self.each)

@@ -35,7 +35,7 @@ class Chains(Protocol):
 
     @property
     def sure(self) -> Rows[Rows[float]]:
-        """Of the last call's guesses, how likely each is; of no run where nobody says."""
+        """Probabilities of the last call's guesses, a row per run; of no run where nobody says."""
         ...
 
     def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:

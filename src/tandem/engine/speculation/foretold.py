@@ -36,7 +36,7 @@ class Foretold:
 
 @lru_cache(4096)
 def _right_places(block: int, acceptance: float) -> frozenset[int]:
-    """Of a block's places, chosen at random."""
+    """Places of a block whose guesses are right, chosen at random."""
     drawn = sorted(range(BLOCK), key=lambda i: uniform(0, 0, block * BLOCK + i, b"foretold"))
     return frozenset(drawn[: round(acceptance * BLOCK)])
 

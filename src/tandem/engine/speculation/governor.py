@@ -36,7 +36,7 @@ _LAYERS_CHANCE = 0.8  # of a trained draft layer's guess
 
 
 class _Counts:
-    """Of guesses of one kind, old ones forgotten."""
+    """Hits and trials of guesses of one kind; old ones fade."""
 
     __slots__ = ("hits", "trials")
 
@@ -57,8 +57,8 @@ class Beliefs(NamedTuple):
 
 
 class Chances:
-    """Of guesses that they come, with their drafts' numbers: the likeliest first. Each is worked out when it is asked
-    for: most steps need the first one only."""
+    """Probabilities that guesses come, with their drafts' numbers: the likeliest first. Each list is worked out when it
+    is asked for: most steps need the first one only."""
 
     def __init__(self, by: Callable[[float], list[tuple[float, int]]]) -> None:
         """by: so many deviations above the mean."""
@@ -99,7 +99,8 @@ class Widths(Protocol):
         ...
 
     def believed(self, sequences: int, most: int) -> Beliefs:
-        """Of steps of so many sequences with up to `most` guesses each; empty where nothing depends on it."""
+        """Beliefs about steps of so many sequences with up to `most` guesses each; empty where nothing depends on
+        them."""
         ...
 
     @property
@@ -208,8 +209,8 @@ class Governor:
     def _chances(
         self, sequences: Rows[Sequence], drafts: Rows[Draft | None], deviations: float
     ) -> list[tuple[float, int]]:
-        """Of every guess that it and all before it come, with its draft's number; the likeliest first. Those of a draft
-        never rise, and sorting keeps their order."""
+        """Probability of every guess that it and all before it come, with its draft's number; the likeliest first.
+        Those of a draft never rise, and sorting keeps their order."""
         found: list[tuple[float, int]] = []
         for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             chance = 1.0

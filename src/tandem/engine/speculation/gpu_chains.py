@@ -45,7 +45,7 @@ class GpuDrafts:
         return self.model.draft(hidden, batch, self.states)
 
     def alone(self) -> Pass:
-        """Of a batch in host memory. Its experts are those of few rows, so none of them travels."""
+        """Pass of a batch in host memory. Its experts are those of few rows, so none of them travels."""
 
         def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
             self.begin_step(batch, True)
@@ -164,7 +164,7 @@ class GpuChains:
         return found
 
     def _last_rows(self, runs: list[Run], most: int) -> list[Run]:
-        """Of those that are wanted, once all rows before them are made."""
+        """Rows of the runs that are wanted, at most `most` of each, once all rows before them are made."""
         before, last = parted(runs, most)
         self.unusual = bool(before)
         if before:

@@ -1,4 +1,4 @@
-"""What a plan's choice of speculation becomes."""
+"""Speculation of an engine, from its plan's choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS_OF_EACH = 2  # times the rows of a step: what may have come since a draft l
 
 
 def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> Speculation | None:
-    """Of an engine's parts; None: each step decodes one token."""
+    """Speculation of an engine's parts; None: each step decodes one token."""
     asked = parts.plan.speculation
     if asked is None:
         return None

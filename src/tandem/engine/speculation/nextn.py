@@ -67,8 +67,8 @@ class NextN:
         return left
 
     def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[Run], list[Sequence]]:
-        """What has come since the last pass: who gets a guess by it, the rows, and who has to wait. One of two waits
-        where they share a page and go on differently behind it: its last row cannot be both's."""
+        """Sequences that get a guess, runs of the rows since the last pass, and sequences that have to wait. One of two
+        waits where they share a page and go on differently behind it: its last row cannot be both's."""
         ready, runs, left, room = list[Sequence](), list[Run](), list[Sequence](), self._most_rows
         size, together = self._page_size, list[Sequence]()
         for sequence in sequences:

@@ -64,7 +64,7 @@ class Shadows:
         self._credit = min(self._credit + SHADOW_SHARE * seconds, 2.0 * self._cost)
 
     def compared(self, sequence: Sequence) -> Iterator[tuple[Draft, list[int]]]:
-        """What was guessed, and the tokens that came, once those say all that they can."""
+        """Guesses of the sequence, and the tokens that came, once those say all that they can."""
         if sequence not in self._cast:
             return
         length, draft = self._cast[sequence]

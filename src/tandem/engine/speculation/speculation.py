@@ -56,7 +56,7 @@ def _cheapest(
 
 
 class Speculation:
-    """What the scheduler asks for guesses, and the engine tells what became of them.
+    """Guesses for the scheduler, which the engine then tells what became of them.
 
     Whoever tells of a step need not know whether guesses were asked for it: of other steps nothing is learnt.
     """
@@ -129,7 +129,7 @@ class Speculation:
     def _drawn(
         self, drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None], widths: list[int], grow: Grow
     ) -> list[Draft | None]:
-        """What the offers become, where guesses get a row. Now and then, where none does, some are drawn to be compared
+        """Drafts of the offers whose guesses get a row. Now and then, where none does, some are drawn to be compared
         with what comes."""
         each = list(zip(sequences, offers, widths, strict=True))
         wanted = [(sequence, width) for sequence, _, width in each if width]
@@ -168,7 +168,7 @@ class Speculation:
         return found
 
     def ran(self, turns: Rows[Turn], seconds: float) -> None:
-        """What the sequences of a step got, and how long it took, drawing included."""
+        """Learns from a step: the tokens that its sequences got, and its seconds, drawing included."""
         asked = self._asked
         if not turns or not asked.was(turns):  # a prompt was computed, or it failed
             return

@@ -25,8 +25,9 @@ _HOPEFUL_SLOPE = 0.1  # likewise, for a first trial
 
 
 class _Figure:
-    """Of measurements that others on the machine disturb: their least at first, then a slow mean. Where several in a
-    row are far from it, it becomes the nearest of them: sooner below, since nothing makes a step too short."""
+    """Estimate from measurements that others on the machine disturb: their least at first, then a slow mean. Where
+    several in a row are far from it, it becomes the nearest of them: sooner below, since nothing makes a step too
+    short."""
 
     __slots__ = ("_far", "_fresh", "count", "seen", "value")
 
@@ -65,8 +66,9 @@ class _Figure:
 
 
 class _Steps:
-    """Of so many sequences. The machine's pace changes, and with it all times; ratios stay. So a step with guesses
-    whose ratio is known tells the pace. One without guesses, behind one that had some, tells what the ratio is."""
+    """Step times at one number of sequences. The machine's pace changes, and with it all times; ratios stay. So a step
+    with guesses whose ratio is known tells the pace. One without guesses, behind one that had some, tells what the
+    ratio is."""
 
     def __init__(self) -> None:
         self.plain: _Figure | None = None

@@ -30,7 +30,7 @@ class Sureness:
                 return
 
     def chances(self, draft: Draft, width: int) -> list[float]:
-        """Of its first guesses: that each and all before it come. 1: the draft does not say."""
+        """Probabilities of the first `width` guesses: that each and all before it come. 1: the draft does not say."""
         if not draft.sure:
             return [1.0] * width
         parts = (_part(sure) for sure in draft.sure[:width])

@@ -87,8 +87,8 @@ def pull(name: HubName, plan: Planner | None = None, shown: Shown | None = None,
 
 
 def inspect(model: str, look: Callable[[Path], T]) -> T:
-    """What `look` makes of the model's files; of a name that is not here, of those that describe it: its weights are
-    not fetched. Where no hub answers, what describes it may be here."""
+    """Calls `look` on the model's files. For a name that is not here, on those that describe it: its weights are not
+    fetched. Where no hub answers, the files that describe it may be here."""
     name = hub_name(model)
     if name is None:
         return look(resolve_model(model))

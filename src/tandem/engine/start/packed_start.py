@@ -61,7 +61,7 @@ class PackedStart:
             self.cache.begin(self._early)
 
     def built(self, make: Callable[[], Made]) -> Made:
-        """What `make` builds; again, without the file, if its bytes turn out to be wrong."""
+        """Calls `make`; again, without the file, if its bytes turn out to be wrong."""
         with suppress(CacheDamaged):  # which the cache has said; it has nothing any more
             return self._confirmed(make())
         return make()
@@ -82,8 +82,8 @@ class PackedStart:
 
 
 def early_verification(config: EngineConfig, directory: Path, pool: WorkerPool) -> Verification | None:
-    """Of the only file that this checkpoint has in the cache; whether it is the right one, its key will say. None:
-    there is none, or several, or it cannot be opened, which is said when it is asked for."""
+    """Verification of the only file that this checkpoint has in the cache; whether it is the right one, its key will
+    say. None: there is none, or several, or it cannot be opened, which is said when it is asked for."""
     if config.packed_cache is None:
         return None
     names = f"{glob.escape(_beginning(config, directory.resolve()))}*.packed"
@@ -121,7 +121,7 @@ def packed_cache(
 
 
 def _beginning(config: EngineConfig, directory: Path) -> str:
-    """Of the names of a checkpoint's files in the cache."""
+    """Beginning of the names of a checkpoint's files in the cache."""
     place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}".encode()).hexdigest()[:8]
     return f"{directory.name}-{place}-"
 

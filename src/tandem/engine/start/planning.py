@@ -43,7 +43,7 @@ class Planned:
 
 
 def plan_of(config: EngineConfig) -> Plan:
-    """What would be done with this model on this machine, without loading a weight.
+    """Plan for this model on this machine, without loading a weight.
 
     A directory without weights counts as what its config.json and index say. Raises ConfigError with every reason.
     """
@@ -101,7 +101,7 @@ def has_weights(path: Path) -> bool:
 def _other_refusals(
     config: EngineConfig, machine: Machine, path: Path, model: ModelConfig
 ) -> tuple[str, ...]:
-    """What else stands in the way, where the experts' own directory cannot be taken."""
+    """Other reasons for a refusal, where the experts' own directory cannot be taken."""
     config = config.without(("kt_weight_path",))
     try:
         resolve(config, model, machine, stored_at(path, model, None))
@@ -111,7 +111,7 @@ def _other_refusals(
 
 
 def model_of(config: EngineConfig) -> ModelConfig:
-    """What config.json says; the demo model need not have been built."""
+    """Model config by config.json; the demo model need not have been built."""
     return with_draft_config(model_at(resolve_model(config.model)), config)
 
 

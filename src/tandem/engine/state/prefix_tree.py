@@ -74,7 +74,7 @@ class PrefixTree:
         del node.parent.children[node.key]
 
     def _keys(self, tokens: list[int], limit: int, first: int = 0) -> Iterator[tuple[int, ...]]:
-        """Of whole pages of tokens[:limit], from number `first` on."""
+        """Keys of the whole pages of tokens[:limit], from page number `first` on."""
         size = self._page_size
         ends = range(first * size, min(limit, len(tokens)) // size * size, size)
         return (tuple(tokens[i : i + size]) for i in ends)

@@ -66,7 +66,7 @@ def forward_batch(
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Of a block of memory. pages: of the longest sequence. windowed: WINDOW_FIELDS are there twice."""
+    """Sizes of a block of memory. pages: of the longest sequence. windowed: WINDOW_FIELDS are there twice."""
 
     rows: int
     sequences: int
@@ -283,8 +283,8 @@ def regions(images_from: int, max_step_tokens: int) -> tuple[int, int]:
 
 
 def slots_of(table: npt.NDArray[np.int32], first: int, count: int, size: int) -> npt.NDArray[np.int64] | int:
-    """Of so many positions from `first` on, in pages of `size`. Most rows of few lie in one page: NumPy would take
-    several times as long to look up each."""
+    """Slots of `count` positions from `first` on, in pages of `size`. Most rows of few lie in one page: NumPy would
+    take several times as long to look up each."""
     page = first // size
     if (first + count - 1) // size == page:
         return counted(int(table[page]) * size + first % size, count)

@@ -76,15 +76,15 @@ class Streams:
 
 @cache
 def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Of a process: an engine that is made anew finds what the memory of the last one belongs to."""
+    """Streams of a process: an engine that is made anew finds what the memory of the last one belongs to."""
     return torch.cuda.Stream(device, priority=HIGH_PRIORITY), torch.cuda.Stream(device, priority=0)
 
 
 @cache
 def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch.cuda.Stream:
-    """Of a process, like the others. count: multiprocessors that are left alone, at least; the GPU
-    divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in a test. Raises
-    EngineError where the driver is too old, or the GPU too small."""
+    """Stream that leaves multiprocessors alone, one of a process, like the others. count: multiprocessors that are left
+    alone, at least; the GPU divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in
+    a test. Raises EngineError where the driver is too old, or the GPU too small."""
     if driver is None:
         driver = _driver()
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -95,8 +95,8 @@ def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch
 
 @contextmanager
 def products_leave(count: int) -> Iterator[None]:
-    """What is captured meanwhile has products of libraries with that many blocks fewer. Blocks for a whole GPU would
-    take two rounds: half of the experts on an H100, 16 spared, prompts at 0.74 of their speed in place of 0.67."""
+    """Gives library products that are captured meanwhile `count` blocks fewer. Blocks for a whole GPU would take two
+    rounds: half of the experts on an H100, 16 spared, prompts at 0.74 of their speed in place of 0.67."""
     leave = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if leave is None or not count:
         yield

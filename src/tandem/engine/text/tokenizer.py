@@ -122,7 +122,7 @@ class Tokenizer:
             raise _panicked(error, "write these tokens") from error
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text, special tokens included; part of a character decodes to U+FFFD."""
+        """Text that one token adds, special tokens included; part of a character decodes to U+FFFD."""
         return self._text_of(token_id)
 
     def _token_text(self, token_id: int) -> str:
@@ -162,7 +162,7 @@ class Tokenizer:
         return self._plain if role == "assistant" and key != "tool_calls" else ()
 
     def encode_guarded(self, text: str, sign: str) -> list[int]:
-        """Of a rendered chat template whose messages were guarded with `sign`."""
+        """Token ids of a rendered chat template whose messages were guarded with `sign`."""
         with _reading():
             return self.guard.encode(text, sign)
 

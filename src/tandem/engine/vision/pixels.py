@@ -20,7 +20,7 @@ def pixels_of(source: PixelSource) -> Tensor:
 
 
 def _read(source: PixelSource) -> bytes:
-    """What is there of them."""
+    """Bytes that the file still has of the pixels. Raises EngineError where it cannot be opened."""
     parts, left, place = list[bytes](), source.nbytes, source.offset
     try:
         file = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)

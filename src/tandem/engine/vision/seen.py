@@ -49,7 +49,7 @@ class SequenceImages:
 
 
 class Looking(Protocol):
-    """What is asked of a sequence."""
+    """Fields of a sequence that image code reads."""
 
     computed_len: int
     images: SequenceImages | None

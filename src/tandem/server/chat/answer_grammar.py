@@ -1,4 +1,4 @@
-"""What an answer must match: the fields of OpenAI, vLLM and SGLang that say it, as one `Grammar`."""
+"""Constraint of an answer: the fields of OpenAI, vLLM and SGLang that state it, as one `Grammar`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NamedSchema(msgspec.Struct, frozen=True):
 
 
 class TagStructure(msgspec.Struct, frozen=True):
-    """What a trigger begins, in SGLang's older form of a structural tag."""
+    """Structure that a trigger begins, in SGLang's older form of a structural tag."""
 
     begin: str
     end: str

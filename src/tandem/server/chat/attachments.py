@@ -33,8 +33,8 @@ _MOST_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a model takes of a message. images: it sees them. unread: gets the places of what it is only told of.
-    refuses: that is refused instead. blind: why a model that could see does not."""
+    """Kinds of attachments that a model takes of a message. images: it sees them. unread: gets the places of what it is
+    only told of. refuses: that is refused instead. blind: why a model that could see does not."""
 
     unread: list[str]
     images: bool = False
@@ -67,7 +67,7 @@ class Attachment:
     image_field: str = ""
 
     def shown(self, where: str, sight: Sight) -> Content:
-        """What the model reads or sees. Raises ApiError 400 where it can do neither, and that is refused."""
+        """Content that the model reads or sees. Raises ApiError 400 where it can do neither, and that is refused."""
         if self.text is not None:
             return self.text
         if sight.images and self.image is not None:
@@ -96,7 +96,7 @@ class Attachment:
 
 
 def note(kind: str, name: str, sight: Sight) -> str:
-    """What a model is told of an attachment that it cannot read."""
+    """Note to a model about an attachment that it cannot read."""
     what, verb = _KINDS[kind]
     if sight.images and kind in _IMAGES:
         return unread_image("it did not come with the request")
@@ -105,7 +105,7 @@ def note(kind: str, name: str, sight: Sight) -> str:
 
 
 def unread_image(why: str) -> str:
-    """What a model that sees is told of an image that it cannot be shown."""
+    """Note to a model that sees, about an image that it cannot be shown."""
     return f"[an image, which cannot be shown to you: {why[:200]}. Say so if it matters.]"
 
 

@@ -126,8 +126,8 @@ def call_constraint(
     in_reasoning: bool,
     content: Grammar | None = None,
 ) -> Tag:
-    """Of the whole answer, reasoning included. Where a call is required, all schemas count, `strict` or not. Where it
-    is not, the answer may be `content` instead, or any text."""
+    """Structural tag of the whole answer, reasoning included. Where a call is required, all schemas count, `strict` or
+    not. Where it is not, the answer may be `content` instead, or any text."""
     required = conversation.tool_choice.mode in ("required", "named")
     one = not conversation.parallel_tool_calls or written.single or conversation.tool_choice.mode == "named"
     tools = conversation.callable_tools.values()
@@ -183,7 +183,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 def _reasoning(
     channels: Channels | None, reasoning: ReasoningFormat | None, in_reasoning: bool
 ) -> list[Tag | None]:
-    """What may come before the calls, or must."""
+    """Tags of the reasoning that may come before the calls, or must."""
     if reasoning is None:
         return []
     if channels:

@@ -46,7 +46,7 @@ log = logging.getLogger("tandem.server")
 _FALLBACK = "hermes"  # what is described to a model whose template says nothing of tools
 
 class ChatTokenizer(TemplateTokenizer, Protocol):
-    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+    """Part of `tandem.engine.text.tokenizer.Tokenizer` that chats need."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...

@@ -28,7 +28,7 @@ _NO_EFFORT = ("none", "minimal")
 
 
 class TemplateTokenizer(Protocol):
-    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+    """Part of `tandem.engine.text.tokenizer.Tokenizer` that rendering needs."""
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...

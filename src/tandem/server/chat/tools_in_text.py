@@ -36,7 +36,7 @@ def tool_for_template(tool: Tool) -> dict[str, Any]:
 
 
 def described(tools: Iterable[Tool], tool_format: ToolFormat) -> str:
-    """What the model must know to call `tools`."""
+    """Description of `tools` that the model needs to call them."""
     lines = (json.dumps(tool_for_template(tool)["function"], ensure_ascii=False) for tool in tools)
     example = write_calls(tool_format, [("NAME", {"PARAMETER": "VALUE"})])
     return _DESCRIPTION.format(tools="\n".join(lines), example=example)

@@ -21,8 +21,8 @@ CALL = {"id": "callnum00", "type": "function", "function": {"name": "probe", "ar
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What a template takes. `system`: a system message at the beginning; `more_system`: several, and later ones.
-    `repeated`: two turns of one role in a row; `user_after_results`: a user behind a tool's result."""
+    """Orders of turns that a template takes. `system`: a system message at the beginning; `more_system`: several, and
+    later ones. `repeated`: two turns of one role in a row; `user_after_results`: a user behind a tool's result."""
 
     system: bool = True
     more_system: bool = True
@@ -125,7 +125,8 @@ def _of_one_role(first: Message, second: Message) -> Message | None:
 
 
 def _in_result(first: Message, second: Message) -> Message | None:
-    """What the user adds to a tool's result stands in the result; not images, which few templates show there."""
+    """Tool result with the text that the user adds to it. None with images, which few templates show there, or for
+    other roles."""
     if first.role != "tool" or second.role != "user" or images_of(second.content):
         return None
     return replace(first, content=joined((first.content, second.content), _BETWEEN))

@@ -105,7 +105,7 @@ class FrontApp:
             child.sleep.keep(seconds)
 
     def _loaded(self, name: str | None) -> Child:
-        """Of routes that only look. Raises ApiError 503, 404, 400."""
+        """Loaded model, for routes that only look. Raises ApiError 503, 404, 400."""
         child = self._models.named(name)
         if child.life is not Life.LOADED:
             raise unavailable(f"{child.name} is not loaded; a request for an answer loads it")

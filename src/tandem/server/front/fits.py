@@ -94,7 +94,7 @@ def own_bytes(pid: int) -> int:
 
 
 def gpu_bytes(pids: set[int]) -> dict[str, int]:
-    """What these processes hold of each GPU, by its UUID; nothing where the driver does not tell."""
+    """Bytes of each GPU that these processes hold, by its UUID; empty where the driver does not tell."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -1,4 +1,4 @@
-"""What the front tells of its models, in the form of each dialect. Facts of a model are those of its last load."""
+"""Lists and facts of the front's models, in the form of each dialect. Facts of a model are those of its last load."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lm_studio(child: Child) -> dict[str, Any]:
 
 
 def away(child: Child) -> bytes:
-    """What the page sees of a model that is not loaded."""
+    """State of a model that is not loaded, for the page (JSON)."""
     why = child.why or f"{child.name} is not loaded; a message loads it"
     if child.life in (Life.LOADING, Life.DRAINING):
         why = f"{child.name} is {child.life.value}"

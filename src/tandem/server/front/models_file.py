@@ -97,7 +97,7 @@ def _of_table(
 
 
 def _numbers(table: Mapping[str, Any], names: tuple[str, ...], path: Path) -> dict[str, float]:
-    """Of the file itself. Raises ConfigError."""
+    """Numbers of the file itself, by name. Raises ConfigError."""
     unknown = [name for name in table if name not in (*names, "models")]
     if unknown:
         raise ConfigError(f"{path}: {unknown[0]!r} is not known; known are models, {', '.join(names)}")

@@ -27,7 +27,7 @@ _CHATS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
 
 
 class Span(Protocol):
-    """Of what one HTTP request asks of the engine."""
+    """Trace of the work that one HTTP request asks of the engine."""
 
     def add(self, outputs: Sequence[TokenOutput]) -> None: ...
     def failed(self, error: Exception) -> None: ...

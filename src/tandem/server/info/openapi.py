@@ -39,7 +39,7 @@ def _numbers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _keywords(lowest: float, highest: float, inclusive: bool, number: dict[str, Any]) -> dict[str, Any]:
-    """What the schema says itself stays where it is narrower."""
+    """JSON schema keywords of a number's limits. Narrower limits of the schema itself stay."""
     least = max(lowest, number.get("minimum", -math.inf))
     most = min(highest, number.get("maximum", math.inf))
     found: dict[str, Any] = {"minimum" if inclusive else "exclusiveMinimum": least}

@@ -1,4 +1,4 @@
-"""What bodies of Ollama's routes ask for: a `Conversation`, and OpenAI's sampling fields."""
+"""Requests of Ollama's routes, read as a `Conversation` and OpenAI's sampling fields."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _THREADS = 2  # more would take the engine's cores
 
 
 class PromptTokenizer(Protocol):
-    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+    """Part of `tandem.engine.text.tokenizer.Tokenizer` that prompts need."""
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...
@@ -129,7 +129,7 @@ class PromptReader:
         return await self._on_thread(self._tokenizer.decode, ids, skip_special_tokens)
 
     async def texts_of(self, ids: list[int]) -> list[str]:
-        """Of each token by itself. Raises ApiError 429."""
+        """Text of each token by itself. Raises ApiError 429."""
         return await self._on_thread(self._texts_of, ids)
 
     def _texts_of(self, ids: list[int]) -> list[str]:
@@ -185,6 +185,6 @@ class PromptReader:
 
 
 def give_back_memory() -> None:
-    """What is free goes back to the system; glibc would keep it for the next large text."""
+    """Gives free memory back to the system; glibc would keep it for the next large text."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -37,7 +37,7 @@ class _Open:
 
     @property
     def name(self) -> str:
-        """Of its events."""
+        """Name of its events."""
         return "response.reasoning_text" if self.reasoning else "response.output_text"
 
 

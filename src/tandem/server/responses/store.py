@@ -76,7 +76,7 @@ class ResponseStore:
         self._forget(response_id)
 
     def item(self, item_id: str | None, param: str) -> dict[str, Any]:
-        """Of a response's output. Raises ApiError 400."""
+        """Item of a stored response's output. Raises ApiError 400."""
         if item_id not in self._response_of:
             text = f"there is no item {(item_id or '')[:100]!r}; its response was not stored, or was dropped"
             raise ApiError(400, text, param=param, code="item_not_found")

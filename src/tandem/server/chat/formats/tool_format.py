@@ -131,7 +131,7 @@ class ToolFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What a text is searched for."""
+        """Markers that a text is searched for."""
         return (*self.section_open, *self.open)
 
     def markers(self) -> set[str]:

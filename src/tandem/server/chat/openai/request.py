@@ -205,7 +205,7 @@ def _content(
 
 
 def _part(part: ContentPart, where: str, sight: Sight) -> tuple[Content, bool]:
-    """What the model reads or sees of it, and whether it was attached. Raises ApiError 400."""
+    """Content that the model reads or sees of a part, and whether it was attached. Raises ApiError 400."""
     if part.type in ("text", "refusal"):
         return part.text or part.refusal or "", False
     if not is_attachment(part.type):

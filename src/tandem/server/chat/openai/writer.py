@@ -138,7 +138,7 @@ class ChatWriter:
         return None
 
     def _told(self, output: TokenOutput) -> dict[str, Any]:
-        """Of its tokens, beside their text."""
+        """Fields about the output's tokens, beside their text."""
         told: dict[str, Any] = {}
         if self._with_logprobs and output.logprobs:
             told["logprobs"] = chat_logprobs(self._tokenizer, output.logprobs)

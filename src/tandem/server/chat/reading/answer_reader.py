@@ -37,7 +37,7 @@ class AnswerReader:
             yield from self._at(stop)
 
     def _stops(self) -> tuple[str, ...]:
-        """What the text is searched for."""
+        """Markers that the text is searched for now."""
         calls = self._tools.openers if self._tools else ()
         if self._reasoning is None:
             return calls
@@ -124,7 +124,8 @@ class AnswerReader:
         return False
 
     def _no_call(self) -> None:
-        """What was taken is text, up to behind the marker that it began with. The rest is looked at again."""
+        """Takes back a call that is none: it is text, up to behind the marker that it began with. The rest is looked at
+        again."""
         source, tools = self._source, self._tools
         assert tools is not None
         source.put_back()

@@ -16,7 +16,7 @@ _OTHER_KEYS = frozenset(("type", "id", "index"))  # that calls have and that say
 
 
 class _Fields:
-    """What a call's object has said so far."""
+    """Fields of a call's object so far."""
 
     def __init__(self) -> None:
         self.name: str | None = None

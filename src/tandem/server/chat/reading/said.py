@@ -50,7 +50,7 @@ class Said:
             self._emit(ReasoningDelta(text) if self._reasoning else TextDelta(text))
 
     def marker(self, text: str) -> None:
-        """What comes next belongs to the format. White space on both sides of it does, too."""
+        """Drops a marker of the format, and white space on both sides of it."""
         self._dropped(self._held + text)
         self._held = ""
         self._after_marker = True

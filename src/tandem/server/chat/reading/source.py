@@ -89,7 +89,7 @@ class Source:
         self._rest.extendleft(reversed(_pieces(text[shown:])))
 
     def broken(self) -> CallOutcome:
-        """What became of a call that could not be read on."""
+        """Outcome of a call that could not be read on."""
         return "cut" if self.cut and not self.text else "malformed"
 
     def peek(self) -> Reading[str]:
@@ -128,11 +128,11 @@ class Source:
             yield
 
     def take_behind_space(self, option: str) -> str:
-        """What `behind_space` has found, and the space before it."""
+        """Takes the option that `behind_space` has found, and the space before it."""
         return self.take(len(self.text) - len(self.text.lstrip(_SPACE)) + len(option)) if option else ""
 
     def half_of(self, options: Sequence[str]) -> str:
-        """What came of one of `options`, behind white space, when no more was allowed; "": it is none."""
+        """Beginning of one of `options`, behind white space, when no more was allowed; "": it is none."""
         rest = self.text.lstrip(_SPACE) if self.cut else ""
         return rest if rest and any(option.startswith(rest) for option in options) else ""
 

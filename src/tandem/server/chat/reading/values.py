@@ -1,4 +1,4 @@
-"""What a parameter's text means: JSON text by the tool's schema, for formats that write strings without quotes."""
+"""Values of parameters' texts: JSON text by the tool's schema, for formats that write strings without quotes."""
 
 from __future__ import annotations
 
