@@ -69,14 +69,14 @@ def _pace(parts: EngineParts) -> PrefillPace:
     pieces = parts.model.depth if here and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
-    beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
-    return PrefillPace(most, seconds is not None, whole, pieces, beside, 0 if gpu is None else gpu.shared_tokens)
+    rows = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
+    return PrefillPace(most, seconds is not None, whole, pieces, rows, 0 if gpu is None else gpu.shared_tokens)
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:
     """Sequences of a request, one for each of its `n` answers."""
-    asked = request.sampling.seed
-    seed = fresh_seed() if asked is None else asked
+    requested_seed = request.sampling.seed
+    seed = fresh_seed() if requested_seed is None else requested_seed
     return [
         Sequence(
             request.id, index, request.prompt_ids, request.sampling,
@@ -184,15 +184,15 @@ class Engine:
         drawing = perf_counter() - started  # guesses
         if pauses:
             chunks = self._overlap.take(chunks)
-        beside = self._overlap.beside(chunks, partial(self._tried, counts=False), pauses)
-        if not beside.waits:
-            beside()
+        prefill = self._overlap.beside(chunks, partial(self._tried, counts=False), pauses)
+        if not prefill.waits:
+            prefill()
         step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
-        ran = self._run(step, beside, drawing) if chunks else []
-        outputs += [*beside.outputs, *ran]
+        ran = self._run(step, prefill, drawing) if chunks else []
+        outputs += [*prefill.outputs, *ran]
         if self._encoder is not None:
-            outputs += self._encoded(self._encoder, idle=not chunks and not beside.under_way)
-        if self.grammars and not (chunks or outputs or beside.under_way or self._encodes):
+            outputs += self._encoded(self._encoder, idle=not chunks and not prefill.under_way)
+        if self.grammars and not (chunks or outputs or prefill.under_way or self._encodes):
             self.grammars.wait()
         return outputs
 
@@ -338,8 +338,8 @@ class Engine:
         if sampled is not None and sampled.token_id < 0:
             if sequence.matcher is not None:
                 sequence.matcher.check()
-            said = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
-            turn.end(self._answers.end(sequence, answer.end("error", said), keep=False))
+            message = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
+            turn.end(self._answers.end(sequence, answer.end("error", message), keep=False))
             return False
         first = sampled is not None and sequence.index == sequence.answer_len == 0
         if turn.tokens:

@@ -180,8 +180,8 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of prompt tokens are wanted and not all there. The first answer reports them."""
-        wanted = self.sampling.prompt_logprobs is not None and self.index == 0
-        return wanted and len(self.prompt_logprobs) < self.prompt_len
+        reports = self.sampling.prompt_logprobs is not None and self.index == 0
+        return reports and len(self.prompt_logprobs) < self.prompt_len
 
     def see(self, images: ImageRows) -> None:
         """The prompt has these images. Before it runs."""

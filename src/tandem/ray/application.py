@@ -42,9 +42,9 @@ def app(
     """
     of_front = {name: common.pop(name) for name in list(common) if name in FRONT_FLAGS}
     config = with_key(EngineConfig(models="ray", **of_front))
-    given = [{"min": min, "max": max, **common, **_as_mapping(model)} for model in models]
-    entries = checked(ModelsFile(tuple(map(_entry, given)))).entries
-    engines = {entry.name: _engine(entry, one, command) for entry, one in zip(entries, given, strict=True)}
+    mappings = [{"min": min, "max": max, **common, **_as_mapping(model)} for model in models]
+    entries = checked(ModelsFile(tuple(map(_entry, mappings)))).entries
+    engines = {entry.name: _engine(entry, one, command) for entry, one in zip(entries, mappings, strict=True)}
     options = {"num_replicas": fronts, "max_replicas_per_node": 1, "ray_actor_options": {"num_cpus": 0}}
     front = serve.deployment(serve.ingress()(Front)).options(**options, max_ongoing_requests=MAX_OPEN_ANSWERS)
     return front.bind(engines, entries, config)

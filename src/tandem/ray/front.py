@@ -92,8 +92,8 @@ class RayApp:
         prompt = prompt_of(body)
         entry = entry_named(self._entries, prompt.model)
         out.model, out.may_wait = entry.name, streams(path, prompt)
-        asked = Asked("POST", target_of(scope), sent_headers(scope), body)
-        await _answered(self._engines[entry.name], asked, key_of(prompt), out)
+        question = Asked("POST", target_of(scope), sent_headers(scope), body)
+        await _answered(self._engines[entry.name], question, key_of(prompt), out)
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})

@@ -85,8 +85,8 @@ class Answer:
 
     def forget(self) -> None:
         """Drops texts, ids and probabilities that were sent; the numbers stay."""
-        for told in (self.texts, self.token_ids, self.logprobs, self.prompt_logprobs):
-            told.clear()
+        for entries in (self.texts, self.token_ids, self.logprobs, self.prompt_logprobs):
+            entries.clear()
 
 
 class TokenCount:

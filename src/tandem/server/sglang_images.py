@@ -71,6 +71,6 @@ async def _shown(state: ServerState, ids: list[int], images: list[str], wheres: 
         Attachment("image", field="", image=Source(data, bare=True)).shown(where, sight)
         for data, where in zip(images, wheres, strict=True)
     ]
-    seen = tuple(one for one in await reader.read(images_of(joined(parts))) if isinstance(one, Seen))
-    ids, firsts = with_rows(ids, reader.placeholder, [one.rows for one in seen])
-    return Shown(ids, tuple(one.span(first) for one, first in zip(seen, firsts, strict=True)), seen)
+    pictures = tuple(one for one in await reader.read(images_of(joined(parts))) if isinstance(one, Seen))
+    ids, firsts = with_rows(ids, reader.placeholder, [one.rows for one in pictures])
+    return Shown(ids, tuple(one.span(first) for one, first in zip(pictures, firsts, strict=True)), pictures)

@@ -270,8 +270,8 @@ class EngineSupervisor:
         while True:
             slept_at = time.monotonic()
             await asyncio.sleep(pause)
-            late = time.monotonic() - slept_at - pause
-            self._heard_at += late if late > pause else 0.0
+            delay = time.monotonic() - slept_at - pause
+            self._heard_at += delay if delay > pause else 0.0
             silent = time.monotonic() - self._heard_at
             if self._client.ready and silent > limit:
                 self._killed_because = f"it was stuck for {silent:.0f} s, --watchdog-timeout is {limit:g}"

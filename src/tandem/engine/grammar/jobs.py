@@ -105,8 +105,8 @@ class Jobs:
         if own > COMPILE_SECONDS:
             self._end(pid, REFUSED + _TOO_LONG.encode())
         elif monotonic() - job.began > most:
-            said = _TOO_BUSY.format(most) + (_MORE_TIME.format(WALL_SECONDS) if hurried else "")
-            self._end(pid, BUSY + said.encode())
+            message = _TOO_BUSY.format(most) + (_MORE_TIME.format(WALL_SECONDS) if hurried else "")
+            self._end(pid, BUSY + message.encode())
 
     def _end(self, pid: int, said: bytes | None = None) -> None:
         """A busy machine gives a gigabyte of memory back in tenths of a second. The answer does not wait for that."""

@@ -117,12 +117,12 @@ class GrammarMatcher:
     def try_repeated(self, piece: bytes, times: int, seconds: float) -> float:
         """Seconds of matching a text that often, or as often as it matches; not much more than `seconds`. The matcher
         stays where it is."""
-        began, taken = thread_time(), 0
-        while taken < times and thread_time() - began <= seconds and self._inner.accept_string(piece):
-            taken += 1
+        began, count = thread_time(), 0
+        while count < times and thread_time() - began <= seconds and self._inner.accept_string(piece):
+            count += 1
         spent = thread_time() - began
-        if taken:
-            self._inner.rollback(taken)
+        if count:
+            self._inner.rollback(count)
         return spent
 
     def _advance(self, token_id: int) -> None:

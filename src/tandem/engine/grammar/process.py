@@ -93,11 +93,11 @@ class CompilerProcess:
                 cancellation.of(None)
         if answer[:1] == DONE:
             return answer[1:]
-        said = answer[1:].decode()
+        message = answer[1:].decode()
         if answer[:1] != BUSY:
-            raise RequestError(said)
+            raise RequestError(message)
         self._hurried.add(grammar)
-        raise EngineError(said)
+        raise EngineError(message)
 
     def close(self) -> None:
         """For good: whoever still compiles gets an EngineError."""

@@ -75,11 +75,11 @@ def threads_on(cpus: int, quota: float | None) -> int:
 
 
 def _result(compiler: Any, vocabulary: Vocabulary, grammar: Grammar) -> bytes:
-    said = os.memfd_create("said")
-    os.dup2(said, 2)
-    compiled, wrong = heard(lambda: compiled_by(compiler, grammar), said)
+    stderr_fd = os.memfd_create("said")
+    os.dup2(stderr_fd, 2)
+    compiled, wrong = heard(lambda: compiled_by(compiler, grammar), stderr_fd)
     if wrong is not None and (compiled is None or not grammar.lenient):
-        where = placed(wrong, schemas_of(grammar), lambda schema: complaint_of_schema(schema, said))
+        where = placed(wrong, schemas_of(grammar), lambda schema: complaint_of_schema(schema, stderr_fd))
         return REFUSED + where.encode(errors="replace")
     try:
         probe(CompiledGrammar.of(compiled, vocabulary, vocabulary.spelt_in(grammar.text)))

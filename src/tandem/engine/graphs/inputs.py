@@ -57,9 +57,9 @@ class _Field:
         self._from = self._to = self._rest = self.image
 
     def fill(self, source: ForwardBatch, rows: int) -> None:
-        found: Tensor = source.turning if self._name == "turns" else getattr(source, self._name)
-        if found is not self._held:
-            self._look_at(found, rows)
+        tensor: Tensor = source.turning if self._name == "turns" else getattr(source, self._name)
+        if tensor is not self._held:
+            self._look_at(tensor, rows)
         self._to[...] = self._from
         if rows < len(self.image):  # a copy that had the sequence's slot would change its state twice
             self._rest[...] = 0 if self._name == "slots" else self._from[-1]

@@ -59,16 +59,16 @@ class ChunkInputs:
         """The image, from host memory. The last sequence has the copies; those that are not there have no rows."""
         image, rows = self.image, len(source.input_ids)
         for name in self._each:
-            found = source.turning if name == "turns" else getattr(source, name)
-            to, values = getattr(image, name).numpy(), found.numpy()
+            tensor = source.turning if name == "turns" else getattr(source, name)
+            to, values = getattr(image, name).numpy(), tensor.numpy()
             to[:rows], to[rows:] = values, NOWHERE if name == "cache_slots" else values[-1]
-        sequences, wanted = len(source.seq_lens), len(source.logits_rows)
+        sequences, logits_count = len(source.seq_lens), len(source.logits_rows)
         image.query_starts[:sequences] = source.query_starts[:-1]
         image.query_starts[sequences:] = self._rows
         image.seq_lens[:sequences], image.slots[:sequences] = source.seq_lens, source.slots
         image.block_tables[:sequences, : source.block_tables.shape[1]] = source.block_tables
-        image.logits_rows[:wanted] = source.logits_rows
-        image.logits_rows[wanted:] = 0
+        image.logits_rows[:logits_count] = source.logits_rows
+        image.logits_rows[logits_count:] = 0
 
     def send(self) -> None:
         to_gpu(self._host, self._there)
@@ -97,8 +97,8 @@ class PromptGraph:
         self._inputs.fill(batch)
         self._inputs.send()
         logits, best = self._result
-        wanted = len(batch.logits_rows)
-        return Replayed(self._pieces, (logits[:wanted], best[:wanted]))
+        count = len(batch.logits_rows)
+        return Replayed(self._pieces, (logits[:count], best[:count]))
 
 
 class Replayed:
@@ -186,14 +186,14 @@ class PrefillCapture:
         given kernel by kernel. beside: graphs that share their memory and whose layers the GPU computes alone; in those
         made here the CPU has a part. spares: as `Streams.aside`. A graph keeps the multiprocessors that it was captured
         with."""
-        made = PromptGraphs(self.start, beside)
+        graphs = PromptGraphs(self.start, beside)
         try:
             for rows in sorted(sizes, reverse=True):
-                self._capture(made, rows, beside is not None, spares)
+                self._capture(graphs, rows, beside is not None, spares)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
-            made, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
+            graphs, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
             _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
-        return made
+        return graphs
 
     def shared_sizes(self, sizes: Rows[int]) -> list[int]:
         """Those of `sizes`, in rows of a chunk, whose experts CPU and bus may share later."""

@@ -68,11 +68,11 @@ def _decoded(data: bytes, ask: Ask) -> tuple[Decoded, bytes]:
         if turn in _ON_THEIR_SIDE:
             wide, high = high, wide
         height, width = _target(high, wide, ask)
-        found = Decoded(height=height, width=width, source_pixels=wide * high, frames=_frames(image))
+        sizes = Decoded(height=height, width=width, source_pixels=wide * high, frames=_frames(image))
         if not ask.pixels:
-            return found, b""
+            return sizes, b""
         rgb = _safely(lambda: _rgb(_turned(image, turn)))
-    return found, rgb.resize((width, height), Image.Resampling.BICUBIC).tobytes()
+    return sizes, rgb.resize((width, height), Image.Resampling.BICUBIC).tobytes()
 
 
 def _target(height: int, width: int, ask: Ask) -> tuple[int, int]:

@@ -37,14 +37,14 @@ class Pictures:
 
     def taken_out(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Resized]]:
         """The messages as chat templates want them, and their images in order. Raises RequestError."""
-        found: list[Resized] = []
-        taken: list[dict[str, Any]] = []
+        images: list[Resized] = []
+        converted: list[dict[str, Any]] = []
         for i, message in enumerate(messages):
             if isinstance(parts := message.get("content"), list):
                 where = f"messages[{i}].content"
-                message |= {"content": [self._part(part, f"{where}[{j}]", found) for j, part in enumerate(parts)]}
-            taken.append(message)
-        return taken, found
+                message |= {"content": [self._part(part, f"{where}[{j}]", images) for j, part in enumerate(parts)]}
+            converted.append(message)
+        return converted, images
 
     def placed(self, ids: list[int], found: list[Resized]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """The ids with a row for each token of an image. Raises RequestError."""

@@ -104,14 +104,14 @@ def _resolved(params: OneSampling, defaults: Mapping[str, float]) -> protocol.Sa
     alone, and several in a list."""
     if not isinstance(params, OneSampling):
         raise RequestError(f"sampling is SamplingParams, not {params!r:.80}", "sampling")
-    given = {name: _plain(value) for name, value in msgspec.structs.asdict(params).items()}
+    fields = {name: _plain(value) for name, value in msgspec.structs.asdict(params).items()}
     for name in RECOMMENDED:
-        if given[name] is None:
-            del given[name]
-    if isinstance(given["stop"], str):
-        given["stop"] = (given["stop"],)
+        if fields[name] is None:
+            del fields[name]
+    if isinstance(fields["stop"], str):
+        fields["stop"] = (fields["stop"],)
     try:
-        return msgspec.convert({**defaults, **given}, protocol.SamplingParams)
+        return msgspec.convert({**defaults, **fields}, protocol.SamplingParams)
     except msgspec.ValidationError as error:
         raise RequestError(f"SamplingParams: {error}", "sampling") from error
 

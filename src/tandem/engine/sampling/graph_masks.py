@@ -62,10 +62,10 @@ class GraphMasks:
         return masked_rows(logits, self._sent)
 
     def _address(self, mask: TokenMask) -> int:
-        there = torch.from_numpy(mask)
-        if self._pinned and not there.is_pinned():
+        tensor = torch.from_numpy(mask)
+        if self._pinned and not tensor.is_pinned():
             raise ValueError("a graph reads masks from pinned memory: make them with masks.new_mask")
-        return there.data_ptr()
+        return tensor.data_ptr()
 
 
 def _same(one: TokenMask | None, other: TokenMask | None) -> bool:

@@ -46,8 +46,8 @@ class HostLogits:
     def chosen(
         self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int], masks: RowMasks = ()
     ) -> list[Sampled]:
-        wanted = self._array if len(rows) == len(self._array) else self._array[list(rows)]
-        return sample(wanted, sequences, eos_ids, masks)
+        selected = self._array if len(rows) == len(self._array) else self._array[list(rows)]
+        return sample(selected, sequences, eos_ids, masks)
 
 
 def best_of(logits: Tensor, masks: GraphMasks | None = None, out: Tensor | None = None) -> Tensor:
@@ -139,13 +139,13 @@ class DeviceLogits:
         here = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
         logits_of, best = self._among(here, rows, sequences, masks)
         chosen = zip(here, choose(logits_of, best, [sequences[i] for i in here]), strict=True)
-        made = {i: sampled for i, sampled in chosen if sampled is not None}
-        rest = [i for i in range(len(rows)) if i not in made]
+        by_row = {i: sampled for i, sampled in chosen if sampled is not None}
+        rest = [i for i in range(len(rows)) if i not in by_row]
         if rest:
             whole = self._host.copy_of(_part(self.logits, [rows[i] for i in rest]))
             again = sample(whole, [sequences[i] for i in rest], eos_ids, [masks[i] for i in rest])
-            made |= zip(rest, again, strict=True)
-        return [made[i] for i in range(len(rows))]
+            by_row |= zip(rest, again, strict=True)
+        return [by_row[i] for i in range(len(rows))]
 
     def _among(
         self, here: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks

@@ -58,8 +58,8 @@ def choose(
     chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in found.tolist()]
     rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(found[r, 1])]
     if rows:
-        made = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
-        for r, row in zip(rows, made, strict=True):
+        candidates = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
+        for r, row in zip(rows, candidates, strict=True):
             chosen[r] = _chosen(row, sequences[r])
     return chosen
 
@@ -116,9 +116,9 @@ def _drawn(weights: Tensor, u: Tensor) -> Tensor:
     """int64 [R, 1]: the first id whose cumulative weight exceeds u times the total."""
     cumulative = weights.cumsum(1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
-    found = torch.searchsorted(cumulative, u[:, None] * total, right=True)
+    ids = torch.searchsorted(cumulative, u[:, None] * total, right=True)
     return torch.minimum(
-        found, torch.searchsorted(cumulative, total)
+        ids, torch.searchsorted(cumulative, total)
     )  # rounding: the last one with any weight
 
 
@@ -150,12 +150,12 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
         return None
     order = np.argsort(row.ids)
     values = falling[order]
-    kept = order[largest(values, count, falling[count - 1])]
+    places = order[largest(values, count, falling[count - 1])]
     if params.min_p > 0.0:
-        kept = kept[falling[kept] >= math.log(params.min_p)]
+        places = places[falling[places] >= math.log(params.min_p)]
     if narrows(params):
-        kept = kept[narrowed(falling[kept], params, coin_of(sequence))]
-    return int(row.ids[kept[invert(np.exp(falling[kept]), number_of(sequence))]])
+        places = places[narrowed(falling[places], params, coin_of(sequence))]
+    return int(row.ids[places[invert(np.exp(falling[places]), number_of(sequence))]])
 
 
 def _kept(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:

@@ -74,9 +74,9 @@ class Repetitions:
     def _lengths_at(self, places: Places) -> Places:
         """Lengths of the repetitions that end at `places`, in the text without its last token; 0 where nothing ends."""
         self._ends[self.places + 1] = self.lengths
-        found = self._ends[places + 1].astype(np.int64)
+        lengths = self._ends[places + 1].astype(np.int64)
         self._ends[self.places + 1] = 0
-        return found
+        return lengths
 
     def _append(self, tokens: Places) -> None:
         self._tokens.append(tokens)

@@ -90,18 +90,19 @@ class ChainInputs:
         missing = self.shape.rows - count
         tables[at, :pages] = run.sequence.page_table[:pages]
         slots[at] = run.sequence.slot
-        there = slots_of(tables[at], run.first, count, self.shape.page_size)
-        ids[at, missing:], positions[at, missing:], places[at, missing:] = run.tokens, counted(run.first, count), there
+        row_slots = slots_of(tables[at], run.first, count, self.shape.page_size)
+        ids[at, missing:], places[at, missing:] = run.tokens, row_slots
+        positions[at, missing:] = counted(run.first, count)
         for array in (ids, positions, places):
             array[at, :missing] = array[at, missing]
 
     def _fill_order(self, widths: Rows[int]) -> None:
         """order[d, s]: whose row sequence s computes in pass d."""
-        wanted = np.zeros(self.shape.sequences, dtype=np.int64)
-        wanted[: len(widths)] = widths
-        longest, own = int(wanted.argmax()), np.arange(self.shape.sequences)
+        guesses = np.zeros(self.shape.sequences, dtype=np.int64)
+        guesses[: len(widths)] = widths
+        longest, own = int(guesses.argmax()), np.arange(self.shape.sequences)
         for number in range(self.shape.guesses):
-            self._order[number] = np.where(wanted > number, own, longest)
+            self._order[number] = np.where(guesses > number, own, longest)
 
     def send(self) -> None:
         to_gpu(self._host, self._there)

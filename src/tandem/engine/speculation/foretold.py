@@ -53,8 +53,8 @@ class Instead:
 
     def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         drawn = self._drawing.draw(wanted)
-        said = (self._said.propose(sequence, width) for sequence, width in wanted)
-        return [() if draft is None or not own else draft.tokens for own, draft in zip(drawn, said, strict=True)]
+        drafts = (self._said.propose(sequence, width) for sequence, width in wanted)
+        return [() if draft is None or not own else draft.tokens for own, draft in zip(drawn, drafts, strict=True)]
 
     def behind(self, sequence: Sequence) -> int:
         return self._drawing.behind(sequence)

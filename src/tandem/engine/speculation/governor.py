@@ -139,8 +139,8 @@ class Governor:
         best = self._best(len(sequences), chances)
         more = self._wider(len(sequences), chances, best) if best and not self._trying else 0
         self._measures = bool(more or self._trying)
-        found = chances.high if self._measures else chances.low
-        for _, number in found[: more or best]:
+        ranked = chances.high if self._measures else chances.low
+        for _, number in ranked[: more or best]:
             widths[number] += 1
         return widths
 
@@ -148,14 +148,14 @@ class Governor:
         """Drawing them is paid for, so one is left at least; so are all of a trial, which tells what they cost."""
         if self._measures or not any(draft is not None and draft.sure for draft in drafts):
             return widths
-        found = [
+        ranked = [
             (chance, number)
             for number, (draft, width) in enumerate(zip(drafts, widths, strict=True)) if draft is not None
             for chance in self._sureness.chances(draft, width)
         ]  # fmt: skip
-        found.sort(key=lambda each: -each[0])
+        ranked.sort(key=lambda each: -each[0])
         shorter = [0] * len(widths)
-        for _, number in found[: self._worth(len(widths), [chance for chance, _ in found])]:
+        for _, number in ranked[: self._worth(len(widths), [chance for chance, _ in ranked])]:
             shorter[number] += 1
         return shorter
 
@@ -211,16 +211,16 @@ class Governor:
     ) -> list[tuple[float, int]]:
         """Probability of every guess that it and all before it come, with its draft's number; the likeliest first.
         Those of a draft never rise, and sorting keeps their order."""
-        found: list[tuple[float, int]] = []
+        ranked: list[tuple[float, int]] = []
         for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             chance = 1.0
             for kind in () if draft is None else draft.kinds:
                 chance *= self.chance(sequence, kind, deviations)
                 if chance < LEAST_CHANCE:
                     break
-                found.append((chance, number))
-        found.sort(key=lambda each: -each[0])
-        return found
+                ranked.append((chance, number))
+        ranked.sort(key=lambda each: -each[0])
+        return ranked
 
     def _best(self, sequences: int, chances: Chances) -> int:
         """The number of guesses that gives the most tokens per second."""

@@ -25,11 +25,11 @@ ROWS_OF_EACH = 2  # times the rows of a step: what may have come since a draft l
 
 def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> Speculation | None:
     """Speculation of an engine's parts; None: each step decodes one token."""
-    asked = parts.plan.speculation
-    if asked is None:
+    choice = parts.plan.speculation
+    if choice is None:
         return None
-    drafter = _drafter(parts, states, pages, asked)
-    return Speculation(drafter, asked.algorithm, asked.most_guesses, governed=asked.governed)
+    drafter = _drafter(parts, states, pages, choice)
+    return Speculation(drafter, choice.algorithm, choice.most_guesses, governed=choice.governed)
 
 
 def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:

@@ -37,15 +37,15 @@ class NextN:
     def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
         a failure no row counts as made."""
-        found: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in wanted}
-        self.unusual, left = False, list(found)
+        guesses: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in wanted}
+        self.unusual, left = False, list(guesses)
         try:
             while left:
-                left = self._chains(left, dict(wanted), found)
+                left = self._chains(left, dict(wanted), guesses)
         except Exception:
             self._rows.clear()
             raise
-        return [tuple(found[sequence]) for sequence, _ in wanted]
+        return [tuple(guesses[sequence]) for sequence, _ in wanted]
 
     def forget(self, sequence: Sequence) -> None:
         self._rows.forget(sequence)

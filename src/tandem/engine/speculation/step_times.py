@@ -107,11 +107,11 @@ class _Steps:
     def points(self) -> dict[int, float]:
         """Ratios by guesses. Each is drawn to a curve through all of them, the more the older it is: one that happened
         to be measured too high would never be measured again."""
-        sure = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.sure]
-        curve = _fitted(sure)
-        drawn = {g: value + (curve(g) - value) / (1.0 + each / _OTHERS_EVIDENCE) for g, value, each in sure}
+        known = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.sure]
+        curve = _fitted(known)
+        drawn = {g: value + (curve(g) - value) / (1.0 + each / _OTHERS_EVIDENCE) for g, value, each in known}
         tried = {g: f.value for g, f in self.ratios.items() if not f.sure}
-        return drawn | {g: value for g, value in tried.items() if not sure or value < curve(g)}
+        return drawn | {g: value for g, value in tried.items() if not known or value < curve(g)}
 
     def _evidence(self, figure: _Figure) -> float:
         age = (self._steps - figure.seen) / _OLD

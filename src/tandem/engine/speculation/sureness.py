@@ -22,8 +22,8 @@ class Sureness:
 
     def learn(self, draft: Draft, came: Rows[int]) -> None:
         """As `Widths.learn`."""
-        for token, guess, sure in zip(came, draft.tokens, draft.sure, strict=False):
-            part, hit = _part(sure), token == guess
+        for token, guess, chance in zip(came, draft.tokens, draft.sure, strict=False):
+            part, hit = _part(chance), token == guess
             self._hits[part] = _MEMORY * self._hits[part] + hit
             self._trials[part] = _MEMORY * self._trials[part] + 1.0
             if not hit:
@@ -33,7 +33,7 @@ class Sureness:
         """Probabilities of the first `width` guesses: that each and all before it come. 1: the draft does not say."""
         if not draft.sure:
             return [1.0] * width
-        parts = (_part(sure) for sure in draft.sure[:width])
+        parts = (_part(chance) for chance in draft.sure[:width])
         return list(accumulate((self._hits[part] / self._trials[part] for part in parts), mul))
 
 

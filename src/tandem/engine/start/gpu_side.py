@@ -234,5 +234,5 @@ def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:
     assert plan.gpu is not None
     fused = model.moe.fusible_shared if plan.fuse_shared_experts else 0
     largest = max(plan.gpu.graph_sizes, default=1)
-    top_k, late = model.moe.router.top_k + fused, plan.gpu.deferred > 0
-    return HandoffSizes(largest, plan.max_step_tokens, model.expert_channels, top_k, late)
+    top_k, deferred = model.moe.router.top_k + fused, plan.gpu.deferred > 0
+    return HandoffSizes(largest, plan.max_step_tokens, model.expert_channels, top_k, deferred)

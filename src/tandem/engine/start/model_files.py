@@ -80,10 +80,10 @@ def pull(name: HubName, plan: Planner | None = None, shown: Shown | None = None,
             download.check_disk(weights)
             directory = download.fetch(weights)
             download.finish()
-    found = read_snapshot(directory, _named(name, weights))
-    if found.model is None:
-        raise HubError(f"{name} is not whole: {', '.join(found.missing)} is missing in {directory}")
-    return found.model
+    snapshot = read_snapshot(directory, _named(name, weights))
+    if snapshot.model is None:
+        raise HubError(f"{name} is not whole: {', '.join(snapshot.missing)} is missing in {directory}")
+    return snapshot.model
 
 
 def inspect(model: str, look: Callable[[Path], T]) -> T:
@@ -131,7 +131,7 @@ def _check_plan(
     shown, force, coming = how
     more = f"{model.name} was not fetched ({coming / 1e9:.1f} GB); --force fetches it nevertheless"
     try:
-        found = _looked(hub, model, weights, plan)
+        outcome = _looked(hub, model, weights, plan)
     except ConfigError as error:
         if force:
             return
@@ -142,7 +142,7 @@ def _check_plan(
         except CheckpointError as error:
             raise CheckpointError(f"{error}. {more}") from error
     if shown is not None:
-        shown(found, coming)
+        shown(outcome, coming)
 
 
 def _looked(hub: Hub, model: RemoteModel, weights: list[RemoteFile], look: Callable[[Path], T]) -> T:

@@ -87,12 +87,12 @@ def early_verification(config: EngineConfig, directory: Path, pool: WorkerPool) 
     if config.packed_cache is None:
         return None
     names = f"{glob.escape(_beginning(config, directory.resolve()))}*.packed"
-    found = list(_cache_directory(config.packed_cache).glob(names))
-    if len(found) != 1:
+    paths = list(_cache_directory(config.packed_cache).glob(names))
+    if len(paths) != 1:
         return None
     surely_cpu = config.device == "cpu" or not may_have_gpus()
     try:
-        return Verification(PackedFile(found[0]), pool, in_place=surely_cpu)
+        return Verification(PackedFile(paths[0]), pool, in_place=surely_cpu)
     except (CheckpointError, OSError):
         return None
 

@@ -124,12 +124,12 @@ def _made(driver: Any, number: Any, count: int) -> int:
 def _called(driver: Any, name: str, *arguments: Any) -> Any:
     """Results of a driver's function besides its error. Raises EngineError."""
     try:
-        error, *found = getattr(driver, name)(*arguments)
+        error, *outputs = getattr(driver, name)(*arguments)
     except (AttributeError, RuntimeError) as missing:  # it has no such function
         raise EngineError(_refused(f"{name} is missing")) from missing
     if int(error):
         raise EngineError(_refused(f"{name} fails with error {int(error)}"))
-    return found[0] if len(found) == 1 else found
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _refused(why: str) -> str:
@@ -226,14 +226,14 @@ class Feeder:
 
     def stop(self) -> None:
         """No piece is given any more when this returns."""
-        given, self._given = self._given, None
-        if given is None:
+        work, self._given = self._given, None
+        if work is None:
             return
-        given.stopped = True
+        work.stopped = True
         with self.opened():
-            given.ended.wait()
-        if given.error is not None:
-            _log.warning("a prompt that was given up had failed before: %s", given.error)
+            work.ended.wait()
+        if work.error is not None:
+            _log.warning("a prompt that was given up had failed before: %s", work.error)
 
     def __del__(self) -> None:
         self._asked.put(None)

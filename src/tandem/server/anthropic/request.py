@@ -54,8 +54,8 @@ def _system(body: CountRequest, sight: Sight) -> list[Message]:
         return [Message("system", body.system)]
     blocks = [Placed(f"system[{i}]", block, sight) for i, block in enumerate(body.system)]
     # It differs from one conversation to the next, at the very beginning: no prompt would be found in the prefix cache.
-    said = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
-    return [Message("system", content_of(said))] if said else []
+    instructions = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
+    return [Message("system", content_of(instructions))] if instructions else []
 
 
 def left_out(body: CountRequest) -> list[str]:

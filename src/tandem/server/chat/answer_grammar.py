@@ -77,11 +77,11 @@ class OpenAIGrammarFields(GrammarFields, kw_only=True):
 
 def grammar_of(fields: GrammarFields) -> Grammar | None:
     """Raises RequestError when several fields say one, or when one makes no sense."""
-    made = _all(fields)
-    if len(made) > 1:
-        first, second, *_ = made
+    grammars = _all(fields)
+    if len(grammars) > 1:
+        first, second, *_ = grammars
         raise RequestError(f"{first} and {second} both say what the answer must match; send one", second)
-    return next(iter(made.values()), None)
+    return next(iter(grammars.values()), None)
 
 
 def grammar_field(fields: GrammarFields) -> str | None:
@@ -91,9 +91,9 @@ def grammar_field(fields: GrammarFields) -> str | None:
 
 def _all(fields: GrammarFields) -> dict[str, Grammar]:
     names = [field.name for field in msgspec.structs.fields(OpenAIGrammarFields) if field.name in _MAKERS]
-    given = {name: value for name in names if (value := getattr(fields, name, None)) not in (None, "", [])}
-    made = {name: _made(name, value) for name, value in given.items()}
-    return {name: grammar for name, grammar in made.items() if grammar is not None}
+    values = {name: value for name in names if (value := getattr(fields, name, None)) not in (None, "", [])}
+    grammars = {name: _made(name, value) for name, value in values.items()}
+    return {name: grammar for name, grammar in grammars.items() if grammar is not None}
 
 
 def _made(name: str, value: Any) -> Grammar | None:
@@ -123,10 +123,10 @@ def _of_response_format(given: ResponseFormat) -> Grammar | None:
 
 def _schema(given: ResponseFormat) -> bool | dict[str, Any]:
     named = None if given.json_schema is None else given.json_schema.schema
-    found = given.schema if named is None else named
-    if found is None:
+    schema = given.schema if named is None else named
+    if schema is None:
         raise RequestError("json_schema.schema is missing")
-    return found
+    return schema
 
 
 def _triggered(given: ResponseFormat) -> dict[str, Any]:
@@ -144,10 +144,10 @@ def _triggered(given: ResponseFormat) -> dict[str, Any]:
 def _of_structured_outputs(given: StructuredOutputs) -> Grammar | None:
     named = msgspec.structs.asdict(given)
     makers = {"json": "guided_json", "choice": "guided_choice", "grammar": "guided_grammar"}
-    found = [(makers.get(name, name), value) for name, value in named.items() if value not in (None, "", [], False)]
-    if len(found) > 1:
+    fields = [(makers.get(name, name), value) for name, value in named.items() if value not in (None, "", [], False)]
+    if len(fields) > 1:
         raise RequestError("it may say one thing that the answer must match, not several")
-    return next((_MAKERS[name](value) for name, value in found), None)
+    return next((_MAKERS[name](value) for name, value in fields), None)
 
 
 _MAKERS: dict[str, Callable[[Any], Grammar | None]] = {

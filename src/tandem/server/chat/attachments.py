@@ -135,13 +135,13 @@ def refused_turn(roles: Sequence[str], tools: Collection[object] | None) -> int 
     None: an agent asks, for there are tools, or it goes on with a tool's result. roles: of all messages."""
     if tools:
         return None
-    said = [i for i, role in enumerate(roles) if role not in ("system", "developer")]
-    while said and roles[said[-1]] == "assistant":
-        said.pop()
-    if not said or roles[said[-1]] != "user":
+    turns = [i for i, role in enumerate(roles) if role not in ("system", "developer")]
+    while turns and roles[turns[-1]] == "assistant":
+        turns.pop()
+    if not turns or roles[turns[-1]] != "user":
         return None
-    beside_result = len(said) > 1 and roles[said[-2]] == "tool"
-    return None if beside_result else said[-1]
+    beside_result = len(turns) > 1 and roles[turns[-2]] == "tool"
+    return None if beside_result else turns[-1]
 
 
 def file_text(data: str | None, name: str | None = None, media_type: str | None = None) -> str | None:

@@ -135,12 +135,12 @@ def call_constraint(
         "type": "tags_with_separator", "tags": [_call(tool, written, tool.strict or required) for tool in tools],
         "separator": written.separator, "at_least_one": True, "stop_after_first": one,
     }  # fmt: skip
-    alone = _sequence(_const(written.first), calls, _const(written.last))
+    only_calls = _sequence(_const(written.first), calls, _const(written.last))
     if required:
-        body = alone
+        body = only_calls
     elif tool_format.channels or content is not None:
         text = _ANY_TEXT if content is None else _content(content)
-        body = {"type": "or", "elements": [_answer(tool_format.channels, text), alone]}
+        body = {"type": "or", "elements": [_answer(tool_format.channels, text), only_calls]}
     else:
         body = _on_trigger(written, calls, one)
     before = _reasoning(tool_format.channels, reasoning, in_reasoning)

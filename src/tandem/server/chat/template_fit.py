@@ -130,8 +130,8 @@ class _Trial:
         """The form in which the template wrote the call, if it is one of the format's."""
         for written in self._format.written:
             begin = written.first + written.begun(_TOOL.name, call_id=self._id(0))
-            _, found, rest = answer.partition(begin)
-            if found and written.end in rest:  # some templates forget `last`
+            _, opening, rest = answer.partition(begin)
+            if opening and written.end in rest:  # some templates forget `last`
                 return written
         return None
 

@@ -32,7 +32,7 @@ class Turns:
 
 def fit_turns(render: Render) -> Turns:
     """A template that refuses everything is left alone. Raises what `render` raises besides RequestError."""
-    user, again, said = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
+    user, again, answer = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
     first, second = _turn("system", "Delta"), _turn("system", "Epsilon")
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = _turn("tool", "Zeta") | {"tool_call_id": CALL["id"], "name": "probe"}
@@ -44,8 +44,8 @@ def fit_turns(render: Render) -> Turns:
         more_system=system
         and _shows(render, first, second, user)
         and _shows(render, first, user, second)
-        and _shows(render, user, said, second, again),
-        repeated=_shows(render, user, again) and _shows(render, user, said, said, again),
+        and _shows(render, user, answer, second, again),
+        repeated=_shows(render, user, again) and _shows(render, user, answer, answer, again),
         user_after_results=not _shows(render, user, called, result)
         or _shows(render, user, called, result, again),
     )
@@ -57,9 +57,9 @@ def _turn(role: str, content: str) -> dict[str, Any]:
 
 def _shows(render: Render, *messages: dict[str, Any]) -> bool:
     """Whether the prompt has all their texts."""
-    given: TemplateMessages = list(messages)
+    conversation: TemplateMessages = list(messages)
     try:
-        text = render(given)
+        text = render(conversation)
     except RequestError:
         return False
     return all(message["content"] in text for message in messages)

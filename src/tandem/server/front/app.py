@@ -131,17 +131,17 @@ class FrontApp:
 
     async def _tell_all(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         """Every loaded model."""
-        said = []
+        answers = []
         for child in self._models.loaded():
             answer = await child.wire.ask("POST", scope["path"], [(b"content-type", b"application/json")], body)
-            said.append((await answer.head(), await answer.whole()))
-        if wrong := next((each for each in said if each[0] != 200), None):
+            answers.append((await answer.head(), await answer.whole()))
+        if wrong := next((each for each in answers if each[0] != 200), None):
             await Response(wrong[1], wrong[0], media_type="application/json")(scope, receive, send)
             return
         if scope["path"] == "/flush_cache":
             response = Response("The prefix caches are empty.\n", media_type="text/plain")
         else:
-            response = json_response({"aborted": any(json.loads(data)["aborted"] for _, data in said)})
+            response = json_response({"aborted": any(json.loads(data)["aborted"] for _, data in answers)})
         await response(scope, receive, send)
 
 

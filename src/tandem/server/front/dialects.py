@@ -53,8 +53,8 @@ def streams(path: str, wish: Wish) -> bool:
 
 def is_empty(path: str, wish: Wish) -> bool:
     """Ollama's way to ask for a model to be loaded, or unloaded."""
-    said = {"/api/chat": wish.messages, "/api/generate": wish.prompt}.get(path)
-    return said is not None and bytes(said).strip() in _NOTHING
+    content = {"/api/chat": wish.messages, "/api/generate": wish.prompt}.get(path)
+    return content is not None and bytes(content).strip() in _NOTHING
 
 
 def media_type(path: str) -> str:

@@ -46,10 +46,10 @@ def shown(child: Child, started_at: int) -> dict[str, Any]:
     """Ollama's, of /api/show. One that was never loaded shows little."""
     if known := child.facts.get("/api/show"):
         return dict(known)
-    found = tag(child, started_at)
+    entry = tag(child, started_at)
     return {
-        "modelfile": "", "parameters": "", "template": "", "details": found["details"], "model_info": {},
-        "capabilities": ["completion", "tools"], "modified_at": found["modified_at"],
+        "modelfile": "", "parameters": "", "template": "", "details": entry["details"], "model_info": {},
+        "capabilities": ["completion", "tools"], "modified_at": entry["modified_at"],
     }  # fmt: skip
 
 
@@ -79,5 +79,5 @@ def away(child: Child) -> bytes:
 
 
 def _first(child: Child, path: str, key: str) -> dict[str, Any]:
-    found = child.facts.get(path, {}).get(key) or [{}]
-    return dict(found[0])
+    entries = child.facts.get(path, {}).get(key) or [{}]
+    return dict(entries[0])

@@ -49,8 +49,8 @@ class Models:
 
     def loaded(self) -> list[Child]:
         """The one that was used last comes first."""
-        found = [child for child in self.all() if child.life is Life.LOADED]
-        return sorted(found, key=lambda child: -child.used_at)
+        children = [child for child in self.all() if child.life is Life.LOADED]
+        return sorted(children, key=lambda child: -child.used_at)
 
     def named(self, name: str | None) -> Child:
         """None: the only one there is, or that is loaded. Raises ApiError 404, 400."""

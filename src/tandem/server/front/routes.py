@@ -131,8 +131,8 @@ class _Named(msgspec.Struct):
 
 def _names(body: bytes) -> str | None:
     """The model that a small body names. Raises ApiError 400."""
-    said = decode(body, _Named) if body.strip() else _Named()
-    return said.model or said.name
+    request = decode(body, _Named) if body.strip() else _Named()
+    return request.model or request.name
 
 
 def asked_model(scope: Scope) -> str | None:

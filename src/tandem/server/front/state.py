@@ -72,11 +72,11 @@ class _Merged:
 
 
 def _labelled(family: Metric, model: str) -> Metric:
-    found = Metric(family.name, family.documentation, family.type)
-    found.samples = [
+    metric = Metric(family.name, family.documentation, family.type)
+    metric.samples = [
         sample._replace(labels={**sample.labels, "model": model}) for sample in family.samples
     ]
-    return found
+    return metric
 
 
 def _of_models(models: Models) -> Iterator[Metric]:

@@ -111,9 +111,9 @@ def _result(body: MessageBody, content: Content, waiting: list[ToolCall]) -> Mes
 def _content(body: MessageBody, where: str, sight: Sight) -> Content:
     """Images stand beside the text here: before it, and notes of them behind it. Raises ApiError 400."""
     shown, text = _images(body.images, f"{where}.images", sight), body.content or ""
-    seen = [image for image in shown if not isinstance(image, str)]
+    images = [image for image in shown if not isinstance(image, str)]
     notes = [(note, True) for note in shown if isinstance(note, str)]
-    return joined([*((image, True) for image in seen), (text, False), *notes])
+    return joined([*((image, True) for image in images), (text, False), *notes])
 
 
 def _images(images: list[str] | None, where: str, sight: Sight) -> list[Content]:

@@ -135,8 +135,8 @@ def _names(body: CommonBody, prompt: str) -> dict[str, str]:
 
 
 def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
-    asked = body.options.num_predict if body.options else None
-    limit = None if asked is not None and asked < 0 else asked
+    num_predict = body.options.num_predict if body.options else None
+    limit = None if num_predict is not None and num_predict < 0 else num_predict
     return sampling_of(sampling_body(body), state.sampling_defaults, max_tokens=limit)
 
 
@@ -163,8 +163,8 @@ async def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response
 def _with_keep_alive(state: ServerState, body: CommonBody, ignored: list[str]) -> list[str]:
     """It is ignored where the model stays for good, unless it asks for that, or to be unloaded now."""
     seconds = keep_seconds(body.keep_alive)
-    kept = seconds in (None, math.inf) or state.client.sleep.by_itself or (seconds == 0 and body.is_empty)
-    return ignored if kept else [*ignored, "keep_alive"]
+    honoured = seconds in (None, math.inf) or state.client.sleep.by_itself or (seconds == 0 and body.is_empty)
+    return ignored if honoured else [*ignored, "keep_alive"]
 
 
 def _tag(state: ServerState) -> Tag:

@@ -38,15 +38,15 @@ class Pixels:
     it any more."""
 
     def __init__(self, resized: Resized, processor: Processor) -> None:
-        found = resized.found
-        self.grid: Grid = processor.grid(found.height, found.width)
+        sizes = resized.found
+        self.grid: Grid = processor.grid(sizes.height, sizes.width)
         self.nbytes = len(resized.pixels)
         self._file = os.memfd_create("image", os.MFD_CLOEXEC)
         with open(self._file, "wb", closefd=False) as file:
             file.write(resized.pixels)
         self.key = resized.key(processor)
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.source = PixelSource(height=found.height, width=found.width, path=path)
+        self.source = PixelSource(height=sizes.height, width=sizes.width, path=path)
 
     def __del__(self) -> None:
         os.close(self._file)
@@ -116,12 +116,12 @@ class ImageReader:
         if len(images) > MAX_IMAGES:
             text = f"at most {MAX_IMAGES} images in one request, not {len(images)}; leave out the oldest"
             raise RequestError(text, images[MAX_IMAGES].where, "too_many_images")
-        found = list[Seen | Unreadable]()
+        outcomes = list[Seen | Unreadable]()
         with self._in_line(sum(len(image.data) for image in images)):
             for image in images:
-                found.append(await self._read(image, sizes))
-                self._check_sum([one for one in found if isinstance(one, Seen)], image)
-        return found
+                outcomes.append(await self._read(image, sizes))
+                self._check_sum([one for one in outcomes if isinstance(one, Seen)], image)
+        return outcomes
 
     def held(self, spans: Sequence[ImageSpan]) -> list[Pixels]:
         """The pixels of these: as long as somebody has them, their paths are good."""
@@ -131,43 +131,43 @@ class ImageReader:
         most = min(self._most_tokens, LOW_DETAIL_TOKENS) if image.detail == "low" else self._most_tokens
         data = image.data.encode("ascii", "replace")
         name = (await self._on_thread(lambda: hashlib.sha256(data).digest()), most)
-        if (seen := self._recent.get(name)) is not None:
+        if (picture := self._recent.get(name)) is not None:
             self._recent.move_to_end(name)
             self.counts.again += 1
-            return seen
+            return picture
         try:
-            seen = await self._on_thread(lambda: self._decoded(data, image.where, most, sizes))
+            picture = await self._on_thread(lambda: self._decoded(data, image.where, most, sizes))
         except RequestError as error:
             self.counts.refused += 1
             if image.older:
                 return Unreadable(str(error))
             raise
-        return seen if sizes else self._kept(name, seen)
+        return picture if sizes else self._kept(name, picture)
 
     def _decoded(self, data: bytes, where: str, most: int, sizes: bool) -> Seen:
         began = time.monotonic()
         resized = self._process.resized(data, where, most_tokens=most, base64=True, pixels=not sizes)
         self.counts.seconds += time.monotonic() - began
-        found = resized.found
-        rows = self._processor.tokens(self._processor.grid(found.height, found.width))
+        facts = resized.found
+        rows = self._processor.tokens(self._processor.grid(facts.height, facts.width))
         pixels = None if sizes else Pixels(resized, self._processor)
-        return Seen(rows, found.source_pixels, found.frames > 1, pixels)
+        return Seen(rows, facts.source_pixels, facts.frames > 1, pixels)
 
-    def _kept(self, name: tuple[bytes, int], seen: Seen) -> Seen:
+    def _kept(self, name: tuple[bytes, int], picture: Seen) -> Seen:
         """The same; another file's pixels where they are equal. Raises ApiError 429 where running requests hold too
         many."""
-        assert seen.pixels is not None
+        assert picture.pixels is not None
         held = sum(pixels.nbytes for pixels in self._held.values())
-        if held + seen.pixels.nbytes > MAX_HELD_PIXEL_BYTES:
+        if held + picture.pixels.nbytes > MAX_HELD_PIXEL_BYTES:
             raise overloaded("the running requests hold too many images; try again later")
         self.counts.decoded += 1
-        seen = replace(seen, pixels=self._held.setdefault(seen.pixels.key, seen.pixels))
-        self._recent[name] = seen
+        picture = replace(picture, pixels=self._held.setdefault(picture.pixels.key, picture.pixels))
+        self._recent[name] = picture
         size = sum(one.nbytes for one in self._recent.values())
         while size > RECENT_PIXEL_BYTES and len(self._recent) > 1:
-            _, gone = self._recent.popitem(last=False)
-            size -= gone.nbytes
-        return seen
+            _, dropped = self._recent.popitem(last=False)
+            size -= dropped.nbytes
+        return picture
 
     def _check_sum(self, seen: Sequence[Seen], newest: Image) -> None:
         """Raises RequestError where the images so far are too many for a request."""

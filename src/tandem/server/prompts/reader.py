@@ -112,17 +112,17 @@ class PromptReader:
     ) -> list[list[int]]:
         """Token ids of each text. `sign`: what messages in it were guarded with (`MarkerGuard`); then no begin-of-text
         is added. Raises RequestError, with `param` "prompt", and ApiError 429."""
-        chars, gone = sum(map(len, texts)), threading.Event()
+        chars, cancelled = sum(map(len, texts)), threading.Event()
         if chars <= INLINE_TOKENIZE_CHARS:
-            return self._encode_each(texts, add_special_tokens, gone, sign)
+            return self._encode_each(texts, add_special_tokens, cancelled, sign)
         self._check_room(chars)
         threads = self._large if chars > LARGE_TOKENIZE_CHARS else self._long
-        job = threads.submit(self._encode_each, texts, add_special_tokens, gone, sign)
+        job = threads.submit(self._encode_each, texts, add_special_tokens, cancelled, sign)
         self._count(job, chars)
         try:
             return await asyncio.wrap_future(job)
         finally:
-            gone.set()
+            cancelled.set()
 
     async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The ids' text. Raises ApiError 429."""
@@ -165,9 +165,9 @@ class PromptReader:
         self._chars -= chars
 
     def _encode_each(
-        self, texts: Sequence[str], special: bool, gone: threading.Event, sign: str
+        self, texts: Sequence[str], special: bool, cancelled: threading.Event, sign: str
     ) -> list[list[int]]:
-        return [self._encode(text, special, sign) for text in texts if not gone.is_set()]
+        return [self._encode(text, special, sign) for text in texts if not cancelled.is_set()]
 
     def _encode(self, text: str, special: bool, sign: str) -> list[int]:
         if len(text) <= INLINE_TOKENIZE_CHARS:

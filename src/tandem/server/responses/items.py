@@ -99,14 +99,14 @@ class Items:
         """In one piece. A client runs only what is completed."""
         whole, offered = isinstance(call, AnsweredCall), self._offer[call.name]
         begun, key, name = _begun(call.id, offered)
-        said = text_input(call.arguments) if offered.custom else call.arguments
+        text = text_input(call.arguments) if offered.custom else call.arguments
         place = {"item_id": begun["id"], "output_index": len(self.done)}
         yield self._item("added", begun | {"status": "in_progress"})
-        yield {"type": f"{name}.delta", **place, "delta": said}
+        yield {"type": f"{name}.delta", **place, "delta": text}
         if whole:
             self._calls.append(ToolCall(call.id, call.name, call.arguments))
-            yield {"type": f"{name}.done", **place, "name": offered.name, key: said}
-        item = begun | {key: said, "status": "completed" if whole else "incomplete"}
+            yield {"type": f"{name}.done", **place, "name": offered.name, key: text}
+        item = begun | {key: text, "status": "completed" if whole else "incomplete"}
         yield self._item("done", item)
         self.done.append(item)
 

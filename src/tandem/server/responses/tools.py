@@ -58,12 +58,12 @@ def offer_of(body: ResponsesRequest) -> Offer:
 
 def left_out(body: ResponsesRequest) -> list[str]:
     """Names of what the model is not told of, or is not held to."""
-    found = []
+    names = []
     for i, tool in enumerate(body.tools or ()):
         if _is_left_out(tool):
-            found.append(f"tools[{i}]")
-        found += [f"tools[{i}]{place}" for place in _wished_formats(tool)]
-    return found
+            names.append(f"tools[{i}]")
+        names += [f"tools[{i}]{place}" for place in _wished_formats(tool)]
+    return names
 
 
 def text_input(arguments: str) -> str:

@@ -66,10 +66,10 @@ class Source:
         return text[known:] if known > 0 else text
 
     def take(self, count: int) -> str:
-        taken, self.text = self.text[:count], self.text[count:]
-        self.position += len(taken)
-        self._taken.append(taken)
-        return taken
+        piece, self.text = self.text[:count], self.text[count:]
+        self.position += len(piece)
+        self._taken.append(piece)
+        return piece
 
     def mark(self) -> None:
         self._taken = []
@@ -114,9 +114,9 @@ class Source:
 
     def literal(self, options: Sequence[str]) -> Reading[str]:
         """Takes the longest of `options` that comes next; "" if none does."""
-        found = yield from self.next_of(options)
-        self.take(len(found))
-        return found
+        option = yield from self.next_of(options)
+        self.take(len(option))
+        return option
 
     def behind_space(self, options: Sequence[str]) -> Reading[str]:
         """The longest of `options` that comes behind white space, or at once. Nothing is taken."""
@@ -170,12 +170,12 @@ def _pieces(text: str) -> list[str]:
 
 def _first(text: str, stops: Sequence[str]) -> tuple[int, str]:
     """The first place where one of `stops` is, and the longest there. Without one: the text's length, ""."""
-    best, found = len(text), ""
+    best, marker = len(text), ""
     for stop in stops:
         at = text.find(stop)
-        if 0 <= at < best or (at == best and found and len(stop) > len(found)):
-            best, found = at, stop
-    return best, found
+        if 0 <= at < best or (at == best and marker and len(stop) > len(marker)):
+            best, marker = at, stop
+    return best, marker
 
 
 def _may_grow(text: str, stop: str, stops: Sequence[str]) -> bool:
