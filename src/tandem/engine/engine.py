@@ -216,16 +216,16 @@ class Engine:
         shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
-    def _run(self, step: Step, beside: StepOverlap, drawing: float) -> list[TokenOutput]:
+    def _run(self, step: Step, prefill: StepOverlap, drawing: float) -> list[TokenOutput]:
         """The seconds that it takes tell the pace and the guesses' governor."""
         started, has_prefill = perf_counter(), step.has_prefill
-        ran = self._tried(step.chunks, lambda: self._runner.run(step, beside))
-        seconds = perf_counter() - started - beside.overtook
+        ran = self._tried(step.chunks, lambda: self._runner.run(step, prefill))
+        seconds = perf_counter() - started - prefill.overtook
         _tell(self._speculation, ran.turns, seconds + drawing)
         if has_prefill:
             self._scheduler.pace.observe(ran.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, beside=beside.under_way)
+            self._scheduler.pace.decoded(seconds, beside=prefill.under_way)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return ran.outputs

@@ -202,7 +202,7 @@ class GpuRunner:
         batch: ForwardBatch,
         masks: RowMasks,
         make: Callable[[], None],
-        meanwhile: Callable[[], None],
+        overlapped: Callable[[], None],
     ) -> DeviceLogits:
         rows, let_end = batch.seq_lens.shape[0], partial(self._let_end, graph, self._handoff.finish)
         self._replay(graph, batch, masks)
@@ -214,7 +214,7 @@ class GpuRunner:
             with _or_else(let_end):
                 self._handoff.finish()
                 with torch.inference_mode(False):  # what begins and ends in it is no part of the step
-                    meanwhile()
+                    overlapped()
             return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
 
     def _replay(self, graph: DecodeGraph, batch: ForwardBatch, masks: RowMasks) -> None:

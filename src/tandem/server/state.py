@@ -236,11 +236,11 @@ def _room(plan: Plan) -> tuple[int, int]:
     return plan.context_length, plan.num_pages * plan.page_size
 
 
-def _there(found: T | None, client: EngineClient) -> T:
+def _there(part: T | None, client: EngineClient) -> T:
     """Raises ApiError 503 while the first engine is loading."""
-    if found is None:
+    if part is None:
         raise unavailable(client.why_down)
-    return found
+    return part
 
 
 def cut_to_room(state: ServerState, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:

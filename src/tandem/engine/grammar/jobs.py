@@ -108,18 +108,18 @@ class Jobs:
             message = _TOO_BUSY.format(most) + (_MORE_TIME.format(WALL_SECONDS) if hurried else "")
             self._end(pid, BUSY + message.encode())
 
-    def _end(self, pid: int, said: bytes | None = None) -> None:
+    def _end(self, pid: int, message: bytes | None = None) -> None:
         """A busy machine gives a gigabyte of memory back in tenths of a second. The answer does not wait for that."""
         os.kill(pid, signal.SIGKILL)
         self._ending.add(pid)
-        self._close(pid, said)
+        self._close(pid, message)
 
-    def _close(self, pid: int, said: bytes | None) -> None:
+    def _close(self, pid: int, message: bytes | None) -> None:
         with self._running.pop(pid).answer as answer:
-            if said is not None:
+            if message is not None:
                 answer.setblocking(False)
                 with contextlib.suppress(OSError):
-                    send_answer(answer, said)
+                    send_answer(answer, message)
 
 
 def _seconds(pid: int, threads: int) -> float:

@@ -203,7 +203,7 @@ class PrefillCapture:
         """Whether that is best for a chunk of so many rows now."""
         return self.start is not None and self.start.splits(rows)
 
-    def _capture(self, made: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
+    def _capture(self, graphs: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
         start = self.start
         if start is None or self.streams.steps is None or not start.replayable(split):
             raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
@@ -215,7 +215,7 @@ class PrefillCapture:
                 raise NoPromptGraphs("the CPU computes a part of their experts")
             with self.streams.aside(spares=spares), self.streams.cut(spares):
                 tallies = None if self.usage is None else self.usage.beside(0)
-                made.capture(inputs, self.model, self.states, tallies)
+                graphs.capture(inputs, self.model, self.states, tallies)
         finally:
             start.release()
             self.streams.finish()

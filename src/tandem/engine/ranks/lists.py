@@ -60,10 +60,10 @@ class StepLists:
         )  # fmt: skip
 
 
-def _changed(said: Table, now: Table) -> list[Place]:
+def _changed(table: Table, now: Table) -> list[Place]:
     """Which places are to be said; from now on they are."""
-    places = np.flatnonzero(said != now)
-    said[places] = now[places]
+    places = np.flatnonzero(table != now)
+    table[places] = now[places]
     return list(zip(places.tolist(), now[places].tolist(), strict=True))
 
 

@@ -118,12 +118,12 @@ class ChainInputs:
         return self._batch(ids, positions, pages.long() * size + positions % size, owners, self.each)
 
     def _batch(
-        self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, wanted: Tensor
+        self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, logits_rows: Tensor
     ) -> ForwardBatch:
         rows = len(ids)
         tensors = {
             "input_ids": ids, "positions": positions, "cache_slots": places, "query_starts": self.starts[: rows + 1],
             "seq_lens": (positions + 1).int(), "block_tables": self.tables.index_select(0, owners),
-            "logits_rows": wanted, "slots": self.slots.index_select(0, owners),
+            "logits_rows": logits_rows, "slots": self.slots.index_select(0, owners),
         }  # fmt: skip
         return forward_batch(tensors, single_rows=rows)

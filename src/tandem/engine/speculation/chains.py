@@ -100,6 +100,6 @@ def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
     return run
 
 
-def _next(run: Run, found: list[int]) -> Run:
+def _next(run: Run, guesses: list[int]) -> Run:
     """The row behind a run and its guesses."""
-    return Run(run.sequence, run.last + len(found), found[-1:], True)
+    return Run(run.sequence, run.last + len(guesses), guesses[-1:], True)

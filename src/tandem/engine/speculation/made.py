@@ -32,9 +32,9 @@ def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> S
     return Speculation(drafter, choice.algorithm, choice.most_guesses, governed=choice.governed)
 
 
-def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
+def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, choice: SpeculationPlan) -> Drafter:
     if not parts.plan.drafts:
-        return parts.drafter or NGram(asked.least_match, asked.longest_match)
+        return parts.drafter or NGram(choice.least_match, choice.longest_match)
     drafter = parts.model_config.drafter
     window = 0 if drafter is None else window_of(drafter.states(parts.model_config.hidden))
     rows = InSlots(window) if window else InPages(pages)

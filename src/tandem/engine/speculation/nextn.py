@@ -55,14 +55,14 @@ class NextN:
         return self._said.get(sequence, ())
 
     def _chains(
-        self, sequences: Rows[Sequence], widths: dict[Sequence, int], found: dict[Sequence, list[int]]
+        self, sequences: Rows[Sequence], widths: dict[Sequence, int], drawn: dict[Sequence, list[int]]
     ) -> list[Sequence]:
         """Makes the guesses of those that can go together. Returns the others."""
         ready, runs, left = self._first_runs(sequences)
         if runs:
             guesses = self._chain.chains(runs, [widths[sequence] for sequence in ready])
             self.unusual |= self._chain.unusual
-            found.update(zip(ready, guesses, strict=True))
+            drawn.update(zip(ready, guesses, strict=True))
             self._said.update(zip(ready, map(tuple, self._chain.sure), strict=False))
         return left
 

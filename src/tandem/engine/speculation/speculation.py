@@ -155,15 +155,15 @@ class Speculation:
     def _sure(self, sequence: Sequence) -> tuple[float, ...]:
         return () if self._saying is None else self._saying.sure(sequence)
 
-    def _draw(self, drawing: Drawing, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
+    def _draw(self, drawing: Drawing, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""
         try:
-            guesses = drawing.draw(wanted)
+            guesses = drawing.draw(draws)
         except Exception:
             _log.exception("no guesses could be drawn; for %.0f s each step decodes one token", self._rests)
             self._rested_until = self._clock() + self._rests
             self._rests = min(2 * self._rests, MOST_RETRY_SECONDS)
-            return [()] * len(wanted)
+            return [()] * len(draws)
         self._rests = RETRY_SECONDS
         return guesses
 

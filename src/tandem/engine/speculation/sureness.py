@@ -37,5 +37,5 @@ class Sureness:
         return list(accumulate((self._hits[part] / self._trials[part] for part in parts), mul))
 
 
-def _part(sure: float) -> int:
-    return min(PARTS - 1, int(PARTS * max(0.0, sure)))  # NaN is 0
+def _part(chance: float) -> int:
+    return min(PARTS - 1, int(PARTS * max(0.0, chance)))  # NaN is 0

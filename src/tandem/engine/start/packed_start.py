@@ -71,10 +71,10 @@ class PackedStart:
         with suppress(CacheDamaged):
             self._confirmed(None)
 
-    def _confirmed(self, made: Made) -> Made:
+    def _confirmed(self, model: Made) -> Made:
         if self.cache is not None:
             self.cache.confirm(self._report)
-        return made
+        return model
 
     def _report(self, done: int, total: int) -> None:
         if self._progress is not None:
@@ -126,8 +126,8 @@ def _beginning(config: EngineConfig, directory: Path) -> str:
     return f"{directory.name}-{place}-"
 
 
-def _cache_directory(given: str) -> Path:
-    return Path(given).expanduser()
+def _cache_directory(path: str) -> Path:
+    return Path(path).expanduser()
 
 
 def _say(text: str) -> None:

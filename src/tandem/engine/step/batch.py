@@ -254,10 +254,10 @@ class BatchArrays:
         single = sequences if by_row else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
         return forward_batch(tensors, windows, single_rows=single)
 
-    def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool, folds: bool) -> int:
+    def _describe(self, s: int, chunk: Chunk, row_end: int, by_row: bool, folds: bool) -> int:
         """The chunk as sequence s, or its rows as sequences from s on; how many that are. folds: whether somebody asks
         what their slots hold."""
-        sequence, count = chunk.sequence, chunk.length if apart else 1
+        sequence, count = chunk.sequence, chunk.length if by_row else 1
         which, end = slice(s, s + count), sequence.computed_len + chunk.length
         for i in range(count):
             left = count - 1 - i

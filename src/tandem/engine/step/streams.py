@@ -239,9 +239,9 @@ class Feeder:
         self._asked.put(None)
 
 
-def _serve(enter: Callable[[], object], asked: SimpleQueue[Feeding | None], open_: Event) -> None:
+def _serve(enter: Callable[[], object], queue: SimpleQueue[Feeding | None], open_: Event) -> None:
     """Holds no `Feeder`: the thread ends with its engine."""
     enter()
-    while (feeding := asked.get()) is not None:
+    while (feeding := queue.get()) is not None:
         feeding.run(open_)
         del feeding

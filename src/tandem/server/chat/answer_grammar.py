@@ -91,8 +91,8 @@ def grammar_field(fields: GrammarFields) -> str | None:
 
 def _all(fields: GrammarFields) -> dict[str, Grammar]:
     names = [field.name for field in msgspec.structs.fields(OpenAIGrammarFields) if field.name in _MAKERS]
-    values = {name: value for name in names if (value := getattr(fields, name, None)) not in (None, "", [])}
-    grammars = {name: _made(name, value) for name, value in values.items()}
+    field_values = {name: value for name in names if (value := getattr(fields, name, None)) not in (None, "", [])}
+    grammars = {name: _made(name, value) for name, value in field_values.items()}
     return {name: grammar for name, grammar in grammars.items() if grammar is not None}
 
 
@@ -108,41 +108,41 @@ def _tag(tag: str | dict[str, Any]) -> Grammar:
     return Grammar("structural_tag", text)
 
 
-def _of_response_format(given: ResponseFormat) -> Grammar | None:
-    match given.type:
+def _of_response_format(form: ResponseFormat) -> Grammar | None:
+    match form.type:
         case "text":
             return None
         case "json_object":
-            says = given.schema not in (None, True, {})
-            return sources.json_schema(_schema(given)) if says else sources.json_object()
+            says = form.schema not in (None, True, {})
+            return sources.json_schema(_schema(form)) if says else sources.json_object()
         case "json_schema":
-            return sources.json_schema(_schema(given))
+            return sources.json_schema(_schema(form))
         case "structural_tag":
-            return _tag({"type": "structural_tag", "format": given.format or _triggered(given)})
+            return _tag({"type": "structural_tag", "format": form.format or _triggered(form)})
 
 
-def _schema(given: ResponseFormat) -> bool | dict[str, Any]:
-    named = None if given.json_schema is None else given.json_schema.schema
-    schema = given.schema if named is None else named
+def _schema(form: ResponseFormat) -> bool | dict[str, Any]:
+    named = None if form.json_schema is None else form.json_schema.schema
+    schema = form.schema if named is None else named
     if schema is None:
         raise RequestError("json_schema.schema is missing")
     return schema
 
 
-def _triggered(given: ResponseFormat) -> dict[str, Any]:
+def _triggered(form: ResponseFormat) -> dict[str, Any]:
     """SGLang's older form of a structural tag."""
-    if not given.structures or not given.triggers:
+    if not form.structures or not form.triggers:
         raise RequestError("a structural tag needs format, or structures and triggers")
     tags = [
         {"type": "tag", "begin": one.begin, "end": one.end,
          "content": {"type": "json_schema", "json_schema": one.schema}}
-        for one in given.structures
+        for one in form.structures
     ]  # fmt: skip
-    return {"type": "triggered_tags", "triggers": given.triggers, "tags": tags}
+    return {"type": "triggered_tags", "triggers": form.triggers, "tags": tags}
 
 
-def _of_structured_outputs(given: StructuredOutputs) -> Grammar | None:
-    named = msgspec.structs.asdict(given)
+def _of_structured_outputs(constraint: StructuredOutputs) -> Grammar | None:
+    named = msgspec.structs.asdict(constraint)
     makers = {"json": "guided_json", "choice": "guided_choice", "grammar": "guided_grammar"}
     fields = [(makers.get(name, name), value) for name, value in named.items() if value not in (None, "", [], False)]
     if len(fields) > 1:

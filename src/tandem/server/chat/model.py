@@ -173,17 +173,17 @@ class ChatModel:
         return msgspec.structs.replace(sampling, grammar=grammar, grammar_prefix=begun.answer if grammar else "")
 
 
-def _noted(message: Message, found: Mapping[int, Seen | Unreadable]) -> Message:
+def _noted(message: Message, images: Mapping[int, Seen | Unreadable]) -> Message:
     """With notes in place of images that cannot be read."""
     if isinstance(message.content, str):
         return message
-    return replace(message, content=joined(_note(part, found) for part in message.content))
+    return replace(message, content=joined(_note(part, images) for part in message.content))
 
 
-def _note(part: str | Image, found: Mapping[int, Seen | Unreadable]) -> Content:
+def _note(part: str | Image, images: Mapping[int, Seen | Unreadable]) -> Content:
     if isinstance(part, str):
         return part
-    one = found[id(part)]
+    one = images[id(part)]
     return (part,) if isinstance(one, Seen) else unread_image(one.why)
 
 

@@ -144,7 +144,7 @@ class PromptRenderer:
             )
         return switches
 
-    def _thinking(self, thinking: bool, names: frozenset[str], asked: str) -> dict[str, Any]:
+    def _thinking(self, thinking: bool, names: frozenset[str], parameter: str) -> dict[str, Any]:
         values = {"enable_thinking": thinking, "thinking": thinking}
         switches = {
             name: values.get(name, "enabled" if thinking else "disabled")
@@ -154,7 +154,7 @@ class PromptRenderer:
         always = thinking and self._speaking.reasoning_format is not None
         never = not thinking and self._speaking.reasoning_format is None
         if not (switches or always or never):
-            raise _no_switch(asked)
+            raise _no_switch(parameter)
         return switches
 
 

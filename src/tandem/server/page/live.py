@@ -64,10 +64,10 @@ class LiveView:
         if self._asking is not None and self._asking.done():
             self._take(self._asking)
 
-    def _take(self, asked: asyncio.Task[ExpertTraffic]) -> None:
+    def _take(self, task: asyncio.Task[ExpertTraffic]) -> None:
         self._asking = None
         try:
-            self._experts = _plain(asked.result())
+            self._experts = _plain(task.result())
         except EngineError:  # it has died meanwhile; `engine` says so
             self._experts = None
 

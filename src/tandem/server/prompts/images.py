@@ -169,13 +169,13 @@ class ImageReader:
             size -= dropped.nbytes
         return picture
 
-    def _check_sum(self, seen: Sequence[Seen], newest: Image) -> None:
+    def _check_sum(self, images: Sequence[Seen], newest: Image) -> None:
         """Raises RequestError where the images so far are too many for a request."""
-        if (pixels := sum(one.source_pixels for one in seen)) > MAX_IMAGE_PIXELS:
+        if (pixels := sum(one.source_pixels for one in images)) > MAX_IMAGE_PIXELS:
             most = MAX_IMAGE_PIXELS // 10**6
             text = f"the images up to {newest.where} have {pixels // 10**6} million pixels; {most} are the most"
             raise RequestError(f"{text}: send fewer, or smaller ones", newest.where, "image_too_large")
-        rows = sum(one.rows for one in seen)
+        rows = sum(one.rows for one in images)
         if self.limit is not None and rows >= self.limit.tokens:
             raise too_long(f"at least {rows}", self.limit)
 

@@ -95,10 +95,10 @@ class ChatWriter:
         ids = answer.token_ids if self._with_ids else UNSET
         return ChatChoice(index, self._message(whole), logprobs, whole.finish_reason, answer.stop_match, ids)
 
-    def _message(self, said: ChatAnswer) -> AssistantMessage:
-        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in said.calls]
-        reasoning = said.reasoning if said.reasoning and self._with_reasoning else UNSET
-        content = None if calls and not said.text else said.text
+    def _message(self, answer: ChatAnswer) -> AssistantMessage:
+        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in answer.calls]
+        reasoning = answer.reasoning if answer.reasoning and self._with_reasoning else UNSET
+        content = None if calls and not answer.text else answer.text
         return AssistantMessage(content, reasoning_content=reasoning, tool_calls=calls or UNSET)
 
     # --- as events

@@ -54,14 +54,14 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
     return ast.unparse(node.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
-def _balanced(source: Source, said: list[str], quotes: str) -> Reading[bool]:
+def _balanced(source: Source, pieces: list[str], quotes: str) -> Reading[bool]:
     """Takes from one bracket to its partner. Strings between `quotes` may have any brackets in them."""
     brackets, size = _Brackets(quotes), 0
     while size < _MAX_CALL:
         if not (yield from source.peek()):
             return False
         count, state = brackets.scan(source.text)
-        said.append(source.take(count))
+        pieces.append(source.take(count))
         size += count
         if state != "more":
             return state == "done"
