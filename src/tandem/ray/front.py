@@ -157,12 +157,12 @@ async def _once(engine: Any, query: Asked, key: bytes, avoid: tuple[str, ...], o
 
 async def _first(parts: AsyncIterator[Any], out: Out) -> Head:
     """A stream says meanwhile that it waits: for a replica, too."""
-    coming = asyncio.ensure_future(anext(parts))
+    first_part = asyncio.ensure_future(anext(parts))
     try:
-        while not (await asyncio.wait({coming}, timeout=WAITING_SECONDS))[0]:
+        while not (await asyncio.wait({first_part}, timeout=WAITING_SECONDS))[0]:
             await out.wait()
     except BaseException:
-        coming.cancel()
+        first_part.cancel()
         raise
-    head: Head = coming.result()
+    head: Head = first_part.result()
     return head

@@ -151,8 +151,8 @@ def print_plan(plan: Plan, said: Sequence[str]) -> None:
         print(f"  {decision.name:<24} {decision.value:<16}  {decision.reason}", flush=True)
     for ledger in plan.ledgers:
         parts = ", ".join(f"{entry.name} {gib(entry.nbytes)}" for entry in ledger.entries)
-        together = f"together {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)} that may be used"
-        print(f"  {ledger.place}: {parts}; {together}", flush=True)
+        total = f"together {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)} that may be used"
+        print(f"  {ledger.place}: {parts}; {total}", flush=True)
     for notice in plan.notices:
         if notice not in said:
             print(f"note: {notice}", flush=True)

@@ -67,15 +67,15 @@ def _names(body: SglangRequest) -> dict[str, str]:
 
 async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:
     prompts, batched = await _prompts(state, body)
-    shown = await with_images(state, body, prompts, batched)
-    count = len(shown)
+    shown_prompts = await with_images(state, body, prompts, batched)
+    count = len(shown_prompts)
     params = _spread(body.sampling_params, SglangSampling(), count, "sampling_params")
     with_logprobs = _spread(body.return_logprob, False, count, "return_logprob")
     starts = _spread(body.logprob_start_len, -1, count, "logprob_start_len")
     tops = _spread(body.top_logprobs_num, 0, count, "top_logprobs_num")
     asks = []
     for prompt, rid, p, logprobs, start, top in zip(
-        shown, _ids(body.rid, count), params, with_logprobs, starts, tops, strict=True
+        shown_prompts, _ids(body.rid, count), params, with_logprobs, starts, tops, strict=True
     ):
         sampling = _sampling(state, p, len(prompt.ids), top if logprobs else None, top if start >= 0 else None)
         request = GenerateRequest(id=rid, prompt_ids=prompt.ids, sampling=sampling, images=prompt.images)

@@ -102,8 +102,8 @@ class EngineSupervisor:
                     refused = self._refused and lives == 0
                     raise (ConfigError if refused else EngineError)(self._start_error)
                 if failed_starts:
-                    again = "again" if lives else "and is started once more"
-                    log.error("the engine could not be started %s: %s", again, self._start_error)
+                    when = "again" if lives else "and is started once more"
+                    log.error("the engine could not be started %s: %s", when, self._start_error)
                 short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
                 await self._pause(short_lives)
                 self.restarts += 1
@@ -246,11 +246,11 @@ class EngineSupervisor:
                 case EngineReady():
                     await asyncio.to_thread(self._on_ready, message)
                     self._loaded = True
-                    took = self._client.sleep.loaded()
+                    seconds = self._client.sleep.loaded()
                     if self._send is not None:
                         self._client.attach(self._send)
-                    if took is not None:
-                        log.info("the engine is awake after %.1f s", took)
+                    if seconds is not None:
+                        log.info("the engine is awake after %.1f s", seconds)
                     elif self.restarts:
                         log.info("the engine is ready again")
                 case StartFailed(message=text, refused=refused):

@@ -138,12 +138,12 @@ class GrammarMatcher:
         mask &= self._text_bits
         if (text := self._behind.get(self._last)) is not None:
             mask &= text
-        going = np.count_nonzero(mask) > 0  # NumPy's `any` takes three times as long
+        has_tokens = np.count_nonzero(mask) > 0  # NumPy's `any` takes three times as long
         if complete and self._may_end:
             mask |= self._end_bits
-        if not going and not complete:
+        if not has_tokens and not complete:
             raise EngineError("no token of this model continues an answer that matches the request's grammar")
-        self.ended = not going
+        self.ended = not has_tokens
 
     def _spend(self, began: float, tokens: int) -> None:
         try:

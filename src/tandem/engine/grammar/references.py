@@ -82,10 +82,10 @@ def ending_of(refs: dict[str, Any], rounds: int) -> set[str]:
         spellings.setdefault(id(part), []).append(ref)
     ending: set[str] = set()
     for _ in range(rounds):
-        more = [each for each in spellings.values() if each[0] not in ending and ends(refs[each[0]], ending)]
-        if not more:
+        added = [each for each in spellings.values() if each[0] not in ending and ends(refs[each[0]], ending)]
+        if not added:
             return ending
-        ending.update(*more)
+        ending.update(*added)
     return set(refs)
 
 

@@ -136,15 +136,15 @@ class DeviceLogits:
         if not masks and all(map(_takes_best, sequences)):  # most rows, at a fraction of what the rest takes
             return [best_token(*self.best[row].tolist()) for row in rows]
         masks = masks or [None] * len(rows)
-        here = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
-        logits_of, best = self._among(here, rows, sequences, masks)
-        chosen = zip(here, choose(logits_of, best, [sequences[i] for i in here]), strict=True)
+        best_rows = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
+        logits_of, best = self._among(best_rows, rows, sequences, masks)
+        chosen = zip(best_rows, choose(logits_of, best, [sequences[i] for i in best_rows]), strict=True)
         by_row = {i: sampled for i, sampled in chosen if sampled is not None}
         rest = [i for i in range(len(rows)) if i not in by_row]
         if rest:
             whole = self._host.copy_of(_part(self.logits, [rows[i] for i in rest]))
-            again = sample(whole, [sequences[i] for i in rest], eos_ids, [masks[i] for i in rest])
-            by_row |= zip(rest, again, strict=True)
+            samples = sample(whole, [sequences[i] for i in rest], eos_ids, [masks[i] for i in rest])
+            by_row |= zip(rest, samples, strict=True)
         return [by_row[i] for i in range(len(rows))]
 
     def _among(

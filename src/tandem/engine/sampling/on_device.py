@@ -82,9 +82,9 @@ def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[S
     scaled = (logits - torch.from_numpy(best[:, 1:]).to(logits)) * inverse.float()[:, None]
     weights = scaled.exp()
     mass, norm = weights.sum(1, dtype=torch.float64), _norms(logits)
-    drawn = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
+    draws = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
     top = logits.topk(count)
-    columns = (mass[:, None], norm[:, None], drawn, logits.gather(1, drawn), top.indices, top.values)
+    columns = (mass[:, None], norm[:, None], draws, logits.gather(1, draws), top.indices, top.values)
     fetched = torch.cat([column.double() for column in columns], 1).cpu().numpy()
     return [
         Candidates(

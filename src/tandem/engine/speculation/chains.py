@@ -55,14 +55,14 @@ class PassByPass:
     def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
         ends = [run for run in runs if run.wanted]
         tokens, hidden = self._pass(None, runs)
-        guesses, going = [[token] for token in tokens], list(range(len(ends)))
+        guesses, active = [[token] for token in tokens], list(range(len(ends)))
         while True:
-            rows = [row for row, i in enumerate(going) if len(guesses[i]) < widths[i]]
-            going = [going[row] for row in rows]
-            if not going:
+            rows = [row for row, i in enumerate(active) if len(guesses[i]) < widths[i]]
+            active = [active[row] for row in rows]
+            if not active:
                 return guesses
-            tokens, hidden = self._pass(hidden[rows], [_next(ends[i], guesses[i]) for i in going])
-            for i, token in zip(going, tokens, strict=True):
+            tokens, hidden = self._pass(hidden[rows], [_next(ends[i], guesses[i]) for i in active])
+            for i, token in zip(active, tokens, strict=True):
                 guesses[i].append(token)
 
     def _pass(self, hidden: Tensor | None, runs: list[Run]) -> tuple[list[int], Tensor]:

@@ -137,10 +137,10 @@ class Governor:
             self.stays = ASKED_EVERY
             return widths
         best = self._best(len(sequences), chances)
-        more = self._wider(len(sequences), chances, best) if best and not self._trying else 0
-        self._measures = bool(more or self._trying)
+        wider = self._wider(len(sequences), chances, best) if best and not self._trying else 0
+        self._measures = bool(wider or self._trying)
         ranked = chances.high if self._measures else chances.low
-        for _, number in ranked[: more or best]:
+        for _, number in ranked[: wider or best]:
             widths[number] += 1
         return widths
 
@@ -258,14 +258,14 @@ class Governor:
         if self._narrow < WIDER_EVERY:
             return 0
         self._narrow = 0
-        more = self._fastest(sequences, chances.high)
-        return more if more > best and self._loses_little(sequences, chances, best, more) else 0
+        count = self._fastest(sequences, chances.high)
+        return count if count > best and self._loses_little(sequences, chances, best, count) else 0
 
     def _loses_little(self, sequences: int, chances: Chances, best: int, more: int) -> bool:
         """Whether `more` guesses instead of `best` cost next to nothing, if those come that are likely to."""
         cost = self.times.curve(sequences)
-        now, then = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
-        return then >= _LEAST_WIDER * now
+        usual, wider = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
+        return wider >= _LEAST_WIDER * usual
 
     def _fastest(self, sequences: int, chances: Rows[tuple[float, int]], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)

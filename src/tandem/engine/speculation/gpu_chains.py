@@ -213,8 +213,8 @@ class GpuChains:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
-            self._handoff.recording() as posted,
+            self._handoff.recording() as posts,
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             function()
-        return _Recorded(graph.replay, len(posted)), pool or graph.pool()
+        return _Recorded(graph.replay, len(posts)), pool or graph.pool()

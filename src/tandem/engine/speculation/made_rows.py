@@ -108,8 +108,8 @@ class InPages:
         """The whole pages of so many rows, and the one behind them, if there is."""
         size = self._pages.page_size
         pages = sequence.page_table[: -(-rows // size)].copy()
-        behind = np.array(sequence.tokens[size : rows + 1 : size], dtype=np.int64)
-        return _Known(rows, pages, self._pages.times_given[pages], behind)
+        next_tokens = np.array(sequence.tokens[size : rows + 1 : size], dtype=np.int64)
+        return _Known(rows, pages, self._pages.times_given[pages], next_tokens)
 
     def note(self, sequence: Sequence, rows: int) -> None:
         known = self._known[sequence] = self._of(sequence, rows)

@@ -70,13 +70,13 @@ class NextN:
         """Sequences that get a guess, runs of the rows since the last pass, and sequences that have to wait. One of two
         waits where they share a page and go on differently behind it: its last row cannot be both's."""
         ready, runs, left, room = list[Sequence](), list[Run](), list[Sequence](), self._most_rows
-        size, together = self._page_size, list[Sequence]()
+        size, partners = self._page_size, list[Sequence]()
         for sequence in sequences:
             first, others = self._rows.made(sequence)
-            if any(_share(sequence, each, page) for each in together for page in others):
+            if any(_share(sequence, each, page) for each in partners for page in others):
                 left.append(sequence)
                 continue
-            together.append(sequence)
+            partners.append(sequence)
             runs += [_one_row(sequence, (page + 1) * size - 1) for page in others]
             last = min(sequence.computed_len, first + room)
             self.unusual |= sequence.computed_len - first > USUAL_ROWS

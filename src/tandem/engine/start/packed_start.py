@@ -115,9 +115,9 @@ def packed_cache(
         "-fused" if plan.fuse_shared_experts else ""
     )  # with a GPU they may not be: else starts would take turns
     name = f"{_beginning(config, directory)}{plan.expert_format}-{plan.dtype}{fused}.packed"
-    about = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
+    description = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
     path = _cache_directory(config.packed_cache) / name
-    return PackedCache(path, key, about, ops.workspace, ops.pool, _say, dense=plan.gpu is None)
+    return PackedCache(path, key, description, ops.workspace, ops.pool, _say, dense=plan.gpu is None)
 
 
 def _beginning(config: EngineConfig, directory: Path) -> str:

@@ -106,8 +106,8 @@ def warm_kernels(runner: GpuRunner, parts: EngineParts, seconds: float = MOST_SE
                 runner.after_failure()
                 _log.exception("a step of %d rows failed before the start", step.rows)
             done += 1
-    took = perf_counter() - kernel_loads.seconds - started
-    _log.info("ran steps of %d of %d sizes in %.1f s, besides compiling", done, len(steps), took)
+    spent = perf_counter() - kernel_loads.seconds - started
+    _log.info("ran steps of %d of %d sizes in %.1f s, besides compiling", done, len(steps), spent)
 
 
 def warm_steps(most: int, running: int, streams: bool) -> list[WarmStep]:

@@ -88,9 +88,9 @@ class KVCache:
         tree_pages = self._tree.insert(tokens, pages)
         if tree_pages == pages:
             return pages
-        swapped = [(old, new) for old, new in zip(pages, tree_pages, strict=True) if old != new]
-        self.share(new for _, new in swapped)
-        self.release([old for old, _ in swapped])
+        swaps = [(old, new) for old, new in zip(pages, tree_pages, strict=True) if old != new]
+        self.share(new for _, new in swaps)
+        self.release([old for old, _ in swaps])
         return tree_pages
 
     def forget(self, pages: list[int]) -> None:

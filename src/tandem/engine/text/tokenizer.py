@@ -307,8 +307,8 @@ def _token_text(value: Any) -> str | None:
 def _rows(directory: Path) -> int | None:
     """Ids that the model has: config.json's `vocab_size`, also where a model of several kinds has it inside."""
     config = _read_json(directory / "config.json")
-    for inside in ("text_config", "thinker_config", "text_config"):
-        config = config[inside] if isinstance(config.get(inside), dict) else config
+    for key in ("text_config", "thinker_config", "text_config"):
+        config = config[key] if isinstance(config.get(key), dict) else config
     rows = config.get("vocab_size")
     return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else None
 

@@ -51,9 +51,9 @@ class ImageRows:
 
     def places(self, first: int, count: int) -> Places:
         """[count, 3], of rows from `first` on, guesses and tokens of the answer included."""
-        inside = self._places[first : first + count]
-        behind = np.arange(max(first, len(self._places)), first + count) + self.shift
-        return np.concatenate([inside, np.repeat(behind[:, None], 3, 1)]) if len(behind) else inside
+        known = self._places[first : first + count]
+        rest = np.arange(max(first, len(self._places)), first + count) + self.shift
+        return np.concatenate([known, np.repeat(rest[:, None], 3, 1)]) if len(rest) else known
 
     def inside(self, first: int, count: int) -> Places:
         """Which of these rows, counted from `first`, are pieces of images."""

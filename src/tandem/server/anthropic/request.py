@@ -103,8 +103,8 @@ def _turns(body: CountRequest, sight: Sight) -> Iterator[Message]:
     refused = refused_turn([_role(each) for each in body.messages], body.tools)
     numbered = enumerate(body.messages)
     for role, several in groupby(numbered, key=lambda each: each[1].role):
-        placed = [_blocks(each, f"messages[{i}]", sight.of_turn(i == refused)) for i, each in several]
-        blocks = [block for each in placed for block in each]
+        lists = [_blocks(each, f"messages[{i}]", sight.of_turn(i == refused)) for i, each in several]
+        blocks = [block for each in lists for block in each]
         if role == "system":
             yield Message("system", content_of(blocks))
         else:

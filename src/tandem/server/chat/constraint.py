@@ -93,8 +93,8 @@ def _content(grammar: Grammar) -> Tag:
             return {"type": "grammar", "grammar": grammar.text}
         case "structural_tag":
             tag: Tag = _decoded(grammar.text)
-            inside: Tag = tag.get("format", tag) if isinstance(tag, dict) else tag
-            return inside
+            part: Tag = tag.get("format", tag) if isinstance(tag, dict) else tag
+            return part
 
 
 def _decoded(text: str) -> Any:

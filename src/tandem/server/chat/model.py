@@ -111,9 +111,9 @@ class ChatModel:
         rules = self._rules(conversation, prompt, begun)
         held, unheld = held_tools(conversation)
         sampling = self._sampling(held, rules, begun, sampling)
-        shown = tuple(readable[id(image)] for image in images)
-        ids, spans = self._with_images(ids, shown, counting)
-        return PreparedChat(ids, sampling, rules, (*unheld, *ignored), spans, shown)
+        pictures = tuple(readable[id(image)] for image in images)
+        ids, spans = self._with_images(ids, pictures, counting)
+        return PreparedChat(ids, sampling, rules, (*unheld, *ignored), spans, pictures)
 
     async def _with_read_images(
         self, conversation: Conversation, counting: bool

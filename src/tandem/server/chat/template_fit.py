@@ -78,9 +78,9 @@ class _Trial:
             self._variables = {}
         fit = TemplateFit(tools=tools)
         for arguments, empty in itertools.product(("object", "text"), ("", None)):
-            tried = replace(fit, arguments=arguments, empty=empty)  # type: ignore[arg-type]
-            if (answer := self._answer(tried, 1)) is not None:
-                fit = replace(tried, reads_back=True, written=self._written(answer))
+            candidate = replace(fit, arguments=arguments, empty=empty)  # type: ignore[arg-type]
+            if (answer := self._answer(candidate, 1)) is not None:
+                fit = replace(candidate, reads_back=True, written=self._written(answer))
                 break
         several = fit.reads_back and self._answer(fit, 2) is not None
         fit = replace(fit, several=several or not fit.reads_back)

@@ -32,7 +32,7 @@ class Turns:
 
 def fit_turns(render: Render) -> Turns:
     """A template that refuses everything is left alone. Raises what `render` raises besides RequestError."""
-    user, again, answer = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
+    user, second_user, answer = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
     first, second = _turn("system", "Delta"), _turn("system", "Epsilon")
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = _turn("tool", "Zeta") | {"tool_call_id": CALL["id"], "name": "probe"}
@@ -44,10 +44,10 @@ def fit_turns(render: Render) -> Turns:
         more_system=system
         and _shows(render, first, second, user)
         and _shows(render, first, user, second)
-        and _shows(render, user, answer, second, again),
-        repeated=_shows(render, user, again) and _shows(render, user, answer, answer, again),
+        and _shows(render, user, answer, second, second_user),
+        repeated=_shows(render, user, second_user) and _shows(render, user, answer, answer, second_user),
         user_after_results=not _shows(render, user, called, result)
-        or _shows(render, user, called, result, again),
+        or _shows(render, user, called, result, second_user),
     )
 
 
@@ -68,16 +68,16 @@ def _shows(render: Render, *messages: dict[str, Any]) -> bool:
 def shown_by_user(messages: Iterable[Message], roles: Collection[Role]) -> Iterator[Message]:
     """Images of other roles are shown by the user right behind: behind a tool's result comes the next one first. Where
     `roles` is empty there are none."""
-    shown: list[Image] = []
+    waiting: list[Image] = []
     for message in messages:
-        if shown and message.role != "tool":
-            yield Message("user", tuple(shown))
-            shown = []
+        if waiting and message.role != "tool":
+            yield Message("user", tuple(waiting))
+            waiting = []
         images = () if message.role in roles else images_of(message.content)
-        shown += images
+        waiting += images
         yield replace(message, content=text_of(message.content)) if images else message
-    if shown:
-        yield Message("user", tuple(shown))
+    if waiting:
+        yield Message("user", tuple(waiting))
 
 
 def as_taken(messages: Iterable[Message], turns: Turns) -> tuple[Message, ...]:

@@ -120,14 +120,14 @@ class FrontApp:
 
     async def _stored(self, scope: Scope, send: Send) -> None:
         """A response's id names no model: the one that has it answers."""
-        refused: Response = error_response(ApiError(404, "no loaded model has this response", code="not_found"), scope)
+        response: Response = error_response(ApiError(404, "no loaded model has this response", code="not_found"), scope)
         for child in self._models.loaded():
             answer = await child.wire.ask(scope["method"], scope["path"])
             status, data = await answer.head(), await answer.whole()
             if status != 404:
-                refused = Response(data, status, media_type="application/json")
+                response = Response(data, status, media_type="application/json")
                 break
-        await refused(scope, _no_body, send)
+        await response(scope, _no_body, send)
 
     async def _tell_all(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         """Every loaded model."""

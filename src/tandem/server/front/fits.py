@@ -32,13 +32,13 @@ def verdict(flags: Sequence[str], loaded: Iterable[int]) -> tuple[str, bool]:
         return "", True
     machine = this_machine()
     freed = without(machine, family_of(loaded))
-    now, why = _plan(config, machine)
-    if now is not None and (now.gpu is not None or freed == machine):
+    plan, why = _plan(config, machine)
+    if plan is not None and (plan.gpu is not None or freed == machine):
         return "", True
-    then, why_not = _plan(config, freed)
-    if now is not None:  # beside the others it would do without the GPU
-        return ("", True) if then is None or then.gpu is None else ("the GPU is taken by other models", True)
-    return (why, True) if then is not None else (why_not, False)
+    later, why_not = _plan(config, freed)
+    if plan is not None:  # beside the others it would do without the GPU
+        return ("", True) if later is None or later.gpu is None else ("the GPU is taken by other models", True)
+    return (why, True) if later is not None else (why_not, False)
 
 
 def _is_to_be_fetched(model: str) -> bool:

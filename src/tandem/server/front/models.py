@@ -138,8 +138,8 @@ class Models:
 
     async def _until_drained(self) -> None:
         """Models that are on their way out still hold their memory."""
-        while going := [child for child in self.all() if child.life is Life.DRAINING]:
-            await going[0].gone.wait()
+        while draining := [child for child in self.all() if child.life is Life.DRAINING]:
+            await draining[0].gone.wait()
 
     async def _unload_least_used(self, child: Child, why: str) -> None:
         """One that was loaded only just stays a while: two models that take turns would do nothing but load."""

@@ -64,10 +64,10 @@ def read_models(config: EngineConfig) -> ModelsFile:
 
 def _of_directory(path: Path, common: Mapping[str, Any], idle: float | None) -> ModelsFile:
     """Folders with a config.json, and GGUF files; of a GGUF model in parts the first."""
-    here = sorted(path.iterdir())
-    files = [each for each in here if (each / "config.json").is_file()]
-    files += [each for each in here if each.suffix == _GGUF and "-of-" not in each.stem]
-    files += [each for each in here if each.suffix == _GGUF and "-00001-of-" in each.stem]
+    paths = sorted(path.iterdir())
+    files = [each for each in paths if (each / "config.json").is_file()]
+    files += [each for each in paths if each.suffix == _GGUF and "-of-" not in each.stem]
+    files += [each for each in paths if each.suffix == _GGUF and "-00001-of-" in each.stem]
     names = {each: each.stem.partition("-00001-of-")[0] if each.suffix == _GGUF else each.name for each in files}
     if not files:
         raise ConfigError(f"--models {path} has no model: folders with a config.json, or files {_GGUF}")
@@ -146,8 +146,8 @@ def checked(file: ModelsFile) -> ModelsFile:
     """`file` itself. Raises ConfigError: flags that cannot be, or a name that two models have."""
     reasons, owners = list[str](), dict[str, str]()
     for entry in file.entries:
-        _, refused = EngineConfig.possible(entry.flags)
-        reasons += (f"{entry.name}: {reason}" for reason in refused)
+        _, refusals = EngineConfig.possible(entry.flags)
+        reasons += (f"{entry.name}: {reason}" for reason in refusals)
         for name in (entry.name, *entry.aliases):
             if owners.setdefault(name, entry.name) != entry.name:
                 reasons.append(f"{owners[name]} and {entry.name} are both called {name!r}; give one another name")

@@ -76,8 +76,8 @@ class FrontRoutes:
 
     async def _running(self, http: Request) -> Response:
         """llama-swap's."""
-        here = [{"model": child.name, "state": "ready"} for child in self._models.loaded()]
-        return json_response({"running": here})
+        models = [{"model": child.name, "state": "ready"} for child in self._models.loaded()]
+        return json_response({"running": models})
 
     async def _lm_studio(self, http: Request) -> Response:
         return json_response({"object": "list", "data": [lists.lm_studio(c) for c in self._models.all()]})

@@ -194,6 +194,6 @@ def _show(state: ServerState) -> Show:
         f"{engine.model_type}.context_length": engine.plan.context_length,
         f"{engine.model_type}.vocab_size": engine.vocab_size,
     }
-    also = {"vision": state.chat.sees, "thinking": state.chat.reasons}
-    capabilities = ["completion", "tools", *(name for name, has in also.items() if has)]
+    optional = {"vision": state.chat.sees, "thinking": state.chat.reasons}
+    capabilities = ["completion", "tools", *(name for name, has in optional.items() if has)]
     return Show("", "", "", tag.details, info, capabilities, tag.modified_at)

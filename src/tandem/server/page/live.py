@@ -77,9 +77,9 @@ def _plain(traffic: ExpertTraffic) -> dict[str, Any] | None:
     if not traffic.layers:
         return None
     shape = len(traffic.layers), traffic.experts
-    here = np.frombuffer(traffic.gpu_experts, np.uint8).reshape(shape) + ord("0")
+    digits = np.frombuffer(traffic.gpu_experts, np.uint8).reshape(shape) + ord("0")
     return {
         "layers": traffic.layers,
         "tokens": np.frombuffer(traffic.tokens, "<i8").reshape(shape).tolist(),
-        "on_gpu": [row.tobytes().decode("ascii") for row in here],
+        "on_gpu": [row.tobytes().decode("ascii") for row in digits],
     }

@@ -98,15 +98,15 @@ class Items:
     def _call(self, call: AnsweredCall | CutCall) -> Iterator[Event]:
         """In one piece. A client runs only what is completed."""
         whole, offered = isinstance(call, AnsweredCall), self._offer[call.name]
-        begun, key, name = _begun(call.id, offered)
+        skeleton, key, name = _begun(call.id, offered)
         text = text_input(call.arguments) if offered.custom else call.arguments
-        place = {"item_id": begun["id"], "output_index": len(self.done)}
-        yield self._item("added", begun | {"status": "in_progress"})
+        place = {"item_id": skeleton["id"], "output_index": len(self.done)}
+        yield self._item("added", skeleton | {"status": "in_progress"})
         yield {"type": f"{name}.delta", **place, "delta": text}
         if whole:
             self._calls.append(ToolCall(call.id, call.name, call.arguments))
             yield {"type": f"{name}.done", **place, "name": offered.name, key: text}
-        item = begun | {key: text, "status": "completed" if whole else "incomplete"}
+        item = skeleton | {key: text, "status": "completed" if whole else "incomplete"}
         yield self._item("done", item)
         self.done.append(item)
 

@@ -41,9 +41,9 @@ class Said:
             return
         self._after_marker = False
         text = self._held + self._source.fresh(text)
-        shown = text.rstrip(_SPACE)
-        self._held = text[len(shown) :]
-        self._pass_on(shown)
+        visible = text.rstrip(_SPACE)
+        self._held = text[len(visible) :]
+        self._pass_on(visible)
 
     def _pass_on(self, text: str) -> None:
         if text:

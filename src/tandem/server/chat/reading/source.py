@@ -84,9 +84,9 @@ class Source:
         text = self.taken + self.text
         self.position -= len(self.taken)
         self._taken = []
-        shown = 2 * _PIECE + len(text) - len(text.lstrip(_SPACE))
-        self.text = text[:shown]
-        self._rest.extendleft(reversed(_pieces(text[shown:])))
+        length = 2 * _PIECE + len(text) - len(text.lstrip(_SPACE))
+        self.text = text[:length]
+        self._rest.extendleft(reversed(_pieces(text[length:])))
 
     def broken(self) -> CallOutcome:
         """Outcome of a call that could not be read on."""
