@@ -99,8 +99,8 @@ class EngineSupervisor:
                 lives += how is _Life.DIED
                 attempts = START_ATTEMPTS if lives else FIRST_ATTEMPTS if self._was_killed else 1
                 if failed_starts >= attempts:
-                    refused = self._refused and lives == 0
-                    raise (ConfigError if refused else EngineError)(self._start_error)
+                    rejected = self._refused and lives == 0
+                    raise (ConfigError if rejected else EngineError)(self._start_error)
                 if failed_starts:
                     when = "again" if lives else "and is started once more"
                     log.error("the engine could not be started %s: %s", when, self._start_error)

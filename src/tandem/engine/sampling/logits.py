@@ -148,18 +148,18 @@ class DeviceLogits:
         return [by_row[i] for i in range(len(rows))]
 
     def _among(
-        self, here: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks
+        self, best_rows: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks
     ) -> tuple[LogitsOf, npt.NDArray[np.float64]]:
         """Logits and best of these rows, among the tokens that each may choose."""
-        free = [rows[i] for i in here]
+        free = [rows[i] for i in best_rows]
         best = self.best[free]
-        limited = [k for k, i in enumerate(here) if masks[i] is not None]
+        limited = [k for k, i in enumerate(best_rows) if masks[i] is not None]
         unknown = [k for k in limited if free[k] >= len(self._masked) or not self._masked[free[k]]]
-        if not unknown and all(is_greedy(sequences[here[k]].sampling) for k in limited):
-            return (lambda wanted: _part(self.logits, [free[k] for k in wanted])), best
+        if not unknown and all(is_greedy(sequences[best_rows[k]].sampling) for k in limited):
+            return (lambda numbers: _part(self.logits, [free[k] for k in numbers])), best
         logits = _part(self.logits, free)
         places = torch.tensor(limited, dtype=torch.int64, device=logits.device)
-        bits = np.stack([mask for i in here if (mask := masks[i]) is not None])
+        bits = np.stack([mask for i in best_rows if (mask := masks[i]) is not None])
         some = without_forbidden_rows(logits[places], torch.from_numpy(bits).to(logits.device))
         if unknown:
             best[limited] = best_of(some).cpu().numpy()

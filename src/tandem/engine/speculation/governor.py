@@ -264,8 +264,8 @@ class Governor:
     def _loses_little(self, sequences: int, chances: Chances, best: int, more: int) -> bool:
         """Whether `more` guesses instead of `best` cost next to nothing, if those come that are likely to."""
         cost = self.times.curve(sequences)
-        usual, wider = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
-        return wider >= _LEAST_WIDER * usual
+        usual, slower = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
+        return slower >= _LEAST_WIDER * usual
 
     def _fastest(self, sequences: int, chances: Rows[tuple[float, int]], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)

@@ -96,7 +96,7 @@ def _guarded(value: Any, sign: str, pattern: re.Pattern[str]) -> Any:
     if not isinstance(value, str):
         return value
     while pattern.search(value):  # markers may overlap
-        value = pattern.sub(lambda found: found[0][0] + sign + found[0][1:], value)
+        value = pattern.sub(lambda match: match[0][0] + sign + match[0][1:], value)
     return value
 
 

@@ -230,9 +230,9 @@ def speaking_of(
     return speaking
 
 
-def _tried(trial: Callable[..., F], otherwise: F, *given: object) -> F:
+def _tried(trial: Callable[..., F], otherwise: F, *arguments: object) -> F:
     try:
-        return trial(*given)
+        return trial(*arguments)
     except TandemError as error:  # takes too long, or too much memory
         log.warning("the chat template cannot be tried: %s", error)
         return otherwise

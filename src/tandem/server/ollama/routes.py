@@ -147,7 +147,7 @@ def _keep(state: ServerState, body: CommonBody) -> None:
         sleep.keep(seconds)
 
 
-async def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response:
+async def _loaded(state: ServerState, body: CommonBody, **fields: Any) -> Response:
     """Raises RequestError; EngineError where it cannot be loaded."""
     validate(_sampling(state, body), state.engine.vocab_size)
     unloads = keep_seconds(body.keep_alive) == 0
@@ -157,7 +157,7 @@ async def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response
         _keep(state, body)
         await state.client.wake()
     reason = "unload" if unloads else "load"
-    return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **said))
+    return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **fields))
 
 
 def _with_keep_alive(state: ServerState, body: CommonBody, ignored: list[str]) -> list[str]:

@@ -113,9 +113,9 @@ class Items:
     def _item(self, what: str, item: dict[str, Any]) -> Event:
         return {"type": f"response.output_item.{what}", "output_index": len(self.done), "item": item}
 
-    def _of_part(self, one: _Open, kind: str, **said: Any) -> Event:
+    def _of_part(self, one: _Open, kind: str, **fields: Any) -> Event:
         place = {"item_id": one.id, "output_index": len(self.done), "content_index": 0}
-        return {"type": kind, **place, **said}
+        return {"type": kind, **place, **fields}
 
 
 def _begun(call_id: str, offered: Offered) -> tuple[dict[str, Any], str, str]:
