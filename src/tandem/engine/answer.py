@@ -99,7 +99,7 @@ def _first_token(sequence: Sequence) -> FirstToken:
 
 
 class Answers:
-    """Of the requests that have not ended, by their ids. What is ended here frees its pages now."""
+    """Answers of the requests that have not ended, by request id. One that is ended here frees its pages at once."""
 
     def __init__(
         self, scheduler: Scheduler, decoder: Decoder, eos_ids: Collection[int], counters: Counters

@@ -1,4 +1,4 @@
-"""What a child process and the one that started it have to know of each other's end."""
+"""How a child process and its parent learn of each other's end."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tandem.models.batch import ForwardBatch
 
 
 class StepModel(Protocol):
-    """What the engine needs of a model."""
+    """Part of a model's interface that the engine calls."""
 
     def forward(self, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]) -> Tensor:
         """float32 logits [len(batch.logits_rows), vocab]."""
@@ -46,9 +46,9 @@ class CpuRunner:
         """guessing: steps may have rows of guesses. windowed: layers that see a window have pages of their own.
         images_from: as of `BatchArrays`; those of a chunk between steps lie behind a step's."""
         self._model, self._states, self._usage = model, states, usage
-        made = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
+        arrays = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
         own, paused = regions(images_from, max_step_tokens)
-        self._arrays, self._paused = made(images_from=own), made(images_from=paused)
+        self._arrays, self._paused = arrays(images_from=own), arrays(images_from=paused)
 
     def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
         """Logits rows of all chunks, in order. meanwhile: of no use here: no device computes while the host does

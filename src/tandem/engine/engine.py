@@ -65,18 +65,18 @@ def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
 def _pace(parts: EngineParts) -> PrefillPace:
     """Where all experts travel in a step, others wait for it if it is short enough."""
     seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
-    here = parts.handoff is None and parts.leader is None
-    pieces = parts.model.depth if here and isinstance(parts.model, PausingModel) else 1
+    one_rank = parts.handoff is None and parts.leader is None
+    pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
     whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
     gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
-    beside = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
-    return PrefillPace(most, seconds is not None, whole, pieces, beside, 0 if gpu is None else gpu.shared_tokens)
+    rows = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
+    return PrefillPace(most, seconds is not None, whole, pieces, rows, 0 if gpu is None else gpu.shared_tokens)
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:
-    """Of all its answers."""
-    asked = request.sampling.seed
-    seed = fresh_seed() if asked is None else asked
+    """Sequences of a request, one for each of its `n` answers."""
+    requested_seed = request.sampling.seed
+    seed = fresh_seed() if requested_seed is None else requested_seed
     return [
         Sequence(
             request.id, index, request.prompt_ids, request.sampling,
@@ -117,11 +117,11 @@ class Engine:
             pace=_pace(parts),
             guesser=self._speculation,
         )
-        together = not layout_of(parts).slot_bytes
+        slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
         # GPU changes a sequence's slot for graphs and a pass at once.
-        self._may_pause = not plan.drafts and (together or plan.gpu is None)
-        self._overlap = PrefillOverlap(self._scheduler, self._runner, together)
+        self._may_pause = not plan.drafts and (slotless or plan.gpu is None)
+        self._overlap = PrefillOverlap(self._scheduler, self._runner, slotless)
         self._encoder = encoder_of(parts, self._runner.aside)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
@@ -184,15 +184,15 @@ class Engine:
         drawing = perf_counter() - started  # guesses
         if pauses:
             chunks = self._overlap.take(chunks)
-        beside = self._overlap.beside(chunks, partial(self._tried, counts=False), pauses)
-        if not beside.waits:
-            beside()
+        prefill = self._overlap.beside(chunks, partial(self._tried, counts=False), pauses)
+        if not prefill.waits:
+            prefill()
         step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
-        ran = self._run(step, beside, drawing) if chunks else []
-        outputs += [*beside.outputs, *ran]
+        step_outputs = self._run(step, prefill, drawing) if chunks else []
+        outputs += [*prefill.outputs, *step_outputs]
         if self._encoder is not None:
-            outputs += self._encoded(self._encoder, idle=not chunks and not beside.under_way)
-        if self.grammars and not (chunks or outputs or beside.under_way or self._encodes):
+            outputs += self._encoded(self._encoder, idle=not chunks and not prefill.under_way)
+        if self.grammars and not (chunks or outputs or prefill.under_way or self._encodes):
             self.grammars.wait()
         return outputs
 
@@ -216,19 +216,19 @@ class Engine:
         shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
-    def _run(self, step: Step, beside: StepOverlap, drawing: float) -> list[TokenOutput]:
+    def _run(self, step: Step, prefill: StepOverlap, drawing: float) -> list[TokenOutput]:
         """The seconds that it takes tell the pace and the guesses' governor."""
         started, has_prefill = perf_counter(), step.has_prefill
-        ran = self._tried(step.chunks, lambda: self._runner.run(step, beside))
-        seconds = perf_counter() - started - beside.overtook
-        _tell(self._speculation, ran.turns, seconds + drawing)
+        outcome = self._tried(step.chunks, lambda: self._runner.run(step, prefill))
+        seconds = perf_counter() - started - prefill.overtook
+        _tell(self._speculation, outcome.turns, seconds + drawing)
         if has_prefill:
-            self._scheduler.pace.observe(ran.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
+            self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, beside=beside.under_way)
+            self._scheduler.pace.decoded(seconds, beside=prefill.under_way)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
-        return ran.outputs
+        return outcome.outputs
 
     def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> Ran:
         """Outputs of these chunks; none while `run` has no result yet. An error fails them all, whatever it was: the
@@ -300,10 +300,10 @@ class Engine:
         for turn in turns:
             if turn.sequence.scores_prompt:
                 score_prompt(turn.chunk, logits.fetched(slice(turn.row + 1 - turn.chunk.logits, turn.row + 1)))
-        going = [turn for turn in turns if turn.chunk.samples or self._settle(turn, None)]
-        while going:  # once, and again for those whose guess was right
-            tokens = self._chosen(logits, going)
-            going = [turn for turn, sampled in zip(going, tokens, strict=False) if self._settle(turn, sampled)]
+        active = [turn for turn in turns if turn.chunk.samples or self._settle(turn, None)]
+        while active:  # once, and again for those whose guess was right
+            tokens = self._chosen(logits, active)
+            active = [turn for turn, sampled in zip(active, tokens, strict=False) if self._settle(turn, sampled)]
         _count(turns, self._meter, self._recorder if counts else None)
         if counts:
             _settle_rows(self._runner, turns)
@@ -338,8 +338,8 @@ class Engine:
         if sampled is not None and sampled.token_id < 0:
             if sequence.matcher is not None:
                 sequence.matcher.check()
-            said = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
-            turn.end(self._answers.end(sequence, answer.end("error", said), keep=False))
+            message = _BAD_LOGITS if sequence.matcher is None else _NO_TOKEN
+            turn.end(self._answers.end(sequence, answer.end("error", message), keep=False))
             return False
         first = sampled is not None and sequence.index == sequence.answer_len == 0
         if turn.tokens:
@@ -372,7 +372,7 @@ def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
 
 
 def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:
-    """Of a step that has run. Likewise."""
+    """Tells the speculation how a step went, in seconds. An error costs nobody an answer: it is logged."""
     try:
         if guesses is not None:
             guesses.ran(turns, seconds)

@@ -1,4 +1,4 @@
-"""What an engine counts and records of its routed experts, and what it makes of what was recorded before."""
+"""Counts and records of an engine's routed experts, and the use that it makes of earlier records."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def expert_recorder(
 ) -> ExpertRecorder | None:
     if usage is None:
         return None
-    directory, kept = (
+    directory, buffer_size = (
         config.expert_distribution_recorder_dir,
         config.expert_distribution_recorder_buffer_size,
     )
     options = RecorderOptions(
         recorder_dir() if directory is None else Path(directory).expanduser(),
         config.expert_distribution_recorder_mode or "stat",
-        None if kept < 0 else kept,
+        None if buffer_size < 0 else buffer_size,
         config.record_kt_gpu_expert_distribution,
     )
     return ExpertRecorder(
@@ -103,7 +103,7 @@ class ExpertMeter:
         )
 
     def take_back(self, rows: list[int]) -> None:
-        """Of the last step: rows that turned out to be no tokens."""
+        """Takes rows of the last step out of the counts: they turned out to be no tokens."""
         self._usage.take_back(rows)
 
     def _read(self, idle: bool) -> None:
@@ -145,8 +145,8 @@ def count_step(meter: ExpertMeter | None, recorder: ExpertRecorder | None, turns
     if wrong and meter is not None:
         meter.take_back(wrong)
     if recorder is not None:
-        kept = [Rows(turn.sequence.arrival[0], turn.first_position, turn.rows) for turn in turns]
-        recorder.after_step(kept, wrong)
+        rows = [Rows(turn.sequence.arrival[0], turn.first_position, turn.rows) for turn in turns]
+        recorder.after_step(rows, wrong)
 
 
 def perform(recorder: ExpertRecorder | None, action: str) -> Future[ExpertsRecorded]:

@@ -12,9 +12,9 @@ _SMALLER = "for this step: give a smaller --{} or --chunked-prefill-size"
 
 def why(error: BaseException) -> str:
     """One line, which names what to change where memory ran out."""
-    said = typed(error)
+    message = typed(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return f"not enough GPU memory {_SMALLER.format('mem-fraction-static')} ({said})"
-    if isinstance(error, MemoryError) or _MEMORY in said:
-        return f"not enough memory {_SMALLER.format('max-total-tokens')} ({said})"
-    return said
+        return f"not enough GPU memory {_SMALLER.format('mem-fraction-static')} ({message})"
+    if isinstance(error, MemoryError) or _MEMORY in message:
+        return f"not enough memory {_SMALLER.format('max-total-tokens')} ({message})"
+    return message

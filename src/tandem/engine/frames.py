@@ -22,8 +22,8 @@ def _receive(of: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
-        got = of.recv_into(view[done:])
-        if got == 0:
+        count = of.recv_into(view[done:])
+        if count == 0:
             raise EOFError("the connection was closed")
-        done += got
+        done += count
     return data

@@ -56,9 +56,9 @@ def _masks_of(chunk: Chunk, mask: TokenMask | None) -> RowMasks:
 
 def _begun(batch: ForwardBatch, begin: BeginStep, device: torch.device) -> ForwardBatch:
     """A batch that is computed kernel by kernel, where the device reads it."""
-    there = moved(batch, device)  # first: a copy would wait behind those of experts
+    device_batch = moved(batch, device)  # first: a copy would wait behind those of experts
     begin(batch, False)
-    return there
+    return device_batch
 
 
 def _nothing() -> None:
@@ -100,22 +100,22 @@ class GpuRunner:
         self._model, self._states, self._handoff, self._plan = model, states, handoff, graphs
         self._usage, self._live, self._start = usage, live, begin_step
         self._begin_step: BeginStep = begin_step or nothing_begins
-        made = partial(
+        arrays = partial(
             BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
             each_row=graphs.each_row,
         )  # fmt: skip
         self._device = handoff.device
         own, paused = regions(graphs.images_from, shape.max_tokens)
-        self._arrays = made(apart=True, images_from=own)
-        self._paused = made(pinned=self._device.type == "cuda", images_from=paused)
+        self._arrays = arrays(apart=True, images_from=own)
+        self._paused = arrays(pinned=self._device.type == "cuda", images_from=paused)
         self._guessing = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         self._graphs = GraphPool()
-        apart = live is None and self._start is not None and self._start.pausable()
-        apart = apart and not graphs.drafting and not graphs.one_stream
-        self._streams = Streams(handoff.device, apart, graphs.spared if graphs.prompts else 0)
-        self._feeder = Feeder(partial(_on, self._device)) if apart else None
+        overlaps = live is None and self._start is not None and self._start.pausable()
+        overlaps = overlaps and not graphs.drafting and not graphs.one_stream
+        self._streams = Streams(handoff.device, overlaps, graphs.spared if graphs.prompts else 0)
+        self._feeder = Feeder(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
             capture = DecodeCapture(
@@ -151,12 +151,12 @@ class GpuRunner:
         """As `run`, kernel by kernel, whatever graphs there are. streamed: layers whose experts travel."""
         with torch.inference_mode(), self._streams.aside():
             batch = self._arrays.fill(chunks)
-            there = moved(batch, self._device)
+            device_batch = moved(batch, self._device)
             if self._start is None:
                 self._begin_step(batch, False)
             else:
                 self._start.load_kernels(batch, streamed)
-            logits = self._forward(there, len(batch.input_ids))
+            logits = self._forward(device_batch, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
             return self._done(logits, best, len(batch.input_ids))
@@ -202,7 +202,7 @@ class GpuRunner:
         batch: ForwardBatch,
         masks: RowMasks,
         make: Callable[[], None],
-        meanwhile: Callable[[], None],
+        overlapped: Callable[[], None],
     ) -> DeviceLogits:
         rows, let_end = batch.seq_lens.shape[0], partial(self._let_end, graph, self._handoff.finish)
         self._replay(graph, batch, masks)
@@ -214,7 +214,7 @@ class GpuRunner:
             with _or_else(let_end):
                 self._handoff.finish()
                 with torch.inference_mode(False):  # what begins and ends in it is no part of the step
-                    meanwhile()
+                    overlapped()
             return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
 
     def _replay(self, graph: DecodeGraph, batch: ForwardBatch, masks: RowMasks) -> None:
@@ -241,8 +241,8 @@ class GpuRunner:
     ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
         with self._streams.aside():
-            there = _begun(batch, self._begin_step, self._device)
-            logits = self._forward(there, len(batch.input_ids), shrinking)
+            device_batch = _begun(batch, self._begin_step, self._device)
+            logits = self._forward(device_batch, len(batch.input_ids), shrinking)
             best = self._best.fetch(logits)
             self._end.mark()
             make()
@@ -284,10 +284,10 @@ class GpuRunner:
         # were put together on that stream.
         after = choice is None or batch.seen is not None
         with torch.inference_mode(), self._streams.aside(after, spares):
-            alone = start.hold(batch, split)
+            gpu_only = start.hold(batch, split)
             try:
                 if choice is not None:
-                    choice = choice if alone else background_with_cpu()
+                    choice = choice if gpu_only else background_with_cpu()
                     choice.log(len(batch.input_ids))
                     graph = choice.prefill
                 pieces = self._pieces(batch, self._model, graph)
@@ -295,7 +295,7 @@ class GpuRunner:
                 start.release()
                 raise
         place = GpuPlace(start, self._streams, self._usage, self._rows, spares)
-        return PrefillTask(pieces, place, self._feeder if alone and isinstance(pieces, LayerPieces) else None)
+        return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
 
     def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:
         tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
@@ -328,12 +328,12 @@ class GpuRunner:
         guesses they wait until wrong ones are no longer counted (`settled`)."""
         if self._live is not None and not self._guessing:
             self._live.after_step(tokens, self._end.passed)
-        made = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
+        device_logits = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()
         self._handoff.check()
         if graph_masks is not None:
             graph_masks.check()
-        return made
+        return device_logits
 
     def _move_experts(self) -> None:
         """Beside a step that was started."""

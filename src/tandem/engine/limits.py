@@ -83,28 +83,28 @@ def _most(limit: TokenLimit) -> str:
 
 def too_long(prompt_tokens: str, limit: TokenLimit, param: str = "prompt") -> RequestError:
     """prompt_tokens: the number, or "at least" so many."""
-    found = f"prompt is too long: {prompt_tokens} tokens > {limit.tokens - 1} maximum"  # Anthropic's words
-    said = f"{found}; {_most(limit)}, and an answer needs one"
-    return RequestError(said, param, TOO_LONG)
+    fault = f"prompt is too long: {prompt_tokens} tokens > {limit.tokens - 1} maximum"  # Anthropic's words
+    message = f"{fault}; {_most(limit)}, and an answer needs one"
+    return RequestError(message, param, TOO_LONG)
 
 
 def answer_limit(request: GenerateRequest, context_length: int, cache_tokens: int) -> int:
     """Longest prompt + answer of this request, in tokens. Raises RequestError when it can never fit."""
-    prompt, asked = len(request.prompt_ids), request.sampling.max_tokens
+    prompt, answer_tokens = len(request.prompt_ids), request.sampling.max_tokens
     most = token_limit(context_length, cache_tokens)
     limit = most.tokens
     if prompt == 0:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
     if prompt >= limit:
         raise too_long(str(prompt), most)
-    if asked is not None and prompt + asked > limit:
+    if answer_tokens is not None and prompt + answer_tokens > limit:
         raise RequestError(
-            f"{_most(most)}; prompt ({prompt} tokens) and max_tokens ({asked}) exceed it: "
+            f"{_most(most)}; prompt ({prompt} tokens) and max_tokens ({answer_tokens}) exceed it: "
             f"ask for at most {limit - prompt}",
             "max_tokens",
             TOO_LONG,
         )
-    return limit if asked is None else prompt + asked
+    return limit if answer_tokens is None else prompt + answer_tokens
 
 
 def check_prompt_ids(prompt_ids: list[int], vocab_size: int) -> None:

@@ -119,28 +119,28 @@ class LLM:
         are text. continue_final_message: the answer goes on with the last message, an assistant's, and a grammar
         counts its text. Parts of type "image" have a path, bytes or an image of Pillow's in `image`. Raises as
         `generate`."""
-        shown = [
+        conversations = [
             self._pictures.taken_out([dict(message) for message in conversation])
             for conversation in listed_conversations(messages)
         ]
-        made = [
+        rendered = [
             self._prompt(conversation, add_generation_prompt, continue_final_message, template_variables)
-            for conversation, _ in shown
+            for conversation, _ in conversations
         ]
         params = [
             self._behind(prompt, one)
             for prompt, one in zip(
-                made, sampling_for_each(sampling, len(made), self.sampling_defaults), strict=True
+                rendered, sampling_for_each(sampling, len(rendered), self.sampling_defaults), strict=True
             )
         ]
-        placed = [
-            self._pictures.placed(self._chat_ids(prompt), found)
-            for prompt, (_, found) in zip(made, shown, strict=True)
+        inputs = [
+            self._pictures.placed(self._chat_ids(prompt), pictures)
+            for prompt, (_, pictures) in zip(rendered, conversations, strict=True)
         ]
-        ids, images = [each for each, _ in placed], [spans for _, spans in placed]
+        ids, images = [each for each, _ in inputs], [spans for _, spans in inputs]
         if stream:
             return self._streamed(ids, params, images)
-        texts = [prompt.text.replace(prompt.sign, "") for prompt in made]
+        texts = [prompt.text.replace(prompt.sign, "") for prompt in rendered]
         return self._run(texts, ids, params, progress, images)
 
     def _prompt(

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out, in one process or over a socket (msgspec structs)."""
+"""Requests to an engine and its outputs, in one process or over a socket (msgspec structs)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer must match, from its first token to its last; `engine/grammar/sources.py` makes them.
+    """Constraint that an answer must match, from its first token to its last; `engine/grammar/sources.py` makes them.
 
     `text` is a JSON schema, a regular expression, a grammar in GBNF (its rule `root`), or a structural tag of xgrammar
     (JSON).
@@ -94,14 +94,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer's first token took, in seconds."""
+    """Times until an answer's first token, in seconds."""
 
     queue: float  # from the request until it ran; a grammar is compiled meanwhile
     prefill: float  # from then on; with what a preemption cost
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="output"):
-    """What one step added to one answer. `text` is final: held back while a stop string may still match."""
+    """Addition of one step to one answer. `text` is final: held back while a stop string may still match."""
 
     id: str
     index: int  # which of the n answers
@@ -127,7 +127,7 @@ class RecordExperts(msgspec.Struct, frozen=True, kw_only=True, tag="record_exper
 
 
 class ExpertsRecorded(msgspec.Struct, frozen=True, kw_only=True, tag="experts_recorded"):
-    """Whether the engine records now, and how much: of the file, if one was written."""
+    """State of the expert recording, and its counts: of the file, if one was written."""
 
     recording: bool = False
     mode: str = ""
@@ -153,8 +153,8 @@ class ExpertTraffic(msgspec.Struct, frozen=True, kw_only=True, tag="traffic"):
 
 
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of routed tokens, since start: lists have an entry for each MoE layer. A token counts once for each
-    expert it was routed to; bytes are those of expert weights, counted once per step and expert that was used."""
+    """Counts of routed tokens since start: lists have an entry for each MoE layer. A token counts once for each expert
+    it was routed to. Bytes are those of expert weights, counted once per step and expert that was used."""
 
     layers: list[int]  # decoder layers
     gpu_tokens: list[int]
@@ -175,7 +175,7 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What guesses of next tokens have gained, since start. Only steps without prompts are meant."""
+    """Gains of guessed tokens since start. Only steps without prompts are meant."""
 
     algorithm: str
     governed: bool  # whether each step's guesses are as many as pay

@@ -26,7 +26,7 @@ class Guesser(Protocol):
     """Says what may come next."""
 
     def guesses(self, sequences: Rows[Sequence], room: int, grow: Grow) -> Rows[tuple[int, ...]]:
-        """Of each of these sequences, for the next step; at most `room` tokens in all, and those that fit pages."""
+        """Guessed tokens of each sequence, for the next step: at most `room` in all, and those that fit pages."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -124,14 +124,14 @@ class Scheduler:
         if self._guesser is None or room <= 0:
             return chunks
         left = len(chunks)
-        found = self._guesser.guesses(
+        drafts = self._guesser.guesses(
             [c.sequence for c in chunks], room, lambda sequence, n: self._store.grow(sequence, n, left)
         )
-        if not any(found):
+        if not any(drafts):
             return chunks
         return [
             Chunk(c.sequence, 1 + len(guesses), 1 + len(guesses), guesses) if guesses else c
-            for c, guesses in zip(chunks, found, strict=True)
+            for c, guesses in zip(chunks, drafts, strict=True)
         ]
 
     def advance(self, chunk: Chunk) -> None:
@@ -177,15 +177,15 @@ class Scheduler:
         """Prompts under way, then admissions: until all together take the step's tokens, and all but the longest take
         half of them. Else nobody behind a long prompt would get a share."""
         prompts = [s for s in self.running if s.prefills]
-        wanted = [self._left(s) for s in prompts]
+        lengths = [self._left(s) for s in prompts]
         while self.waiting and len(self.running) < self._max_running and tokens > 0:
-            if sum(wanted) >= tokens and sum(wanted) - max(wanted) >= _share(tokens):
+            if sum(lengths) >= tokens and sum(lengths) - max(lengths) >= _share(tokens):
                 break
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break
             prompts.append(sequence)
-            wanted.append(self._left(sequence))
+            lengths.append(self._left(sequence))
         return sorted(prompts, key=_by_arrival)
 
     def _left(self, sequence: Sequence) -> int:
@@ -196,12 +196,12 @@ class Scheduler:
         """Half of the tokens for those that need least, the rest by age. So a short prompt behind a long one takes at
         most twice its own time, and so does the long one. Those that get none are left out."""
         left = {sequence: self._left(sequence) for sequence in prompts}
-        given = dict.fromkeys(prompts, 0)
+        shares = dict.fromkeys(prompts, 0)
         for some, most in ((sorted(prompts, key=left.__getitem__), _share(tokens)), (prompts, tokens)):
             for sequence in some:
-                more = min(left[sequence] - given[sequence], most - sum(given.values()))
-                given[sequence] += max(0, more)
-        return [(sequence, most) for sequence, most in given.items() if most]
+                more = min(left[sequence] - shares[sequence], most - sum(shares.values()))
+                shares[sequence] += max(0, more)
+        return [(sequence, most) for sequence, most in shares.items() if most]
 
     def _chunk(self, sequence: Sequence, tokens: int, rows: int) -> Chunk:
         length = min(tokens, self._store.chunk_end(sequence) - sequence.computed_len)
@@ -264,5 +264,5 @@ class Scheduler:
 
 
 def _share(tokens: int) -> int:
-    """Of a step's tokens, for the prompts that need least."""
+    """Half of a step's tokens, rounded up, for the prompts that need least."""
     return tokens - tokens // 2

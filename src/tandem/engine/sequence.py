@@ -180,8 +180,8 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of prompt tokens are wanted and not all there. The first answer reports them."""
-        wanted = self.sampling.prompt_logprobs is not None and self.index == 0
-        return wanted and len(self.prompt_logprobs) < self.prompt_len
+        reports = self.sampling.prompt_logprobs is not None and self.index == 0
+        return reports and len(self.prompt_logprobs) < self.prompt_len
 
     def see(self, images: ImageRows) -> None:
         """The prompt has these images. Before it runs."""
@@ -228,7 +228,7 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """What one sequence does in one step: rows computed_len : computed_len + length, logits of the last `logits`.
+    """Part of a sequence in one step: rows computed_len : computed_len + length, logits of the last `logits`.
 
     The last rows are of `guesses`, tokens that the sequence does not have yet. Such a row counts only if all guesses up
     to its own are what is chosen.
@@ -256,13 +256,13 @@ class Chunk(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Of its rows."""
+        """Token ids of its rows, guesses last."""
         first = self.sequence.computed_len
         return [*self.sequence.tokens[first : first + self.sure], *self.guesses]
 
 
 def masks_of(sequences: Rows[Sequence]) -> RowMasks:
-    """Of each one's next token; empty where no sequence has a grammar."""
+    """Masks of each sequence's next token; empty where no sequence has a grammar."""
     make_masks(sequences)
     return places_of(sequences)
 

@@ -42,9 +42,9 @@ def app(
     """
     of_front = {name: common.pop(name) for name in list(common) if name in FRONT_FLAGS}
     config = with_key(EngineConfig(models="ray", **of_front))
-    given = [{"min": min, "max": max, **common, **_as_mapping(model)} for model in models]
-    entries = checked(ModelsFile(tuple(map(_entry, given)))).entries
-    engines = {entry.name: _engine(entry, one, command) for entry, one in zip(entries, given, strict=True)}
+    mappings = [{"min": min, "max": max, **common, **_as_mapping(model)} for model in models]
+    entries = checked(ModelsFile(tuple(map(_entry, mappings)))).entries
+    engines = {entry.name: _engine(entry, one, command) for entry, one in zip(entries, mappings, strict=True)}
     options = {"num_replicas": fronts, "max_replicas_per_node": 1, "ray_actor_options": {"num_cpus": 0}}
     front = serve.deployment(serve.ingress()(Front)).options(**options, max_ongoing_requests=MAX_OPEN_ANSWERS)
     return front.bind(engines, entries, config)
@@ -59,18 +59,18 @@ def _as_mapping(model: Model) -> Mapping[str, Any]:
     return {"model": model} if isinstance(model, str) else model
 
 
-def _entry(given: Mapping[str, Any]) -> ModelEntry:
+def _entry(settings: Mapping[str, Any]) -> ModelEntry:
     """Raises ConfigError."""
-    if not isinstance(given.get("model"), str):
+    if not isinstance(settings.get("model"), str):
         raise ConfigError('a model has no `model`: give a directory or a name of the hub')
-    name = given.get("name", PurePath(given["model"]).name)
-    flags = {key: value for key, value in given.items() if key not in ("name", "aliases", *_OF_REPLICAS)}
-    return ModelEntry(name, words(flags), tuple(given.get("aliases", ())))
+    name = settings.get("name", PurePath(settings["model"]).name)
+    flags = {key: value for key, value in settings.items() if key not in ("name", "aliases", *_OF_REPLICAS)}
+    return ModelEntry(name, words(flags), tuple(settings.get("aliases", ())))
 
 
-def _engine(entry: ModelEntry, given: Mapping[str, Any], command: Command) -> Application:
-    of = {**_OF_REPLICAS, **given}
-    running = given.get("max_running_requests", USUAL_RUNNING)
+def _engine(entry: ModelEntry, settings: Mapping[str, Any], command: Command) -> Application:
+    of = {**_OF_REPLICAS, **settings}
+    running = settings.get("max_running_requests", USUAL_RUNNING)
     scaling = AutoscalingConfig(
         min_replicas=of["min"], max_replicas=of["max"], target_ongoing_requests=running,
         upscale_delay_s=UP_SECONDS, downscale_delay_s=DOWN_SECONDS,
@@ -79,7 +79,7 @@ def _engine(entry: ModelEntry, given: Mapping[str, Any], command: Command) -> Ap
         "max_ongoing_requests": 4 * running, "max_queued_requests": MAX_OPEN_ANSWERS,
         "ray_actor_options": _actor_options(of), "health_check_period_s": HEALTH_SECONDS,
         "autoscaling_config": scaling,
-        "graceful_shutdown_timeout_s": given.get("shutdown_timeout", EngineConfig.shutdown_timeout),
+        "graceful_shutdown_timeout_s": settings.get("shutdown_timeout", EngineConfig.shutdown_timeout),
         "request_router_config": RequestRouterConfig(request_router_class=router.PATH),
     }  # fmt: skip
     name = f"Engine-{entry.name}".replace("/", "-").replace("#", "-")

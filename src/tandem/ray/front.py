@@ -92,8 +92,8 @@ class RayApp:
         prompt = prompt_of(body)
         entry = entry_named(self._entries, prompt.model)
         out.model, out.may_wait = entry.name, streams(path, prompt)
-        asked = Asked("POST", target_of(scope), sent_headers(scope), body)
-        await _answered(self._engines[entry.name], asked, key_of(prompt), out)
+        query = Asked("POST", target_of(scope), sent_headers(scope), body)
+        await _answered(self._engines[entry.name], query, key_of(prompt), out)
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
@@ -119,12 +119,12 @@ async def _live(scope: Scope, receive: Receive, send: Send) -> None:
             return
 
 
-async def _answered(engine: Any, asked: Asked, key: bytes, out: Out) -> None:
+async def _answered(engine: Any, query: Asked, key: bytes, out: Out) -> None:
     """Raises ApiError, EngineError while nothing was sent."""
     avoid: tuple[str, ...] = ()
     for left in reversed(range(TRIES)):
         try:
-            busy = await _once(engine, asked, key, avoid, out, last=not left)
+            busy = await _once(engine, query, key, avoid, out, last=not left)
         except BackPressureError:
             return await out.fail(overloaded("too many requests wait for this model; try again later"))
         except (RayError, RayServeException) as error:
@@ -136,9 +136,9 @@ async def _answered(engine: Any, asked: Asked, key: bytes, out: Out) -> None:
         avoid = (*avoid, busy)
 
 
-async def _once(engine: Any, asked: Asked, key: bytes, avoid: tuple[str, ...], out: Out, *, last: bool) -> str | None:
+async def _once(engine: Any, query: Asked, key: bytes, avoid: tuple[str, ...], out: Out, *, last: bool) -> str | None:
     """None: it is answered. Else the replica that has no place for it, of which nothing was sent. Raises RayError."""
-    parts = engine.options(stream=True).answer.remote(asked, key=key, avoid=avoid)
+    parts = engine.options(stream=True).answer.remote(query, key=key, avoid=avoid)
     head = await _first(parts, out)
     kind = next((value for name, value in head.headers if name == b"content-type"), b"")
     if head.status in _BUSY and not last:
@@ -157,12 +157,12 @@ async def _once(engine: Any, asked: Asked, key: bytes, avoid: tuple[str, ...], o
 
 async def _first(parts: AsyncIterator[Any], out: Out) -> Head:
     """A stream says meanwhile that it waits: for a replica, too."""
-    coming = asyncio.ensure_future(anext(parts))
+    first_part = asyncio.ensure_future(anext(parts))
     try:
-        while not (await asyncio.wait({coming}, timeout=WAITING_SECONDS))[0]:
+        while not (await asyncio.wait({first_part}, timeout=WAITING_SECONDS))[0]:
             await out.wait()
     except BaseException:
-        coming.cancel()
+        first_part.cancel()
         raise
-    head: Head = coming.result()
+    head: Head = first_part.result()
     return head

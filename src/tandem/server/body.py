@@ -98,7 +98,7 @@ async def read_fields(request: Request) -> Fields:
 
 
 async def parsed(nbytes: int, work: Callable[[], D]) -> D:
-    """What `work` makes of so many bytes, on a thread where they are many."""
+    """Runs `work` on so many bytes, on a thread where they are many."""
     return work() if nbytes <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
 
 
@@ -230,7 +230,7 @@ def _complaint(text: str, where: str) -> ApiError:
 
 
 def json_response(content: Any) -> Response:
-    """What msgspec can encode."""
+    """JSON response of anything that msgspec can encode."""
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 

@@ -57,16 +57,16 @@ def _answers(name: Path) -> bool:
 
 def _new_folder() -> Path:
     """In the first folder whose path leaves room for a socket's name: the system allows 107 characters in all."""
-    said: OSError | str = "their names are too long"
+    why: OSError | str = "their names are too long"
     for parent in _parents():
         if len(f"{parent}/{_NAME}") + _RANDOM_CHARS > zmq.IPC_PATH_MAX_LEN:
             continue
         try:
             return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         except OSError as error:
-            said = error
+            why = error
     raise EngineError(
-        f"no socket can be made in {', '.join(_parents())} ({said}); set TMPDIR to a folder that can be written"
+        f"no socket can be made in {', '.join(_parents())} ({why}); set TMPDIR to a folder that can be written"
     )
 
 

@@ -91,8 +91,8 @@ class EngineClient:
 
     def _is_busy(self) -> bool:
         """Whether the engine's end would lose something, answers to questions included."""
-        asked = self._admitted or self._recordings or self._looks
-        return bool(asked or self.holds_recording or self.open_answers)
+        questions = self._admitted or self._recordings or self._looks
+        return bool(questions or self.holds_recording or self.open_answers)
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
@@ -138,9 +138,9 @@ class EngineClient:
         """Questions to it end with an EngineError, as do those in `waiting`."""
         self._send, self.holds_recording = None, False
         self.stats = EngineStats()
-        asked: list[asyncio.Future[Any]] = [*waiting, *self._flushes, *self._recordings, *self._looks]
+        questions: list[asyncio.Future[Any]] = [*waiting, *self._flushes, *self._recordings, *self._looks]
         self._flushes, self._recordings, self._looks = [], [], []
-        for answer in asked:
+        for answer in questions:
             if not answer.done():
                 answer.set_exception(EngineError(why))
 
@@ -192,15 +192,15 @@ class EngineClient:
     def abort(self, request_id: str) -> bool:
         """Stop one request by id, those submitted by one name, or all with "". Their readers see finish_reason "abort".
         False: there is none."""
-        found = [
+        ids = [
             i for i in self._serials if request_id in ("", i, self._routes[self._serials[i]].stream.name)
         ]
-        for i in found:
+        for i in ids:
             self._abort(self._serials[i])
             stream = self._routes[self._serials[i]].stream
             for index in stream.open_indices(i):
                 stream.push(TokenOutput(id=i, index=index, text="", token_ids=[], finish_reason="abort"))
-        return bool(found)
+        return bool(ids)
 
     def _generate(self, request: GenerateRequest) -> None:
         """request: with a serial as its id."""

@@ -68,7 +68,7 @@ START_MESSAGE_SECONDS = 60.0  # the supervisor sends StartEngine at once; withou
 
 
 class SteppedEngine(Protocol):
-    """What the loop needs of `tandem.engine.Engine`; the tests' fake engine has the same methods."""
+    """Part of `tandem.engine.Engine` that the loop needs; the tests' fake engine has the same methods."""
 
     def add(self, request: GenerateRequest) -> object: ...
     def abort(self, request_id: str) -> object: ...
@@ -150,9 +150,9 @@ def print_plan(plan: Plan, said: Sequence[str]) -> None:
     for decision in plan.decisions:
         print(f"  {decision.name:<24} {decision.value:<16}  {decision.reason}", flush=True)
     for ledger in plan.ledgers:
-        taken = ", ".join(f"{entry.name} {gib(entry.nbytes)}" for entry in ledger.entries)
-        together = f"together {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)} that may be used"
-        print(f"  {ledger.place}: {taken}; {together}", flush=True)
+        parts = ", ".join(f"{entry.name} {gib(entry.nbytes)}" for entry in ledger.entries)
+        total = f"together {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)} that may be used"
+        print(f"  {ledger.place}: {parts}; {total}", flush=True)
     for notice in plan.notices:
         if notice not in said:
             print(f"note: {notice}", flush=True)
@@ -305,9 +305,9 @@ def describe(error: BaseException) -> str:
 def why_not_started(error: BaseException) -> str:
     """The plan has seen enough memory: another program took it, or a limit holds that the plan does not know."""
     if isinstance(error, MemoryError):
-        said = f" ({error})" if str(error) else ""
+        detail = f" ({error})" if str(error) else ""
         return (
-            f"memory ran out while the model was loaded{said}: free some, raise this process's limit (ulimit -v), "
+            f"memory ran out while the model was loaded{detail}: free some, raise this process's limit (ulimit -v), "
             "or give a smaller --max-total-tokens"
         )
     return describe(error)

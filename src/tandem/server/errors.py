@@ -56,7 +56,7 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What every refused request gets."""
+    """Body of every refused request."""
 
     error: ErrorDetail
 
@@ -160,12 +160,12 @@ def _methods(scope: Scope) -> list[str]:
     """Methods of all routes with this path; Starlette names those of the first. A route that takes any name does not
     count where the document has just this path."""
     if documented := scope["app"].openapi()["paths"].get(scope["path"]):
-        found = [method.upper() for method in documented]
-        return sorted([*found, "HEAD"] if "GET" in found else found)
+        methods = [method.upper() for method in documented]
+        return sorted([*methods, "HEAD"] if "GET" in methods else methods)
     routes: list[BaseRoute] = scope["app"].routes
-    asked = {method: {**scope, "method": method} for method in ("DELETE", "GET", "POST")}
-    found = [m for m in asked if any(route.matches(asked[m])[0] is Match.FULL for route in routes)]
-    return sorted([*found, "HEAD"] if "GET" in found else found)
+    scopes = {method: {**scope, "method": method} for method in ("DELETE", "GET", "POST")}
+    methods = [m for m in scopes if any(route.matches(scopes[m])[0] is Match.FULL for route in routes)]
+    return sorted([*methods, "HEAD"] if "GET" in methods else methods)
 
 
 async def _handle(request: Request, error: Exception) -> Response:

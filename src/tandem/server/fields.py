@@ -94,16 +94,16 @@ def read_fields_as(
     """A checked body, and the names of what is ignored in it. inner: of its `sampling_params` or `options`. Raises
     ApiError 400 for what is wrong, and for what is not available."""
     body, unknown = decode_fields(fields, kind)
-    for path, given in unknown.items():
+    for path, raw in unknown.items():
         name = _SAMPLING.sub("", path)
         if name in _UNAVAILABLE:
-            value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
+            value = decode(raw, Any, path) if isinstance(raw, msgspec.Raw) else raw
             if not _changes_nothing(name, value):
                 raise not_available(path, _instead(name, kind if name == path else inner))
         elif path.startswith("sampling_params"):  # `refuse_misspelt` looks at these
             continue
         elif near := misspelt(name, kind if name == path else inner):
-            value = decode(given, Any, path) if isinstance(given, msgspec.Raw) else given
+            value = decode(raw, Any, path) if isinstance(raw, msgspec.Raw) else raw
             if not says_nothing(value):
                 text = f"{path} is not known here; the nearest name is {near!r}"
                 raise ApiError(400, text, param=path, code="unknown_parameter")
@@ -132,7 +132,7 @@ def _one_is_wrong(name: str, field: str) -> bool:
 
 
 def _instead(name: str, kind: type[msgspec.Struct] | None) -> str | None:
-    """What a body of this kind calls the same thing."""
+    """Name that a body of this kind has for the same thing."""
     known = set[str]() if kind is None else {f.encode_name for f in msgspec.structs.fields(kind)}
     same = next((names for names in _SAME if name in names), ())
     return next((other for other in same if other in known), None)

@@ -42,15 +42,15 @@ class AnswerWriter(Protocol):
         ...
 
     def last(self) -> bytes:
-        """What ends a stream."""
+        """Last bytes of a stream."""
         ...
 
     def failed(self, error: ApiError) -> bytes:
-        """What ends a stream that has begun, instead of `last`."""
+        """Last bytes of a stream that has begun and fails, instead of `last`."""
         ...
 
     def waiting(self) -> bytes:
-        """What a stream says before there is anything to say. It may be nothing."""
+        """Bytes of a stream before there is anything to say. They may be none."""
         ...
 
 
@@ -84,9 +84,9 @@ class Answer:
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
 
     def forget(self) -> None:
-        """What has been told; the numbers stay."""
-        for told in (self.texts, self.token_ids, self.logprobs, self.prompt_logprobs):
-            told.clear()
+        """Drops texts, ids and probabilities that were sent; the numbers stay."""
+        for entries in (self.texts, self.token_ids, self.logprobs, self.prompt_logprobs):
+            entries.clear()
 
 
 class TokenCount:
@@ -273,7 +273,8 @@ class EventStream(StreamingResponse):
         return self._part(outputs)
 
     def _part(self, outputs: list[TokenOutput]) -> tuple[bytes, bool]:
-        """What to send, and whether more comes. A mistake of the writer ends this stream, as an error of the engine."""
+        """Bytes to send, and whether more comes. A mistake of the writer ends this stream, as an error of the
+        engine."""
         try:
             return (self._writing.frames(outputs), True) if outputs else (self._writing.last(), False)
         except Exception as error:

@@ -266,7 +266,7 @@ def port_of(sock: socket.socket) -> int:
 
 
 def greeting(config: EngineConfig, model_name: str, port: int) -> str:
-    """What is printed when the first request may come."""
+    """Text that is printed when the first request may come."""
     if config.uds is not None:
         return f"{model_name} is ready at {config.uds}"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)

@@ -1,4 +1,4 @@
-"""What one HTTP request may ask for. The limits of sampling parameters are in `engine/limits.py`."""
+"""Limits of one HTTP request. Those of sampling parameters are in `engine/limits.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other besides `engine/protocol.py` (msgpack over ZeroMQ)."""
+"""Messages between the API process and the engine process, besides `engine/protocol.py` (msgpack over ZeroMQ)."""
 
 from __future__ import annotations
 

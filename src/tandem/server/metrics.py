@@ -167,7 +167,7 @@ class ImageCollector:
 
 
 class ServerMetrics:
-    """What the API process sees. Implements `StreamObserver`."""
+    """Metrics of the API process. Implements `StreamObserver`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

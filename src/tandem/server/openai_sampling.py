@@ -28,9 +28,9 @@ def new_id(prefix: str) -> str:
 def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingParams:
     """Fields that the body leaves out are the model's `defaults`, or else `SamplingParams`'; `chosen` are decided by
     the route."""
-    given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    sent: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     return SamplingParams(
-        **(defaults | given),
+        **(defaults | sent),
         stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop=bool(body.no_stop_trim),

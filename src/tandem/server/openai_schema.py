@@ -25,7 +25,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingBody(OpenAIGrammarFields, kw_only=True):
-    """What both OpenAI routes share. Ranges are checked by `engine/limits.py`."""
+    """Fields that both OpenAI routes share. Ranges are checked by `engine/limits.py`."""
 
     model: str | None = None
     stream: bool | None = None

@@ -128,5 +128,5 @@ class RequestStream:
 
 def _failure(output: TokenOutput) -> TandemError:
     """Whose fault it was."""
-    said = output.error or "the engine failed on this request"
-    return EngineError(said) if output.refused is None else RequestError(said, output.refused)
+    message = output.error or "the engine failed on this request"
+    return EngineError(message) if output.refused is None else RequestError(message, output.refused)

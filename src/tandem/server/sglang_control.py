@@ -137,7 +137,7 @@ async def _generate_one(state: ServerState, http: Request) -> None:
     state.check_up()
     if not state.client.ready:
         return
-    made = state.client.stats.generated_tokens
+    before = state.client.stats.generated_tokens
     prompt = await state.encode("Hello", add_special_tokens=True)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     generation = Generation(
@@ -147,7 +147,7 @@ async def _generate_one(state: ServerState, http: Request) -> None:
         async with asyncio.timeout(HEALTH_SECONDS):
             await generation.collect()
     except TimeoutError as error:
-        if state.client.stats.generated_tokens > made:
+        if state.client.stats.generated_tokens > before:
             return
         raise unavailable(f"no token within {HEALTH_SECONDS:g} s") from error
 

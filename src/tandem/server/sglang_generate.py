@@ -67,15 +67,15 @@ def _names(body: SglangRequest) -> dict[str, str]:
 
 async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:
     prompts, batched = await _prompts(state, body)
-    shown = await with_images(state, body, prompts, batched)
-    count = len(shown)
+    shown_prompts = await with_images(state, body, prompts, batched)
+    count = len(shown_prompts)
     params = _spread(body.sampling_params, SglangSampling(), count, "sampling_params")
-    wanted = _spread(body.return_logprob, False, count, "return_logprob")
+    with_logprobs = _spread(body.return_logprob, False, count, "return_logprob")
     starts = _spread(body.logprob_start_len, -1, count, "logprob_start_len")
     tops = _spread(body.top_logprobs_num, 0, count, "top_logprobs_num")
     asks = []
     for prompt, rid, p, logprobs, start, top in zip(
-        shown, _ids(body.rid, count), params, wanted, starts, tops, strict=True
+        shown_prompts, _ids(body.rid, count), params, with_logprobs, starts, tops, strict=True
     ):
         sampling = _sampling(state, p, len(prompt.ids), top if logprobs else None, top if start >= 0 else None)
         request = GenerateRequest(id=rid, prompt_ids=prompt.ids, sampling=sampling, images=prompt.images)
@@ -119,7 +119,7 @@ def _ids(rid: str | list[str] | None, count: int) -> list[str]:
     ids = _spread(rid, "", count, "rid")
     if any(ids) and len(set(ids)) != count:
         raise RequestError("each rid of a batch must be different", "rid")
-    return [given or new_id("gen") for given in ids]
+    return [name or new_id("gen") for name in ids]
 
 
 def _sampling(

@@ -112,14 +112,14 @@ class Sleep:
 
     def loaded(self) -> float | None:
         """The engine takes requests. Returns the seconds of the wake, None where it did not sleep."""
-        took = time.monotonic() - self._wanted_at if self.asleep else None
-        if took is not None:
+        seconds = time.monotonic() - self._wanted_at if self.asleep else None
+        if seconds is not None:
             self.wakes += 1
-            self.wake_seconds += took
+            self.wake_seconds += seconds
         self.asleep, self._awake = False, True
         self.wanted.clear()
         self.used()
-        return took
+        return seconds
 
     def begins(self) -> None:
         """The engine is told to end. What clients said of how long it stays is over."""

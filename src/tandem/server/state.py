@@ -36,7 +36,7 @@ from tandem.server.request_stream import RequestStream
 
 
 class TextTokenizer(PromptTokenizer, Protocol):
-    """What the server needs of `tandem.engine.text.tokenizer.Tokenizer`."""
+    """Part of `tandem.engine.text.tokenizer.Tokenizer` that the server needs."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
@@ -126,7 +126,7 @@ class ServerState:
         return self._prompts is not None and self._prompts.close()
 
     def sight(self, unread: list[str]) -> Sight:
-        """What the model takes of messages. unread: gets the places of what it does not."""
+        """Kinds of attachments that the model takes of messages. unread: gets the places of what it does not."""
         blind = self.engine.plan.blind
         return Sight(unread, self.chat.sees, blind="" if blind == TEXT_ONLY else blind)
 
@@ -141,7 +141,8 @@ class ServerState:
         return self.config.served_model_name or shown_name(self.config.model)
 
     def check_model(self, name: str | None) -> None:
-        """Of a route that names it. Requests may say any name: one model is served. Raises ApiError 404."""
+        """Refuses a model that a route names and nobody serves. Requests may say any name: one model is served. Raises
+        ApiError 404."""
         if name not in (None, self.model_name, self.config.model):
             message = f"the model {name[:100]!r} is not served here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -235,11 +236,11 @@ def _room(plan: Plan) -> tuple[int, int]:
     return plan.context_length, plan.num_pages * plan.page_size
 
 
-def _there(found: T | None, client: EngineClient) -> T:
+def _there(part: T | None, client: EngineClient) -> T:
     """Raises ApiError 503 while the first engine is loading."""
-    if found is None:
+    if part is None:
         raise unavailable(client.why_down)
-    return found
+    return part
 
 
 def cut_to_room(state: ServerState, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:

@@ -99,11 +99,11 @@ class EngineSupervisor:
                 lives += how is _Life.DIED
                 attempts = START_ATTEMPTS if lives else FIRST_ATTEMPTS if self._was_killed else 1
                 if failed_starts >= attempts:
-                    refused = self._refused and lives == 0
-                    raise (ConfigError if refused else EngineError)(self._start_error)
+                    rejected = self._refused and lives == 0
+                    raise (ConfigError if rejected else EngineError)(self._start_error)
                 if failed_starts:
-                    again = "again" if lives else "and is started once more"
-                    log.error("the engine could not be started %s: %s", again, self._start_error)
+                    when = "again" if lives else "and is started once more"
+                    log.error("the engine could not be started %s: %s", when, self._start_error)
                 short_lives = short_lives + 1 if time.monotonic() - began < STABLE_SECONDS else 0
                 await self._pause(short_lives)
                 self.restarts += 1
@@ -246,11 +246,11 @@ class EngineSupervisor:
                 case EngineReady():
                     await asyncio.to_thread(self._on_ready, message)
                     self._loaded = True
-                    took = self._client.sleep.loaded()
+                    seconds = self._client.sleep.loaded()
                     if self._send is not None:
                         self._client.attach(self._send)
-                    if took is not None:
-                        log.info("the engine is awake after %.1f s", took)
+                    if seconds is not None:
+                        log.info("the engine is awake after %.1f s", seconds)
                     elif self.restarts:
                         log.info("the engine is ready again")
                 case StartFailed(message=text, refused=refused):
@@ -270,8 +270,8 @@ class EngineSupervisor:
         while True:
             slept_at = time.monotonic()
             await asyncio.sleep(pause)
-            late = time.monotonic() - slept_at - pause
-            self._heard_at += late if late > pause else 0.0
+            delay = time.monotonic() - slept_at - pause
+            self._heard_at += delay if delay > pause else 0.0
             silent = time.monotonic() - self._heard_at
             if self._client.ready and silent > limit:
                 self._killed_because = f"it was stuck for {silent:.0f} s, --watchdog-timeout is {limit:g}"

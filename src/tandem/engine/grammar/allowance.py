@@ -18,7 +18,7 @@ AMBIGUOUS = (
 
 
 class GrammarTooSlow(EngineError):
-    """Of one answer: the others go on."""
+    """Error of one answer whose grammar takes too long; the others go on."""
 
 
 class Allowance:

@@ -94,8 +94,8 @@ def warned(said: str) -> str | None:
 
 def complaint(error: BaseException) -> str:
     """One line, without the place in xgrammar's own source."""
-    said = _SOURCE_PLACE.sub("", str(error).strip()) or type(error).__name__
-    return " ".join(said.split())[:500]
+    message = _SOURCE_PLACE.sub("", str(error).strip()) or type(error).__name__
+    return " ".join(message.split())[:500]
 
 
 @contextmanager

@@ -87,9 +87,9 @@ class GrammarCompiler:
             self._drop(one)
 
     def take(self, one: Compilation) -> CompiledGrammar:
-        """Of a future that is done, for matchers that must be made before anything else is asked. Raises RequestError,
-        without a field, where the grammar cannot be compiled in bounded time and memory; EngineError where nothing can,
-        or where others take the memory of all."""
+        """Compiled grammar of a future that is done. Its matchers must be made before anything else is asked. Raises
+        RequestError, without a field, where the grammar cannot be compiled in bounded time and memory. Raises
+        EngineError where nothing can, or where others take the memory of all."""
         one.waiting -= 1
         compiled = self._result(one)
         if not self._make_room(one):

@@ -105,25 +105,26 @@ class Jobs:
         if own > COMPILE_SECONDS:
             self._end(pid, REFUSED + _TOO_LONG.encode())
         elif monotonic() - job.began > most:
-            said = _TOO_BUSY.format(most) + (_MORE_TIME.format(WALL_SECONDS) if hurried else "")
-            self._end(pid, BUSY + said.encode())
+            message = _TOO_BUSY.format(most) + (_MORE_TIME.format(WALL_SECONDS) if hurried else "")
+            self._end(pid, BUSY + message.encode())
 
-    def _end(self, pid: int, said: bytes | None = None) -> None:
+    def _end(self, pid: int, message: bytes | None = None) -> None:
         """A busy machine gives a gigabyte of memory back in tenths of a second. The answer does not wait for that."""
         os.kill(pid, signal.SIGKILL)
         self._ending.add(pid)
-        self._close(pid, said)
+        self._close(pid, message)
 
-    def _close(self, pid: int, said: bytes | None) -> None:
+    def _close(self, pid: int, message: bytes | None) -> None:
         with self._running.pop(pid).answer as answer:
-            if said is not None:
+            if message is not None:
                 answer.setblocking(False)
                 with contextlib.suppress(OSError):
-                    send_answer(answer, said)
+                    send_answer(answer, message)
 
 
 def _seconds(pid: int, threads: int) -> float:
-    """What a job takes where nothing else runs: its own thread's CPU time, and a share of that of its others."""
+    """Seconds that a job takes where nothing else runs: its own thread's CPU time, and a share of that of its other
+    threads."""
     own, everything = _cpu_seconds(f"/proc/{pid}/task/{pid}/stat"), _cpu_seconds(f"/proc/{pid}/stat")
     return own + max(0.0, everything - own) / threads
 

@@ -109,7 +109,7 @@ class GrammarMatcher:
 
     @property
     def mask(self) -> TokenMask:
-        """Of the answer's next token. Raises what `check` raises."""
+        """Mask of the answer's next token. Raises what `check` raises."""
         self.look_ahead()
         self.check()
         return self.place
@@ -117,12 +117,12 @@ class GrammarMatcher:
     def try_repeated(self, piece: bytes, times: int, seconds: float) -> float:
         """Seconds of matching a text that often, or as often as it matches; not much more than `seconds`. The matcher
         stays where it is."""
-        began, taken = thread_time(), 0
-        while taken < times and thread_time() - began <= seconds and self._inner.accept_string(piece):
-            taken += 1
+        began, count = thread_time(), 0
+        while count < times and thread_time() - began <= seconds and self._inner.accept_string(piece):
+            count += 1
         spent = thread_time() - began
-        if taken:
-            self._inner.rollback(taken)
+        if count:
+            self._inner.rollback(count)
         return spent
 
     def _advance(self, token_id: int) -> None:
@@ -138,12 +138,12 @@ class GrammarMatcher:
         mask &= self._text_bits
         if (text := self._behind.get(self._last)) is not None:
             mask &= text
-        going = np.count_nonzero(mask) > 0  # NumPy's `any` takes three times as long
+        has_tokens = np.count_nonzero(mask) > 0  # NumPy's `any` takes three times as long
         if complete and self._may_end:
             mask |= self._end_bits
-        if not going and not complete:
+        if not has_tokens and not complete:
             raise EngineError("no token of this model continues an answer that matches the request's grammar")
-        self.ended = not going
+        self.ended = not has_tokens
 
     def _spend(self, began: float, tokens: int) -> None:
         try:

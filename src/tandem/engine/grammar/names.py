@@ -1,4 +1,4 @@
-"""What a JSON schema says of an object's names, and a grammar would not hold to.
+"""Rules of a JSON schema for an object's names that a grammar would not hold to.
 
 To xgrammar, ways to name a property are alternatives. A name that fits two of them must keep to both.
 """
@@ -31,28 +31,29 @@ def check_names(place: str, part: Schema) -> None:
 def _check_ways(where: str, ways: list[tuple[str, bool, str]], listed: Schema, patterns: Schema) -> None:
     """ways: in order, what its names begin with; whether it is one name; itself. Of what stands before a way, those
     that may match its names are kept, the longest last. They all have the same schema."""
-    kept: list[tuple[str, str]] = []
+    prefixes: list[tuple[str, str]] = []
     for begin, single, way in ways:
-        while kept and not begin.startswith(kept[-1][0]):
-            kept.pop()
-        if kept and patterns[kept[-1][1]] != (listed if single else patterns)[way]:
-            what = f"pattern {kept[-1][1]!r:.60} and {'property' if single else 'pattern'} {way!r:.60}"
+        while prefixes and not begin.startswith(prefixes[-1][0]):
+            prefixes.pop()
+        if prefixes and patterns[prefixes[-1][1]] != (listed if single else patterns)[way]:
+            what = f"pattern {prefixes[-1][1]!r:.60} and {'property' if single else 'pattern'} {way!r:.60}"
             raise RequestError(f"{where}: {what} may have the same name; begin patterns with ^ and other letters")
         if not single:
-            kept.append((begin, way))
+            prefixes.append((begin, way))
 
 
 def _beginning(pattern: str) -> str:
-    """What every name that it matches begins with. It is not tried: a pattern may take a name for ever."""
+    """Literal text that every name begins with where the pattern matches. The pattern is not run: it may take a name
+    for ever."""
     if not pattern.startswith("^") or "|" in pattern:
         return ""
-    found, at = "", 1
+    prefix, at = "", 1
     while piece := _LITERAL.match(pattern, at):
         at = piece.end()
         if pattern.startswith(_REPEATED, at):
             break
-        found += piece[0][-1]
-    return found
+        prefix += piece[0][-1]
+    return prefix
 
 
 def _check_least(where: str, part: Schema) -> None:

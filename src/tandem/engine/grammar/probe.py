@@ -24,11 +24,11 @@ _Chance = random.Random
 
 def probe(compiled: CompiledGrammar) -> None:
     """Raises RequestError. Each call walks the same ways: a grammar is refused always or never."""
-    chance, until, walked = _Chance(0), thread_time() + WALK_SECONDS, 0
+    chance, until, tokens = _Chance(0), thread_time() + WALK_SECONDS, 0
     try:
         for _ in range(WALKS):
-            if walked < TOKENS:
-                walked += _walk(compiled, chance, until)
+            if tokens < TOKENS:
+                tokens += _walk(compiled, chance, until)
     except GrammarTooSlow as error:
         raise RequestError(AMBIGUOUS) from error
     except EngineError:  # nothing goes on from there in this vocabulary; an answer that gets there says so

@@ -24,7 +24,7 @@ MOST_HURRIED = 4096
 
 
 class Cancellation:
-    """Of one job, by any thread. Its fork ends when nobody holds the other end of its socket."""
+    """Cancels one job, from any thread. Its fork ends when nobody holds the other end of its socket."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,11 +93,11 @@ class CompilerProcess:
                 cancellation.of(None)
         if answer[:1] == DONE:
             return answer[1:]
-        said = answer[1:].decode()
+        message = answer[1:].decode()
         if answer[:1] != BUSY:
-            raise RequestError(said)
+            raise RequestError(message)
         self._hurried.add(grammar)
-        raise EngineError(said)
+        raise EngineError(message)
 
     def close(self) -> None:
         """For good: whoever still compiles gets an EngineError."""
@@ -166,5 +166,5 @@ class CompilerProcess:
 
 
 def allowed_cpus() -> set[int]:
-    """Of the calling thread, before it is bound to one."""
+    """CPUs that the calling thread may run on, before it is bound to one."""
     return os.sched_getaffinity(0)

@@ -25,14 +25,14 @@ def reached(schema: Any) -> Iterator[tuple[str, Any, int]]:
     """Every schema in a schema, once: its place, itself, its depth. With what references lead to, wherever that stands:
     OpenAPI has it in `#/components`. References to nowhere are left to `target`."""
     waiting: list[tuple[str, Any, int]] = [("#", schema, 0)]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while waiting:
         place, part, depth = waiting.pop()
-        if id(part) in seen:
+        if id(part) in visited:
             continue
         yield place, part, depth
         if isinstance(part, dict):
-            seen.add(id(part))
+            visited.add(id(part))
             waiting += [(f"{place}/{key}"[:MOST_PLACE], each, depth + 1) for key, each in children(part)]
             waiting += _led_to(schema, part)
 
@@ -57,21 +57,21 @@ def children(part: Schema) -> Iterator[tuple[str, Any]]:
 
 
 def target(schema: Any, ref: Any, place: str) -> Any:
-    """What a reference within the schema means."""
+    """Part of the schema that `ref` points to. Raises RequestError for a reference to nowhere in it."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         raise RequestError(f"{place[:MOST_PLACE]}: $ref must be '#' or begin with '#/', not {ref!r:.100}")
-    found = schema
+    node = schema
     for name in ref.split("/")[1:]:
         name = unquote(name).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
         else:
             raise RequestError(f"{place[:MOST_PLACE]}: $ref {ref[:100]!r} is nowhere in the schema")
-    if not isinstance(found, dict | bool):
+    if not isinstance(node, dict | bool):
         raise RequestError(f"{place[:MOST_PLACE]}: $ref {ref[:100]!r} leads to what is no schema")
-    return found
+    return node
 
 
 def ending_of(refs: dict[str, Any], rounds: int) -> set[str]:
@@ -82,10 +82,10 @@ def ending_of(refs: dict[str, Any], rounds: int) -> set[str]:
         spellings.setdefault(id(part), []).append(ref)
     ending: set[str] = set()
     for _ in range(rounds):
-        more = [each for each in spellings.values() if each[0] not in ending and ends(refs[each[0]], ending)]
-        if not more:
+        added = [each for each in spellings.values() if each[0] not in ending and ends(refs[each[0]], ending)]
+        if not added:
             return ending
-        ending.update(*more)
+        ending.update(*added)
     return set(refs)
 
 

@@ -100,14 +100,14 @@ def _rebuilt(node: Any, schemas: set[int]) -> Any:
         return [_rebuilt(each, schemas) for each in node]
     if not isinstance(node, dict):
         return node
-    made = {name: _rebuilt(each, schemas) for name, each in node.items()}
-    return _spelt(made) if id(node) in schemas else made
+    rebuilt = {name: _rebuilt(each, schemas) for name, each in node.items()}
+    return _spelt(rebuilt) if id(node) in schemas else rebuilt
 
 
 def _spelt(schema: Schema) -> Schema:
     typed = _with_type(_with_fitting_values(_with_plain_reference(schema)))
-    made = _with_exact_patterns(_with_counted_text(_with_format(typed)))
-    return _with_required(_with_prefix_items(_with_type_inside(made)))
+    exact = _with_exact_patterns(_with_counted_text(_with_format(typed)))
+    return _with_required(_with_prefix_items(_with_type_inside(exact)))
 
 
 def _with_plain_reference(schema: Schema) -> Schema:
@@ -134,12 +134,12 @@ def _with_fitting_values(schema: Schema) -> Schema:
 
 
 def _with_exact_patterns(schema: Schema) -> Schema:
-    made = dict(schema)
-    if isinstance(made.get("pattern"), str):
-        made["pattern"] = counted_groups(made["pattern"])
-    if isinstance(made.get("patternProperties"), dict):
-        made["patternProperties"] = {counted_groups(key): part for key, part in made["patternProperties"].items()}
-    return made
+    copy = dict(schema)
+    if isinstance(copy.get("pattern"), str):
+        copy["pattern"] = counted_groups(copy["pattern"])
+    if isinstance(copy.get("patternProperties"), dict):
+        copy["patternProperties"] = {counted_groups(key): part for key, part in copy["patternProperties"].items()}
+    return copy
 
 
 def _with_format(schema: Schema) -> Schema:
@@ -180,7 +180,7 @@ def _with_type_inside(schema: Schema) -> Schema:
     """A type beside anyOf counts for each of its parts."""
     for name in ("anyOf", "oneOf"):
         if name in schema and "type" in schema:
-            parts = [made for part in schema[name] if (made := _of_type(schema["type"], part)) is not None]
+            parts = [typed for part in schema[name] if (typed := _of_type(schema["type"], part)) is not None]
             if not parts:
                 raise RequestError(f"no part of {name} has the type beside it")
             return {key: value for key, value in schema.items() if key != "type"} | {name: parts}
@@ -236,11 +236,11 @@ def _check_counts(place: str, part: Schema) -> None:
 
 
 def _check_values(place: str, part: Schema) -> None:
-    """What stands beside lists of values, types and patterns of names, and cannot be held to there."""
+    """Refuses keywords beside lists of values, types and patterns of names that cannot be held to there."""
     listed = [name for name in ("enum", "const") if name in part]
-    beside = sorted(_ASSERTIONS & set(part) - LOOKED_AT - {"enum", "const", "format"})
-    if listed and (beside or len(listed) > 1):
-        name = beside[0] if beside else listed[1]
+    keywords = sorted(_ASSERTIONS & set(part) - LOOKED_AT - {"enum", "const", "format"})
+    if listed and (keywords or len(listed) > 1):
+        name = keywords[0] if keywords else listed[1]
         raise RequestError(f"{place[:MOST_PLACE]}: {name} beside {listed[0]} cannot be held to; leave it out")
     for union in ("anyOf", "oneOf"):
         unlike = {"$ref", *UNIONS}
@@ -256,8 +256,8 @@ def _check_values(place: str, part: Schema) -> None:
 def _check_alone(place: str, part: Schema, name: str) -> None:
     """Beside these everything else is ignored."""
     same = {name, "type"} if name in ("anyOf", "oneOf") else {name}
-    beside = sorted(_ASSERTIONS & set(part) - same)
+    others = sorted(_ASSERTIONS & set(part) - same)
     if name == "allOf" and len(part[name]) > 1:
         raise RequestError(f"{place[:MOST_PLACE]}: allOf of several schemas cannot be held to; merge them")
-    if beside:
-        raise RequestError(f"{place[:MOST_PLACE]}: {beside[0]} beside {name} cannot be held to; put it inside")
+    if others:
+        raise RequestError(f"{place[:MOST_PLACE]}: {others[0]} beside {name} cannot be held to; put it inside")

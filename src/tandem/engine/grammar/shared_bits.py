@@ -44,7 +44,7 @@ class SharedBits:
     def _made(self, shown: tuple[int, ...], ends: frozenset[int]) -> tuple[TokenMask, TokenMask]:
         """Tokens that are text in a grammar that spells the control tokens `shown`; and `ends`, which never are."""
         hidden = (self._special - set(shown)) | ends | self._no_texts
-        made = bits_but(hidden, self._size), bits_of(ends, self._size)
-        for each in made:
+        masks = bits_but(hidden, self._size), bits_of(ends, self._size)
+        for each in masks:
             each.flags.writeable = False
-        return made
+        return masks

@@ -42,7 +42,7 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def shared(self) -> SharedBits:
-        """What the matchers of one thread have in common."""
+        """Sets of tokens that the matchers of one thread share."""
         return SharedBits(self.pieces, self.special)
 
     def tokenizer_info(self) -> Any:

@@ -69,17 +69,17 @@ def serve(ours: socket.socket) -> None:
 
 
 def threads_on(cpus: int, quota: float | None) -> int:
-    """Of a job, on half of the CPUs: a step waits for the slowest of the engine's cores. With more threads than the
-    quota (CPUs' worth of time) lets run, a job's share of their time would seem less than what it took."""
+    """Threads of a job, on half of the CPUs: a step waits for the slowest of the engine's cores. `quota` (CPUs' worth
+    of time) limits them. With more threads, a job's share of their time would seem less than what it took."""
     return max(1, min(MOST_THREADS, int(min(cpus, cpus if quota is None else quota) // 2)))
 
 
 def _result(compiler: Any, vocabulary: Vocabulary, grammar: Grammar) -> bytes:
-    said = os.memfd_create("said")
-    os.dup2(said, 2)
-    compiled, wrong = heard(lambda: compiled_by(compiler, grammar), said)
+    stderr_fd = os.memfd_create("said")
+    os.dup2(stderr_fd, 2)
+    compiled, wrong = heard(lambda: compiled_by(compiler, grammar), stderr_fd)
     if wrong is not None and (compiled is None or not grammar.lenient):
-        where = placed(wrong, schemas_of(grammar), lambda schema: complaint_of_schema(schema, said))
+        where = placed(wrong, schemas_of(grammar), lambda schema: complaint_of_schema(schema, stderr_fd))
         return REFUSED + where.encode(errors="replace")
     try:
         probe(CompiledGrammar.of(compiled, vocabulary, vocabulary.spelt_in(grammar.text)))

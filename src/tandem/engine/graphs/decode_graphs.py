@@ -67,10 +67,10 @@ class DecodeCapture:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with (
-            self.handoff.recording(inputs.counted) as posted,
+            self.handoff.recording(inputs.counted) as posts,
             torch.cuda.graph(graph, pool=memory, stream=self.streams.steps, capture_error_mode="thread_local"),
         ):
             inputs.send()
             logits = self.forward(batch, inputs.counted)
             best = fetched.fetch(logits, masks)
-        return DecodeGraph(inputs, graph, logits, best, masks, len(posted))
+        return DecodeGraph(inputs, graph, logits, best, masks, len(posts))

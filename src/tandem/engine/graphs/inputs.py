@@ -57,17 +57,17 @@ class _Field:
         self._from = self._to = self._rest = self.image
 
     def fill(self, source: ForwardBatch, rows: int) -> None:
-        found: Tensor = source.turning if self._name == "turns" else getattr(source, self._name)
-        if found is not self._held:
-            self._look_at(found, rows)
+        tensor: Tensor = source.turning if self._name == "turns" else getattr(source, self._name)
+        if tensor is not self._held:
+            self._look_at(tensor, rows)
         self._to[...] = self._from
         if rows < len(self.image):  # a copy that had the sequence's slot would change its state twice
             self._rest[...] = 0 if self._name == "slots" else self._from[-1]
 
-    def _look_at(self, found: Tensor, rows: int) -> None:
+    def _look_at(self, tensor: Tensor, rows: int) -> None:
         """Its numbers, and where they belong. That takes longer than copying them."""
-        self._held, self._from = found, found.numpy()
-        image = self.image if found.dim() == 1 else self.image[:, : found.shape[1]]
+        self._held, self._from = tensor, tensor.numpy()
+        image = self.image if tensor.dim() == 1 else self.image[:, : tensor.shape[1]]
         self._to, self._rest = image[:rows], image[rows:]
 
 

@@ -59,16 +59,16 @@ class ChunkInputs:
         """The image, from host memory. The last sequence has the copies; those that are not there have no rows."""
         image, rows = self.image, len(source.input_ids)
         for name in self._each:
-            found = source.turning if name == "turns" else getattr(source, name)
-            to, values = getattr(image, name).numpy(), found.numpy()
+            tensor = source.turning if name == "turns" else getattr(source, name)
+            to, values = getattr(image, name).numpy(), tensor.numpy()
             to[:rows], to[rows:] = values, NOWHERE if name == "cache_slots" else values[-1]
-        sequences, wanted = len(source.seq_lens), len(source.logits_rows)
+        sequences, logits_count = len(source.seq_lens), len(source.logits_rows)
         image.query_starts[:sequences] = source.query_starts[:-1]
         image.query_starts[sequences:] = self._rows
         image.seq_lens[:sequences], image.slots[:sequences] = source.seq_lens, source.slots
         image.block_tables[:sequences, : source.block_tables.shape[1]] = source.block_tables
-        image.logits_rows[:wanted] = source.logits_rows
-        image.logits_rows[wanted:] = 0
+        image.logits_rows[:logits_count] = source.logits_rows
+        image.logits_rows[logits_count:] = 0
 
     def send(self) -> None:
         to_gpu(self._host, self._there)
@@ -86,7 +86,7 @@ class Piece:
 
 
 class PromptGraph:
-    """Of so many rows."""
+    """CUDA graphs of a prefill chunk with a fixed number of rows."""
 
     def __init__(self, inputs: ChunkInputs, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
         """pieces: of a `LayerPieces`, which made `result`."""
@@ -97,8 +97,8 @@ class PromptGraph:
         self._inputs.fill(batch)
         self._inputs.send()
         logits, best = self._result
-        wanted = len(batch.logits_rows)
-        return Replayed(self._pieces, (logits[:wanted], best[:wanted]))
+        count = len(batch.logits_rows)
+        return Replayed(self._pieces, (logits[:count], best[:count]))
 
 
 class Replayed:
@@ -170,7 +170,7 @@ class PromptGraphs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCapture:
-    """Of a model, if passes over it can be overtaken. pages: of the longest sequence."""
+    """Captures prefill graphs of a model, if passes over it can be overtaken. pages: of the longest sequence."""
 
     model: StepModel
     states: Rows[tuple[Tensor, ...]]
@@ -182,27 +182,28 @@ class PrefillCapture:
     turning: bool = False
 
     def of(self, sizes: Rows[int], beside: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
-        """Of so many rows; none where that is not possible: such chunks are given kernel by kernel. beside: graphs that
-        share their memory and whose layers the GPU computes alone; in those made here the CPU has a part. spares: as
-        `Streams.aside`. A graph keeps the multiprocessors that it was captured with."""
-        made = PromptGraphs(self.start, beside)
+        """Graphs for chunks of these numbers of rows. None are captured where that is not possible: such chunks are
+        given kernel by kernel. beside: graphs that share their memory and whose layers the GPU computes alone; in those
+        made here the CPU has a part. spares: as `Streams.aside`. A graph keeps the multiprocessors that it was captured
+        with."""
+        graphs = PromptGraphs(self.start, beside)
         try:
             for rows in sorted(sizes, reverse=True):
-                self._capture(made, rows, beside is not None, spares)
+                self._capture(graphs, rows, beside is not None, spares)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
-            made, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
+            graphs, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
             _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
-        return made
+        return graphs
 
     def shared_sizes(self, sizes: Rows[int]) -> list[int]:
-        """Of these, rows of chunks whose experts CPU and bus may share later."""
+        """Those of `sizes`, in rows of a chunk, whose experts CPU and bus may share later."""
         return [] if self.start is None else [rows for rows in sizes if self.start.may_split(rows)]
 
     def shares(self, rows: int) -> bool:
         """Whether that is best for a chunk of so many rows now."""
         return self.start is not None and self.start.splits(rows)
 
-    def _capture(self, made: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
+    def _capture(self, graphs: PromptGraphs, rows: int, split: bool, spares: bool) -> None:
         start = self.start
         if start is None or self.streams.steps is None or not start.replayable(split):
             raise NoPromptGraphs("steps and prompts take turns, or too few experts fit on their way")
@@ -214,7 +215,7 @@ class PrefillCapture:
                 raise NoPromptGraphs("the CPU computes a part of their experts")
             with self.streams.aside(spares=spares), self.streams.cut(spares):
                 tallies = None if self.usage is None else self.usage.beside(0)
-                made.capture(inputs, self.model, self.states, tallies)
+                graphs.capture(inputs, self.model, self.states, tallies)
         finally:
             start.release()
             self.streams.finish()

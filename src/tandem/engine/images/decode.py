@@ -37,7 +37,7 @@ class _Refused(Exception):
 
 
 def decoded(data: bytes, ask: Ask) -> tuple[Decoded, bytes]:
-    """What the file holds, and its RGB bytes [height, width, 3]: none where only sizes are asked for, or where
+    """Decodes an image file: sizes, and RGB bytes [height, width, 3]. No bytes where only sizes are asked for, or where
     `Decoded.error` says why. Raises nothing."""
     try:
         return _decoded(_plain(data) if ask.base64 else data, ask)
@@ -68,11 +68,11 @@ def _decoded(data: bytes, ask: Ask) -> tuple[Decoded, bytes]:
         if turn in _ON_THEIR_SIDE:
             wide, high = high, wide
         height, width = _target(high, wide, ask)
-        found = Decoded(height=height, width=width, source_pixels=wide * high, frames=_frames(image))
+        sizes = Decoded(height=height, width=width, source_pixels=wide * high, frames=_frames(image))
         if not ask.pixels:
-            return found, b""
+            return sizes, b""
         rgb = _safely(lambda: _rgb(_turned(image, turn)))
-    return found, rgb.resize((width, height), Image.Resampling.BICUBIC).tobytes()
+    return sizes, rgb.resize((width, height), Image.Resampling.BICUBIC).tobytes()
 
 
 def _target(height: int, width: int, ask: Ask) -> tuple[int, int]:
@@ -122,7 +122,7 @@ def _frames(image: Image.Image) -> int:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Of EXIF; 1 where it is broken."""
+    """EXIF orientation; 1 where EXIF is broken."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except MemoryError:

@@ -1,4 +1,4 @@
-"""What an image may take: bytes, pixels, seconds. The limits of whole requests are in `server/limits.py`."""
+"""Limits of an image: bytes, pixels, seconds. Those of whole requests are in `server/limits.py`."""
 
 from __future__ import annotations
 

@@ -118,5 +118,5 @@ class ImageProcess:
 def _answer(ours: socket.socket, ask: Ask, data: bytes) -> Resized:
     send_frame(ours, msgspec.json.encode(ask))
     send_frame(ours, data)
-    found = msgspec.json.decode(receive_frame(ours), type=Decoded)
-    return Resized(found, receive_frame(ours))
+    answer = msgspec.json.decode(receive_frame(ours), type=Decoded)
+    return Resized(answer, receive_frame(ours))

@@ -1,4 +1,4 @@
-"""What an `ImageProcess` asks of its process, and what that answers (JSON)."""
+"""Messages between an `ImageProcess` and its process: questions and answers (JSON)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ INVALID, TOO_LARGE = "invalid_image", "image_too_large"  # codes of errors
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of a file. side, min_pixels, max_pixels: as `target_size` has them. base64: the file is written
-    so. pixels: False asks for sizes alone, and nothing is decoded."""
+    """Question about an image file. side, min_pixels, max_pixels: as `target_size` has them. base64: the file is
+    written so. pixels: False asks for sizes alone, and nothing is decoded."""
 
     side: int
     min_pixels: int

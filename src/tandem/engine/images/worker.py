@@ -30,8 +30,8 @@ def work(ours: socket.socket) -> NoReturn:
     while True:
         ask = msgspec.json.decode(receive_frame(ours), type=Ask)
         _bound_time()
-        found, pixels = decoded(receive_frame(ours), ask)
-        send_frame(ours, msgspec.json.encode(found))
+        answer, pixels = decoded(receive_frame(ours), ask)
+        send_frame(ours, msgspec.json.encode(answer))
         send_frame(ours, pixels)
         del pixels
 

@@ -37,14 +37,14 @@ class Pictures:
 
     def taken_out(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Resized]]:
         """The messages as chat templates want them, and their images in order. Raises RequestError."""
-        found: list[Resized] = []
-        taken: list[dict[str, Any]] = []
+        images: list[Resized] = []
+        converted: list[dict[str, Any]] = []
         for i, message in enumerate(messages):
             if isinstance(parts := message.get("content"), list):
                 where = f"messages[{i}].content"
-                message |= {"content": [self._part(part, f"{where}[{j}]", found) for j, part in enumerate(parts)]}
-            taken.append(message)
-        return taken, found
+                message |= {"content": [self._part(part, f"{where}[{j}]", images) for j, part in enumerate(parts)]}
+            converted.append(message)
+        return converted, images
 
     def placed(self, ids: list[int], found: list[Resized]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """The ids with a row for each token of an image. Raises RequestError."""
@@ -60,7 +60,7 @@ class Pictures:
             msgspec.structs.replace(span, first=first) for span, first in zip(spans, firsts, strict=True)
         )
 
-    def _part(self, part: Any, where: str, found: list[Resized]) -> Any:
+    def _part(self, part: Any, where: str, images: list[Resized]) -> Any:
         if not isinstance(part, Mapping) or part.get("type") not in _TYPES:
             return part
         if self.tower is None:
@@ -68,28 +68,28 @@ class Pictures:
         if self._process is None:
             self._process = ImageProcess(self.tower.processor)
         data = _file(part.get("image") or part.get("image_url") or part.get("url"), where)
-        found.append(self._process.resized(data, where, most_tokens=self.most_tokens))
+        images.append(self._process.resized(data, where, most_tokens=self.most_tokens))
         return {"type": "image"}
 
 
-def _file(given: Any, where: str) -> bytes:
+def _file(image: Any, where: str) -> bytes:
     """The bytes of a picture: a path, a `data:` URL, bytes or an image of Pillow's. Raises RequestError."""
-    if isinstance(given, Mapping):
-        given = given.get("url")
-    if isinstance(given, bytes | bytearray):
-        return bytes(given)
-    if isinstance(given, str) and given.startswith("data:"):
-        return _decoded(given, where)
-    if isinstance(given, str | Path) and not str(given).startswith(("http:", "https:")):
+    if isinstance(image, Mapping):
+        image = image.get("url")
+    if isinstance(image, bytes | bytearray):
+        return bytes(image)
+    if isinstance(image, str) and image.startswith("data:"):
+        return _decoded(image, where)
+    if isinstance(image, str | Path) and not str(image).startswith(("http:", "https:")):
         try:
-            return Path(given).expanduser().read_bytes()
+            return Path(image).expanduser().read_bytes()
         except OSError as error:
-            raise RequestError(f"{where}: {str(given)[:200]} cannot be read ({error.strerror})", "messages") from error
-    if hasattr(given, "save"):
+            raise RequestError(f"{where}: {str(image)[:200]} cannot be read ({error.strerror})", "messages") from error
+    if hasattr(image, "save"):
         file = io.BytesIO()
-        cast(Picture, given).save(file, format="PNG")
+        cast(Picture, image).save(file, format="PNG")
         return file.getvalue()
-    raise RequestError(f"{where}: an image is a path, bytes or an image of Pillow's, not {given!r:.80}", "messages")
+    raise RequestError(f"{where}: an image is a path, bytes or an image of Pillow's, not {image!r:.80}", "messages")
 
 
 def _decoded(url: str, where: str) -> bytes:

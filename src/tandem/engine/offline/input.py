@@ -1,4 +1,4 @@
-"""What callers of `tandem.LLM` give, checked as strictly as the server checks JSON: nothing is guessed or dropped."""
+"""Input of `tandem.LLM`, checked as strictly as the server checks JSON: nothing is guessed or dropped."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [item if isinstance(item, str) else _ids(_items(item)) for item in items]
 
 
-def _items(given: Any) -> list[Any]:
-    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
-        raise _bad_prompt(given)
-    return list(given)
+def _items(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
+        raise _bad_prompt(prompts)
+    return list(prompts)
 
 
 def _ids(items: list[Any]) -> list[int]:
@@ -59,8 +59,8 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
-def _bad_prompt(given: Any) -> RequestError:
-    return RequestError(f"a prompt is a text or a list of token ids, not {given!r:.80}", "prompts")
+def _bad_prompt(prompt: Any) -> RequestError:
+    return RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}", "prompts")
 
 
 def listed_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
@@ -79,8 +79,8 @@ def listed_conversations(messages: Sequence[Message] | Sequence[Sequence[Message
     return [single] if single else several
 
 
-def _bad_messages(given: Any) -> RequestError:
-    text = f'messages are dicts such as {{"role": "user", "content": "Hi"}}, not {given!r:.80}'
+def _bad_messages(messages: Any) -> RequestError:
+    text = f'messages are dicts such as {{"role": "user", "content": "Hi"}}, not {messages!r:.80}'
     return RequestError(text, "messages")
 
 
@@ -104,14 +104,14 @@ def _resolved(params: OneSampling, defaults: Mapping[str, float]) -> protocol.Sa
     alone, and several in a list."""
     if not isinstance(params, OneSampling):
         raise RequestError(f"sampling is SamplingParams, not {params!r:.80}", "sampling")
-    given = {name: _plain(value) for name, value in msgspec.structs.asdict(params).items()}
+    fields = {name: _plain(value) for name, value in msgspec.structs.asdict(params).items()}
     for name in RECOMMENDED:
-        if given[name] is None:
-            del given[name]
-    if isinstance(given["stop"], str):
-        given["stop"] = (given["stop"],)
+        if fields[name] is None:
+            del fields[name]
+    if isinstance(fields["stop"], str):
+        fields["stop"] = (fields["stop"],)
     try:
-        return msgspec.convert({**defaults, **given}, protocol.SamplingParams)
+        return msgspec.convert({**defaults, **fields}, protocol.SamplingParams)
     except msgspec.ValidationError as error:
         raise RequestError(f"SamplingParams: {error}", "sampling") from error
 

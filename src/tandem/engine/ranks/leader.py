@@ -56,13 +56,13 @@ class Leader:
 
     def _heard(self, seconds: float | None) -> list[bytes]:
         """All others, once each has said something. Raises EngineError after so many seconds; None: never."""
-        ends, heard = time.monotonic() + (seconds or 0.0), set[bytes]()
-        while len(heard) < self.ranks - 1:
+        ends, senders = time.monotonic() + (seconds or 0.0), set[bytes]()
+        while len(senders) < self.ranks - 1:
             left = None if seconds is None else max(0, int(1000 * (ends - time.monotonic())))
             if not self._socket.poll(left):
-                raise EngineError(f"{self.ranks - 1} more ranks were started, and {len(heard)} answered")
-            heard.add(self._socket.recv_multipart()[0])
-        return sorted(heard)
+                raise EngineError(f"{self.ranks - 1} more ranks were started, and {len(senders)} answered")
+            senders.add(self._socket.recv_multipart()[0])
+        return sorted(senders)
 
     def _tell(self, message: StartRank | StepList) -> None:
         data = self._encoder.encode(message)
@@ -72,7 +72,7 @@ class Leader:
 
 @contextmanager
 def leading(endpoint: str, ranks: int) -> Iterator[Leader | None]:
-    """Of the ranks that meet there; "": None. It stays open, but for an error."""
+    """Leader of the ranks that meet at `endpoint`; None for "". It stays open, but for an error."""
     leader = Leader(endpoint, ranks) if endpoint else None
     try:
         yield leader

@@ -19,7 +19,7 @@ Table = npt.NDArray[np.int32]
 
 
 class _Said(NamedTuple):
-    """What the others know of a sequence."""
+    """State of a sequence that the other ranks know."""
 
     number: int
     pages: Table
@@ -60,15 +60,15 @@ class StepLists:
         )  # fmt: skip
 
 
-def _changed(said: Table, now: Table) -> list[Place]:
+def _changed(table: Table, now: Table) -> list[Place]:
     """Which places are to be said; from now on they are."""
-    places = np.flatnonzero(said != now)
-    said[places] = now[places]
+    places = np.flatnonzero(table != now)
+    table[places] = now[places]
     return list(zip(places.tolist(), now[places].tolist(), strict=True))
 
 
 class Mirrored:
-    """What a batch is made from, of a sequence."""
+    """Fields of a sequence that a batch is made from."""
 
     matcher = None  # the first rank chooses tokens
 

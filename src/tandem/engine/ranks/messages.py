@@ -1,4 +1,4 @@
-"""What the first rank says to the others (msgpack over ZeroMQ)."""
+"""Messages of the first rank to the others (msgpack over ZeroMQ)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StartRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence does in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
+    """Rows of one sequence in a step: `tokens` from position `first` on, logits of the last `logits`. It holds `held`
     pages.
 
     pages, windows: places of its tables that differ from what was said of it before. guesses: so many last tokens are

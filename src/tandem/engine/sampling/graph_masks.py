@@ -28,8 +28,9 @@ class GraphMasks:
         self._sent: Rows[TokenMask | None] = ()  # held, or another mask could get the same memory
 
     def send(self, masks: RowMasks) -> None:
-        """Of the first rows; others are free. Before the graph is replayed; the step before must have ended. The graph
-        waits for `make` before it reads a mask. Raises ValueError for a mask that a GPU cannot read."""
+        """Sends the masks of the first rows; others are free. Call it before the graph is replayed; the step before
+        must have ended. The graph waits for `make` before it reads a mask. Raises ValueError for a mask that a GPU
+        cannot read."""
         masks = [] if all(mask is None for mask in masks) else list(masks)
         self._word[:] = 0
         if len(masks) == len(self._sent) and all(map(_same, masks, self._sent)):
@@ -57,14 +58,14 @@ class GraphMasks:
             raise EngineError("the masks of a step's grammars came too late for the GPU")
 
     def applied(self, logits: Tensor) -> Tensor:
-        """What the GPU's kernel does while it looks for the best token, by PyTorch."""
+        """Masked logits by PyTorch: the GPU's kernel does the same while it looks for the best token."""
         return masked_rows(logits, self._sent)
 
     def _address(self, mask: TokenMask) -> int:
-        there = torch.from_numpy(mask)
-        if self._pinned and not there.is_pinned():
+        tensor = torch.from_numpy(mask)
+        if self._pinned and not tensor.is_pinned():
             raise ValueError("a graph reads masks from pinned memory: make them with masks.new_mask")
-        return there.data_ptr()
+        return tensor.data_ptr()
 
 
 def _same(one: TokenMask | None, other: TokenMask | None) -> bool:

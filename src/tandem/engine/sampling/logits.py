@@ -46,8 +46,8 @@ class HostLogits:
     def chosen(
         self, rows: Rows[int], sequences: Rows[Sequence], eos_ids: Collection[int], masks: RowMasks = ()
     ) -> list[Sampled]:
-        wanted = self._array if len(rows) == len(self._array) else self._array[list(rows)]
-        return sample(wanted, sequences, eos_ids, masks)
+        selected = self._array if len(rows) == len(self._array) else self._array[list(rows)]
+        return sample(selected, sequences, eos_ids, masks)
 
 
 def best_of(logits: Tensor, masks: GraphMasks | None = None, out: Tensor | None = None) -> Tensor:
@@ -136,30 +136,30 @@ class DeviceLogits:
         if not masks and all(map(_takes_best, sequences)):  # most rows, at a fraction of what the rest takes
             return [best_token(*self.best[row].tolist()) for row in rows]
         masks = masks or [None] * len(rows)
-        here = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
-        logits_of, best = self._among(here, rows, sequences, masks)
-        chosen = zip(here, choose(logits_of, best, [sequences[i] for i in here]), strict=True)
-        made = {i: sampled for i, sampled in chosen if sampled is not None}
-        rest = [i for i in range(len(rows)) if i not in made]
+        best_rows = [i for i, s in enumerate(sequences) if not _needs_whole_row(s, masks[i])]
+        logits_of, best = self._among(best_rows, rows, sequences, masks)
+        chosen = zip(best_rows, choose(logits_of, best, [sequences[i] for i in best_rows]), strict=True)
+        by_row = {i: sampled for i, sampled in chosen if sampled is not None}
+        rest = [i for i in range(len(rows)) if i not in by_row]
         if rest:
             whole = self._host.copy_of(_part(self.logits, [rows[i] for i in rest]))
-            again = sample(whole, [sequences[i] for i in rest], eos_ids, [masks[i] for i in rest])
-            made |= zip(rest, again, strict=True)
-        return [made[i] for i in range(len(rows))]
+            samples = sample(whole, [sequences[i] for i in rest], eos_ids, [masks[i] for i in rest])
+            by_row |= zip(rest, samples, strict=True)
+        return [by_row[i] for i in range(len(rows))]
 
     def _among(
-        self, here: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks
+        self, best_rows: list[int], rows: Rows[int], sequences: Rows[Sequence], masks: RowMasks
     ) -> tuple[LogitsOf, npt.NDArray[np.float64]]:
         """Logits and best of these rows, among the tokens that each may choose."""
-        free = [rows[i] for i in here]
+        free = [rows[i] for i in best_rows]
         best = self.best[free]
-        limited = [k for k, i in enumerate(here) if masks[i] is not None]
+        limited = [k for k, i in enumerate(best_rows) if masks[i] is not None]
         unknown = [k for k in limited if free[k] >= len(self._masked) or not self._masked[free[k]]]
-        if not unknown and all(is_greedy(sequences[here[k]].sampling) for k in limited):
-            return (lambda wanted: _part(self.logits, [free[k] for k in wanted])), best
+        if not unknown and all(is_greedy(sequences[best_rows[k]].sampling) for k in limited):
+            return (lambda numbers: _part(self.logits, [free[k] for k in numbers])), best
         logits = _part(self.logits, free)
         places = torch.tensor(limited, dtype=torch.int64, device=logits.device)
-        bits = np.stack([mask for i in here if (mask := masks[i]) is not None])
+        bits = np.stack([mask for i in best_rows if (mask := masks[i]) is not None])
         some = without_forbidden_rows(logits[places], torch.from_numpy(bits).to(logits.device))
         if unknown:
             best[limited] = best_of(some).cpu().numpy()

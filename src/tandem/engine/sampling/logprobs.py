@@ -14,7 +14,7 @@ _BLOCK = 64  # values per maximum in the search for the largest
 
 
 def token_logprob(logits: FloatRow, token_id: int, top: int) -> TokenLogprob:
-    """Of one row [vocab]: the chosen token's log-probability and the `top` most probable tokens' (ties: lower id)."""
+    """Log-probabilities of one row [vocab]: the chosen token's and the `top` most probable tokens' (ties: lower id)."""
     norm = _log_sum_exp(logits)
     best = [(int(i), float(logits[i] - norm)) for i in _largest(logits, top)] if top else []
     return TokenLogprob(token_id, float(logits[token_id] - norm), best)

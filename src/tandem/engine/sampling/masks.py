@@ -64,5 +64,5 @@ def masked_rows(logits: Tensor, masks: RowMasks) -> Tensor:
     if not held:
         return logits
     rows = torch.tensor(list(held), device=logits.device)
-    there = torch.stack(list(held.values())).to(logits.device)
-    return logits.index_copy(0, rows, without_forbidden_rows(logits[rows], there))
+    bits = torch.stack(list(held.values())).to(logits.device)
+    return logits.index_copy(0, rows, without_forbidden_rows(logits[rows], bits))

@@ -19,13 +19,13 @@ def narrowed(scaled: npt.NDArray[np.float32], params: SamplingParams, coin: floa
     """Places that are left, ascending. scaled: logits / temperature, by ascending id, shifted by any constant.
     coin: a random number in [0, 1) that decides whether XTC acts on this token."""
     weights = np.exp(scaled.astype(np.float64) - float(scaled.max()))
-    kept = np.arange(len(scaled))
+    places = np.arange(len(scaled))
     if params.typical_p < 1.0:
-        kept = _typical(weights / weights.sum(), params.typical_p)
+        places = _typical(weights / weights.sum(), params.typical_p)
     if coin < params.xtc_probability:
-        some = weights[kept]
-        kept = kept[_without_top(some / some.sum(), params.xtc_threshold)]
-    return kept
+        some = weights[places]
+        places = places[_without_top(some / some.sum(), params.xtc_threshold)]
+    return places
 
 
 def _typical(probabilities: Weights, mass: float) -> Places:
@@ -36,8 +36,8 @@ def _typical(probabilities: Weights, mass: float) -> Places:
     information = -np.log(some)
     order = np.argsort(np.abs(information - (some * information).sum()), kind="stable")
     reached = int(np.searchsorted(np.cumsum(some[order]), mass, side="left")) + 1
-    kept: Places = np.sort(possible[order[:reached]])
-    return kept
+    places: Places = np.sort(possible[order[:reached]])
+    return places
 
 
 def _without_top(probabilities: Weights, threshold: float) -> Places:

@@ -58,14 +58,14 @@ def choose(
     chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in found.tolist()]
     rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(found[r, 1])]
     if rows:
-        made = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
-        for r, row in zip(rows, made, strict=True):
+        candidates = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
+        for r, row in zip(rows, candidates, strict=True):
             chosen[r] = _chosen(row, sequences[r])
     return chosen
 
 
 def best_token(token_id: float, logit: float) -> Sampled:
-    """Of a row's best, as `logits.best_of` says it."""
+    """Sampled token of a row, from a row of `logits.best_of`; token -1 where the logit is not finite."""
     return Sampled(int(token_id), None) if math.isfinite(logit) else Sampled(-1, None)
 
 
@@ -82,9 +82,9 @@ def _candidates(logits: Tensor, best: npt.NDArray[np.float64], sequences: Rows[S
     scaled = (logits - torch.from_numpy(best[:, 1:]).to(logits)) * inverse.float()[:, None]
     weights = scaled.exp()
     mass, norm = weights.sum(1, dtype=torch.float64), _norms(logits)
-    drawn = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
+    draws = _drawn(torch.where(scaled >= least.float()[:, None], weights, 0), u)
     top = logits.topk(count)
-    columns = (mass[:, None], norm[:, None], drawn, logits.gather(1, drawn), top.indices, top.values)
+    columns = (mass[:, None], norm[:, None], draws, logits.gather(1, draws), top.indices, top.values)
     fetched = torch.cat([column.double() for column in columns], 1).cpu().numpy()
     return [
         Candidates(
@@ -116,9 +116,9 @@ def _drawn(weights: Tensor, u: Tensor) -> Tensor:
     """int64 [R, 1]: the first id whose cumulative weight exceeds u times the total."""
     cumulative = weights.cumsum(1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
-    found = torch.searchsorted(cumulative, u[:, None] * total, right=True)
+    ids = torch.searchsorted(cumulative, u[:, None] * total, right=True)
     return torch.minimum(
-        found, torch.searchsorted(cumulative, total)
+        ids, torch.searchsorted(cumulative, total)
     )  # rounding: the last one with any weight
 
 
@@ -150,12 +150,12 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
         return None
     order = np.argsort(row.ids)
     values = falling[order]
-    kept = order[largest(values, count, falling[count - 1])]
+    places = order[largest(values, count, falling[count - 1])]
     if params.min_p > 0.0:
-        kept = kept[falling[kept] >= math.log(params.min_p)]
+        places = places[falling[places] >= math.log(params.min_p)]
     if narrows(params):
-        kept = kept[narrowed(falling[kept], params, coin_of(sequence))]
-    return int(row.ids[kept[invert(np.exp(falling[kept]), number_of(sequence))]])
+        places = places[narrowed(falling[places], params, coin_of(sequence))]
+    return int(row.ids[places[invert(np.exp(falling[places]), number_of(sequence))]])
 
 
 def _kept(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:

@@ -72,11 +72,11 @@ class Repetitions:
         self.places, self.lengths = places, np.minimum(lengths, self._longest)
 
     def _lengths_at(self, places: Places) -> Places:
-        """Of the text without its last token; 0 where nothing ends."""
+        """Lengths of the repetitions that end at `places`, in the text without its last token; 0 where nothing ends."""
         self._ends[self.places + 1] = self.lengths
-        found = self._ends[places + 1].astype(np.int64)
+        lengths = self._ends[places + 1].astype(np.int64)
         self._ends[self.places + 1] = 0
-        return found
+        return lengths
 
     def _append(self, tokens: Places) -> None:
         self._tokens.append(tokens)
@@ -101,7 +101,7 @@ class _Growing:
 
     @property
     def array(self) -> Places:
-        """Of now: it does not grow with what is appended later."""
+        """View of the numbers so far; it does not grow with what is appended later."""
         return self._memory[: self._size]
 
     def append(self, numbers: Places) -> None:

@@ -56,7 +56,7 @@ def number_of(sequence: Sequence) -> float:
 
 
 def coin_of(sequence: Sequence) -> float:
-    """Whether XTC acts on its next token."""
+    """Uniform draw in [0, 1) that decides if XTC acts on its next token; 1 where XTC is off."""
     if sequence.sampling.xtc_probability <= 0.0:
         return 1.0
     return uniform(sequence.seed, sequence.index, sequence.total_len, b"xtc")
@@ -146,8 +146,8 @@ def _kept_ids(scaled: FloatRow, params: SamplingParams) -> npt.NDArray[np.intp] 
     limit = params.top_k if 0 < params.top_k < len(scaled) else len(scaled)
     if limit == len(scaled) and params.top_p >= 1.0:
         return None if params.min_p <= 0.0 else _above(scaled, math.log(params.min_p))
-    kept = _truncated(scaled, limit, params.top_p)
-    return kept if params.min_p <= 0.0 else kept[scaled[kept] >= math.log(params.min_p)]
+    ids = _truncated(scaled, limit, params.top_p)
+    return ids if params.min_p <= 0.0 else ids[scaled[ids] >= math.log(params.min_p)]
 
 
 def _truncated(scaled: FloatRow, limit: int, top_p: float) -> npt.NDArray[np.intp]:
@@ -173,9 +173,9 @@ def _truncated(scaled: FloatRow, limit: int, top_p: float) -> npt.NDArray[np.int
 
 def largest(values: FloatRow, count: int, smallest: np.float32) -> npt.NDArray[np.intp]:
     """Places of the `count` largest, ascending, `smallest` being the last of these; of equals, the first."""
-    kept = np.flatnonzero(values >= smallest)
-    if len(kept) == count:
-        return kept
+    places = np.flatnonzero(values >= smallest)
+    if len(places) == count:
+        return places
     above, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
     return np.sort(np.concatenate((above, equal[: count - len(above)])))
 

@@ -28,7 +28,7 @@ class ChainShape:
 
     @property
     def wide_bytes(self) -> int:
-        """Of ids, positions and places of the first rows, and of who goes on."""
+        """Bytes of the 64-bit inputs: ids, positions and places of the first rows, and of who goes on."""
         return 8 * (3 * self.sequences * self.rows + self.guesses * self.sequences)
 
     @property
@@ -90,39 +90,40 @@ class ChainInputs:
         missing = self.shape.rows - count
         tables[at, :pages] = run.sequence.page_table[:pages]
         slots[at] = run.sequence.slot
-        there = slots_of(tables[at], run.first, count, self.shape.page_size)
-        ids[at, missing:], positions[at, missing:], places[at, missing:] = run.tokens, counted(run.first, count), there
+        row_slots = slots_of(tables[at], run.first, count, self.shape.page_size)
+        ids[at, missing:], places[at, missing:] = run.tokens, row_slots
+        positions[at, missing:] = counted(run.first, count)
         for array in (ids, positions, places):
             array[at, :missing] = array[at, missing]
 
     def _fill_order(self, widths: Rows[int]) -> None:
         """order[d, s]: whose row sequence s computes in pass d."""
-        wanted = np.zeros(self.shape.sequences, dtype=np.int64)
-        wanted[: len(widths)] = widths
-        longest, own = int(wanted.argmax()), np.arange(self.shape.sequences)
+        guesses = np.zeros(self.shape.sequences, dtype=np.int64)
+        guesses[: len(widths)] = widths
+        longest, own = int(guesses.argmax()), np.arange(self.shape.sequences)
         for number in range(self.shape.guesses):
-            self._order[number] = np.where(wanted > number, own, longest)
+            self._order[number] = np.where(guesses > number, own, longest)
 
     def send(self) -> None:
         to_gpu(self._host, self._there)
 
     def first(self) -> ForwardBatch:
-        """Of the first pass. Each row is a sequence of its own, as rows that decode are."""
+        """Batch of the first pass. Each row is a sequence of its own, as rows that decode are."""
         return self._batch(self.ids, self.positions, self.places, self._owners, self._ends)
 
     def next(self, ids: Tensor, positions: Tensor, owners: Tensor) -> ForwardBatch:
-        """Of a later pass: a row of each; owners: whose pages."""
+        """Batch of a later pass, one row of each; owners: whose pages."""
         size = self.shape.page_size
         pages = self.tables.index_select(0, owners).gather(1, (positions // size)[:, None])[:, 0]
         return self._batch(ids, positions, pages.long() * size + positions % size, owners, self.each)
 
     def _batch(
-        self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, wanted: Tensor
+        self, ids: Tensor, positions: Tensor, places: Tensor, owners: Tensor, logits_rows: Tensor
     ) -> ForwardBatch:
         rows = len(ids)
         tensors = {
             "input_ids": ids, "positions": positions, "cache_slots": places, "query_starts": self.starts[: rows + 1],
             "seq_lens": (positions + 1).int(), "block_tables": self.tables.index_select(0, owners),
-            "logits_rows": wanted, "slots": self.slots.index_select(0, owners),
+            "logits_rows": logits_rows, "slots": self.slots.index_select(0, owners),
         }  # fmt: skip
         return forward_batch(tensors, single_rows=rows)

@@ -37,7 +37,7 @@ class Saying(Protocol):
     """A `Drawing` that says how likely its guesses are."""
 
     def sure(self, sequence: Sequence) -> tuple[float, ...]:
-        """Of each that was drawn last, if those before it come; (): not known."""
+        """Probability of each guess that was drawn last, if those before it come; (): not known."""
         ...
 
 

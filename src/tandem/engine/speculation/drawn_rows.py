@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 
 def parted(runs: Rows[Run], most: int) -> tuple[list[Run], list[Run]]:
-    """What has to be made first: rows that guess nothing. And the last rows of those that do, at most so many."""
+    """Runs to make first, whose rows guess nothing, and the last rows of runs that guess, at most `most` each."""
     before, last = [run for run in runs if not run.wanted], list[Run]()
     for run in (run for run in runs if run.wanted):
         early = max(0, len(run.tokens) - most)

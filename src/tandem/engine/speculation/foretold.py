@@ -36,9 +36,9 @@ class Foretold:
 
 @lru_cache(4096)
 def _right_places(block: int, acceptance: float) -> frozenset[int]:
-    """Of a block's places, chosen at random."""
-    drawn = sorted(range(BLOCK), key=lambda i: uniform(0, 0, block * BLOCK + i, b"foretold"))
-    return frozenset(drawn[: round(acceptance * BLOCK)])
+    """Places of a block whose guesses are right, chosen at random."""
+    shuffled = sorted(range(BLOCK), key=lambda i: uniform(0, 0, block * BLOCK + i, b"foretold"))
+    return frozenset(shuffled[: round(acceptance * BLOCK)])
 
 
 class Instead:
@@ -52,9 +52,9 @@ class Instead:
         return self._layer.propose(sequence, most)
 
     def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        drawn = self._drawing.draw(wanted)
-        said = (self._said.propose(sequence, width) for sequence, width in wanted)
-        return [() if draft is None or not own else draft.tokens for own, draft in zip(drawn, said, strict=True)]
+        draws = self._drawing.draw(wanted)
+        drafts = (self._said.propose(sequence, width) for sequence, width in wanted)
+        return [() if draft is None or not own else draft.tokens for own, draft in zip(draws, drafts, strict=True)]
 
     def behind(self, sequence: Sequence) -> int:
         return self._drawing.behind(sequence)

@@ -36,7 +36,7 @@ _LAYERS_CHANCE = 0.8  # of a trained draft layer's guess
 
 
 class _Counts:
-    """Of guesses of one kind, old ones forgotten."""
+    """Hits and trials of guesses of one kind; old ones fade."""
 
     __slots__ = ("hits", "trials")
 
@@ -57,8 +57,8 @@ class Beliefs(NamedTuple):
 
 
 class Chances:
-    """Of guesses that they come, with their drafts' numbers: the likeliest first. Each is worked out when it is asked
-    for: most steps need the first one only."""
+    """Probabilities that guesses come, with their drafts' numbers: the likeliest first. Each list is worked out when it
+    is asked for: most steps need the first one only."""
 
     def __init__(self, by: Callable[[float], list[tuple[float, int]]]) -> None:
         """by: so many deviations above the mean."""
@@ -99,7 +99,8 @@ class Widths(Protocol):
         ...
 
     def believed(self, sequences: int, most: int) -> Beliefs:
-        """Of steps of so many sequences with up to `most` guesses each; empty where nothing depends on it."""
+        """Beliefs about steps of so many sequences with up to `most` guesses each; empty where nothing depends on
+        them."""
         ...
 
     @property
@@ -136,10 +137,10 @@ class Governor:
             self.stays = ASKED_EVERY
             return widths
         best = self._best(len(sequences), chances)
-        more = self._wider(len(sequences), chances, best) if best and not self._trying else 0
-        self._measures = bool(more or self._trying)
-        found = chances.high if self._measures else chances.low
-        for _, number in found[: more or best]:
+        wider = self._wider(len(sequences), chances, best) if best and not self._trying else 0
+        self._measures = bool(wider or self._trying)
+        ranked = chances.high if self._measures else chances.low
+        for _, number in ranked[: wider or best]:
             widths[number] += 1
         return widths
 
@@ -147,14 +148,14 @@ class Governor:
         """Drawing them is paid for, so one is left at least; so are all of a trial, which tells what they cost."""
         if self._measures or not any(draft is not None and draft.sure for draft in drafts):
             return widths
-        found = [
+        ranked = [
             (chance, number)
             for number, (draft, width) in enumerate(zip(drafts, widths, strict=True)) if draft is not None
             for chance in self._sureness.chances(draft, width)
         ]  # fmt: skip
-        found.sort(key=lambda each: -each[0])
+        ranked.sort(key=lambda each: -each[0])
         shorter = [0] * len(widths)
-        for _, number in found[: self._worth(len(widths), [chance for chance, _ in found])]:
+        for _, number in ranked[: self._worth(len(widths), [chance for chance, _ in ranked])]:
             shorter[number] += 1
         return shorter
 
@@ -208,18 +209,18 @@ class Governor:
     def _chances(
         self, sequences: Rows[Sequence], drafts: Rows[Draft | None], deviations: float
     ) -> list[tuple[float, int]]:
-        """Of every guess that it and all before it come, with its draft's number; the likeliest first. Those of a draft
-        never rise, and sorting keeps their order."""
-        found: list[tuple[float, int]] = []
+        """Probability of every guess that it and all before it come, with its draft's number; the likeliest first.
+        Those of a draft never rise, and sorting keeps their order."""
+        ranked: list[tuple[float, int]] = []
         for number, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
             chance = 1.0
             for kind in () if draft is None else draft.kinds:
                 chance *= self.chance(sequence, kind, deviations)
                 if chance < LEAST_CHANCE:
                     break
-                found.append((chance, number))
-        found.sort(key=lambda each: -each[0])
-        return found
+                ranked.append((chance, number))
+        ranked.sort(key=lambda each: -each[0])
+        return ranked
 
     def _best(self, sequences: int, chances: Chances) -> int:
         """The number of guesses that gives the most tokens per second."""
@@ -257,14 +258,14 @@ class Governor:
         if self._narrow < WIDER_EVERY:
             return 0
         self._narrow = 0
-        more = self._fastest(sequences, chances.high)
-        return more if more > best and self._loses_little(sequences, chances, best, more) else 0
+        count = self._fastest(sequences, chances.high)
+        return count if count > best and self._loses_little(sequences, chances, best, count) else 0
 
     def _loses_little(self, sequences: int, chances: Chances, best: int, more: int) -> bool:
         """Whether `more` guesses instead of `best` cost next to nothing, if those come that are likely to."""
         cost = self.times.curve(sequences)
-        now, then = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
-        return then >= _LEAST_WIDER * now
+        usual, slower = ((sequences + sum(each for each, _ in chances.likely[:n])) / cost(n) for n in (best, more))
+        return slower >= _LEAST_WIDER * usual
 
     def _fastest(self, sequences: int, chances: Rows[tuple[float, int]], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)

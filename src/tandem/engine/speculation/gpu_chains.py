@@ -45,7 +45,7 @@ class GpuDrafts:
         return self.model.draft(hidden, batch, self.states)
 
     def alone(self) -> Pass:
-        """Of a batch in host memory. Its experts are those of few rows, so none of them travels."""
+        """Pass of a batch in host memory. Its experts are those of few rows, so none of them travels."""
 
         def run(hidden: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
             self.begin_step(batch, True)
@@ -66,8 +66,8 @@ class Block:
 
     def first(self) -> None:
         self.inputs.send()
-        for made, to in zip(self._drafts.run(None, self.inputs.first()), (self.found, self.sure), strict=True):
-            to.copy_(made[:, : len(to)].T.contiguous(), non_blocking=True)
+        for source, to in zip(self._drafts.run(None, self.inputs.first()), (self.found, self.sure), strict=True):
+            to.copy_(source[:, : len(to)].T.contiguous(), non_blocking=True)
 
 
 class Chain:
@@ -131,8 +131,8 @@ class GpuChains:
     def __init__(self, drafts: GpuDrafts, shapes: Rows[ChainShape], page_size: int) -> None:
         """shapes: to record, by their sequences, ascending."""
         self._drafts, self._handoff = drafts, drafts.handoff
-        alone, most = drafts.alone(), drafts.at_once
-        self._alone: Chains = AtOnce(alone, page_size, most) if most else PassByPass(alone, page_size)
+        draft_pass, most = drafts.alone(), drafts.at_once
+        self._alone: Chains = AtOnce(draft_pass, page_size, most) if most else PassByPass(draft_pass, page_size)
         self._end, self.unusual = StepEnd(self._handoff.device), False
         self.sure: Rows[Rows[float]] = ()
         self._recorded: list[tuple[Chain | Block, _Recorded, _Recorded]] = []
@@ -152,19 +152,19 @@ class GpuChains:
             _log.info("captured CUDA graphs of guesses for %s sequences", ", ".join(str(s.sequences) for s in shapes))
 
     def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
-        wanted = sum(run.wanted for run in runs)
+        count = sum(run.wanted for run in runs)
         with torch.inference_mode():
             for recorded in self._recorded:
-                if 0 < wanted <= recorded[0].inputs.shape.sequences:
+                if 0 < count <= recorded[0].inputs.shape.sequences:
                     return self._replayed(recorded, self._last_rows(runs, recorded[0].inputs.shape.rows), widths)
             self.unusual = bool(self._recorded)
-            found = self._alone.chains(runs, widths)
+            guesses = self._alone.chains(runs, widths)
         self.sure = self._alone.sure
         self._handoff.check()
-        return found
+        return guesses
 
     def _last_rows(self, runs: list[Run], most: int) -> list[Run]:
-        """Of those that are wanted, once all rows before them are made."""
+        """Rows of the runs that are wanted, at most `most` of each, once all rows before them are made."""
         before, last = parted(runs, most)
         self.unusual = bool(before)
         if before:
@@ -180,8 +180,8 @@ class GpuChains:
         self._end.mark()
         self._end.wait()
         self._handoff.check()
-        found, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
-        return [tokens[:width] for tokens, width in zip(found, widths, strict=False)]
+        guesses, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
+        return [tokens[:width] for tokens, width in zip(guesses, widths, strict=False)]
 
     def _replay(self, passes: Rows[_Recorded]) -> None:
         """One after the other: what a pass needs of the one before is on the device."""
@@ -213,8 +213,8 @@ class GpuChains:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
-            self._handoff.recording() as posted,
+            self._handoff.recording() as posts,
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             function()
-        return _Recorded(graph.replay, len(posted)), pool or graph.pool()
+        return _Recorded(graph.replay, len(posts)), pool or graph.pool()

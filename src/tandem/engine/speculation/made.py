@@ -1,4 +1,4 @@
-"""What a plan's choice of speculation becomes."""
+"""Speculation of an engine, from its plan's choice."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ROWS_OF_EACH = 2  # times the rows of a step: what may have come since a draft l
 
 
 def speculation_of(parts: EngineParts, states: StateArrays, pages: KVCache) -> Speculation | None:
-    """Of an engine's parts; None: each step decodes one token."""
-    asked = parts.plan.speculation
-    if asked is None:
+    """Speculation of an engine's parts; None: each step decodes one token."""
+    choice = parts.plan.speculation
+    if choice is None:
         return None
-    drafter = _drafter(parts, states, pages, asked)
-    return Speculation(drafter, asked.algorithm, asked.most_guesses, governed=asked.governed)
+    drafter = _drafter(parts, states, pages, choice)
+    return Speculation(drafter, choice.algorithm, choice.most_guesses, governed=choice.governed)
 
 
-def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, asked: SpeculationPlan) -> Drafter:
+def _drafter(parts: EngineParts, states: StateArrays, pages: KVCache, choice: SpeculationPlan) -> Drafter:
     if not parts.plan.drafts:
-        return parts.drafter or NGram(asked.least_match, asked.longest_match)
+        return parts.drafter or NGram(choice.least_match, choice.longest_match)
     drafter = parts.model_config.drafter
     window = 0 if drafter is None else window_of(drafter.states(parts.model_config.hidden))
     rows = InSlots(window) if window else InPages(pages)

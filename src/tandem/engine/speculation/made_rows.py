@@ -41,8 +41,8 @@ class InSlots:
 
     def made(self, sequence: Sequence) -> tuple[int, list[int]]:
         rows, slots = self._known.get(sequence, (0, 0))
-        there = rows if slots == sequence.slots_taken else 0
-        return max(min(there, sequence.computed_len - 1), sequence.computed_len - self._window, 0), []
+        known = rows if slots == sequence.slots_taken else 0
+        return max(min(known, sequence.computed_len - 1), sequence.computed_len - self._window, 0), []
 
     def note(self, sequence: Sequence, rows: int) -> None:
         self._known[sequence] = rows, sequence.slots_taken
@@ -100,16 +100,16 @@ class InPages:
     def _in_pages(self, sequence: Sequence) -> _Known:
         """Rows that others made of the same tokens."""
         known = self._of(sequence, sequence.computed_len)
-        made = self._whole[known.pages] == known.given
-        whole = len(made) if made.all() else int(made.argmin())
+        equal = self._whole[known.pages] == known.given
+        whole = len(equal) if equal.all() else int(equal.argmin())
         return known._replace(rows=whole * self._pages.page_size)
 
     def _of(self, sequence: Sequence, rows: int) -> _Known:
         """The whole pages of so many rows, and the one behind them, if there is."""
         size = self._pages.page_size
         pages = sequence.page_table[: -(-rows // size)].copy()
-        behind = np.array(sequence.tokens[size : rows + 1 : size], dtype=np.int64)
-        return _Known(rows, pages, self._pages.times_given[pages], behind)
+        next_tokens = np.array(sequence.tokens[size : rows + 1 : size], dtype=np.int64)
+        return _Known(rows, pages, self._pages.times_given[pages], next_tokens)
 
     def note(self, sequence: Sequence, rows: int) -> None:
         known = self._known[sequence] = self._of(sequence, rows)

@@ -37,15 +37,15 @@ class NextN:
     def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
         a failure no row counts as made."""
-        found: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in wanted}
-        self.unusual, left = False, list(found)
+        guesses: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in wanted}
+        self.unusual, left = False, list(guesses)
         try:
             while left:
-                left = self._chains(left, dict(wanted), found)
+                left = self._chains(left, dict(wanted), guesses)
         except Exception:
             self._rows.clear()
             raise
-        return [tuple(found[sequence]) for sequence, _ in wanted]
+        return [tuple(guesses[sequence]) for sequence, _ in wanted]
 
     def forget(self, sequence: Sequence) -> None:
         self._rows.forget(sequence)
@@ -55,28 +55,28 @@ class NextN:
         return self._said.get(sequence, ())
 
     def _chains(
-        self, sequences: Rows[Sequence], widths: dict[Sequence, int], found: dict[Sequence, list[int]]
+        self, sequences: Rows[Sequence], widths: dict[Sequence, int], drawn: dict[Sequence, list[int]]
     ) -> list[Sequence]:
         """Makes the guesses of those that can go together. Returns the others."""
         ready, runs, left = self._first_runs(sequences)
         if runs:
             guesses = self._chain.chains(runs, [widths[sequence] for sequence in ready])
             self.unusual |= self._chain.unusual
-            found.update(zip(ready, guesses, strict=True))
+            drawn.update(zip(ready, guesses, strict=True))
             self._said.update(zip(ready, map(tuple, self._chain.sure), strict=False))
         return left
 
     def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[Run], list[Sequence]]:
-        """What has come since the last pass: who gets a guess by it, the rows, and who has to wait. One of two waits
-        where they share a page and go on differently behind it: its last row cannot be both's."""
+        """Sequences that get a guess, runs of the rows since the last pass, and sequences that have to wait. One of two
+        waits where they share a page and go on differently behind it: its last row cannot be both's."""
         ready, runs, left, room = list[Sequence](), list[Run](), list[Sequence](), self._most_rows
-        size, together = self._page_size, list[Sequence]()
+        size, partners = self._page_size, list[Sequence]()
         for sequence in sequences:
             first, others = self._rows.made(sequence)
-            if any(_share(sequence, each, page) for each in together for page in others):
+            if any(_share(sequence, each, page) for each in partners for page in others):
                 left.append(sequence)
                 continue
-            together.append(sequence)
+            partners.append(sequence)
             runs += [_one_row(sequence, (page + 1) * size - 1) for page in others]
             last = min(sequence.computed_len, first + room)
             self.unusual |= sequence.computed_len - first > USUAL_ROWS

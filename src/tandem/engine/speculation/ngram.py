@@ -108,7 +108,7 @@ class _Text:
             place = self._older[place]
 
     def _length(self, place: int) -> int:
-        """Of the match in front of a place, as far as it counts."""
+        """Length of the match in front of a place, in tokens, as far as it counts."""
         tokens, end, most = self._tokens, len(self._tokens), min(self._longest, place)
         for i in range(1, most + 1):
             if tokens[place - i] != tokens[end - i]:

@@ -64,17 +64,17 @@ class Shadows:
         self._credit = min(self._credit + SHADOW_SHARE * seconds, 2.0 * self._cost)
 
     def compared(self, sequence: Sequence) -> Iterator[tuple[Draft, list[int]]]:
-        """What was guessed, and the tokens that came, once those say all that they can."""
+        """Guesses of the sequence, and the tokens that came, once those say all that they can."""
         if sequence not in self._cast:
             return
         length, draft = self._cast[sequence]
-        came = sequence.tokens[length : length + len(draft.tokens)]
-        if len(came) == len(draft.tokens) or came != list(draft.tokens[: len(came)]):
+        tokens = sequence.tokens[length : length + len(draft.tokens)]
+        if len(tokens) == len(draft.tokens) or tokens != list(draft.tokens[: len(tokens)]):
             del self._cast[sequence]
             self._compared += 1
-            self._right += came[:1] == list(draft.tokens[:1])
+            self._right += tokens[:1] == list(draft.tokens[:1])
             self._follow()
-            yield draft, came
+            yield draft, tokens
 
     def forget(self, sequence: Sequence) -> None:
         if self._cast.pop(sequence, None) is not None:

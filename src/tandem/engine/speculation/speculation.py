@@ -51,12 +51,12 @@ def _cheapest(
     fewest."""
     lacks = {s: drawing.behind(s) for s, offer in zip(sequences, offers, strict=True) if offer}
     most = max(CHEAP_ROWS, min(lacks.values(), default=0))
-    found = [(s, len(offer.kinds)) for s, offer in zip(sequences, offers, strict=True) if offer and lacks[s] <= most]
-    return found if most == CHEAP_ROWS else found[:1]
+    cheap = [(s, len(offer.kinds)) for s, offer in zip(sequences, offers, strict=True) if offer and lacks[s] <= most]
+    return cheap if most == CHEAP_ROWS else cheap[:1]
 
 
 class Speculation:
-    """What the scheduler asks for guesses, and the engine tells what became of them.
+    """Guesses for the scheduler, which the engine then tells what became of them.
 
     Whoever tells of a step need not know whether guesses were asked for it: of other steps nothing is learnt.
     """
@@ -129,23 +129,23 @@ class Speculation:
     def _drawn(
         self, drawing: Drawing, sequences: Rows[Sequence], offers: Rows[Draft | None], widths: list[int], grow: Grow
     ) -> list[Draft | None]:
-        """What the offers become, where guesses get a row. Now and then, where none does, some are drawn to be compared
+        """Drafts of the offers whose guesses get a row. Now and then, where none does, some are drawn to be compared
         with what comes."""
         each = list(zip(sequences, offers, widths, strict=True))
-        wanted = [(sequence, width) for sequence, _, width in each if width]
-        shadow = not wanted and self._governed and self._shadows.due(any(offers))
+        draws = [(sequence, width) for sequence, _, width in each if width]
+        shadow = not draws and self._governed and self._shadows.due(any(offers))
         if shadow:
-            wanted = [(s, n) for s, n in _cheapest(drawing, sequences, offers) if grow(s, n)]
-        if not wanted:
+            draws = [(s, n) for s, n in _cheapest(drawing, sequences, offers) if grow(s, n)]
+        if not draws:
             self._unusual = 0  # what follows a pause makes up for it, and says nothing of steps in a row
             return [None] * len(each)
         started = self._clock()
-        found = dict(zip([sequence for sequence, _ in wanted], self._draw(drawing, wanted), strict=True))
+        tokens = dict(zip([sequence for sequence, _ in draws], self._draw(drawing, draws), strict=True))
         self._unusual = self._unusual + 1 if drawing.unusual else 0
         self._asked.usual = not shadow and not 0 < self._unusual <= MOST_UNUSUAL
         drawn = {
-            s: d._replace(tokens=found[s], sure=self._sure(s))
-            for s, d, _ in each if d is not None and found.get(s)
+            s: d._replace(tokens=tokens[s], sure=self._sure(s))
+            for s, d, _ in each if d is not None and tokens.get(s)
         }  # fmt: skip
         if shadow:
             self._shadows.cast(drawn, self._clock() - started)
@@ -155,35 +155,35 @@ class Speculation:
     def _sure(self, sequence: Sequence) -> tuple[float, ...]:
         return () if self._saying is None else self._saying.sure(sequence)
 
-    def _draw(self, drawing: Drawing, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
+    def _draw(self, drawing: Drawing, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """If it fails, answers go on without guesses, for a while."""
         try:
-            found = drawing.draw(wanted)
+            guesses = drawing.draw(draws)
         except Exception:
             _log.exception("no guesses could be drawn; for %.0f s each step decodes one token", self._rests)
             self._rested_until = self._clock() + self._rests
             self._rests = min(2 * self._rests, MOST_RETRY_SECONDS)
-            return [()] * len(wanted)
+            return [()] * len(draws)
         self._rests = RETRY_SECONDS
-        return found
+        return guesses
 
     def ran(self, turns: Rows[Turn], seconds: float) -> None:
-        """What the sequences of a step got, and how long it took, drawing included."""
-        asked = self._asked
-        if not turns or not asked.was(turns):  # a prompt was computed, or it failed
+        """Learns from a step: the tokens that its sequences got, and its seconds, drawing included."""
+        query = self._asked
+        if not turns or not query.was(turns):  # a prompt was computed, or it failed
             return
         self._asked = _NOBODY
-        if self._skipped and asked is self._quiet:
+        if self._skipped and query is self._quiet:
             self._passed_quietly(len(turns), seconds)
             return
-        guesses = sum(len(turn.chunk.guesses) for turn in turns) if asked.guessing else 0
-        if asked.guessing or self._shadows.waiting:
+        guesses = sum(len(turn.chunk.guesses) for turn in turns) if query.guessing else 0
+        if query.guessing or self._shadows.waiting:
             for turn in turns:
-                self._note(turn, asked.drafts.get(turn.sequence))  # none if it has ended
+                self._note(turn, query.drafts.get(turn.sequence))  # none if it has ended
         else:
             self._widths[0] += len(turns)
         self._shadows.passed(seconds)
-        if asked.usual:
+        if query.usual:
             self._times.observe(len(turns), guesses, seconds)
         self._steps, self._sequences = self._steps + 1, len(turns)
         if guesses:
@@ -234,8 +234,8 @@ class Speculation:
         self._widths[width] += 1
         self._guesses += width
         self._right += right
-        for shadow, came in self._shadows.compared(turn.sequence):
-            self._governor.learn(turn.sequence, shadow, came)
+        for shadow, tokens in self._shadows.compared(turn.sequence):
+            self._governor.learn(turn.sequence, shadow, tokens)
         if draft is not None and turn.tokens:
             self._governor.learn(turn.sequence, draft, turn.sequence.tokens[-turn.tokens :])
 

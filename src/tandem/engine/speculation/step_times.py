@@ -25,8 +25,9 @@ _HOPEFUL_SLOPE = 0.1  # likewise, for a first trial
 
 
 class _Figure:
-    """Of measurements that others on the machine disturb: their least at first, then a slow mean. Where several in a
-    row are far from it, it becomes the nearest of them: sooner below, since nothing makes a step too short."""
+    """Estimate from measurements that others on the machine disturb: their least at first, then a slow mean. Where
+    several in a row are far from it, it becomes the nearest of them: sooner below, since nothing makes a step too
+    short."""
 
     __slots__ = ("_far", "_fresh", "count", "seen", "value")
 
@@ -65,8 +66,9 @@ class _Figure:
 
 
 class _Steps:
-    """Of so many sequences. The machine's pace changes, and with it all times; ratios stay. So a step with guesses
-    whose ratio is known tells the pace. One without guesses, behind one that had some, tells what the ratio is."""
+    """Step times at one number of sequences. The machine's pace changes, and with it all times; ratios stay. So a step
+    with guesses whose ratio is known tells the pace. One without guesses, behind one that had some, tells what the
+    ratio is."""
 
     def __init__(self) -> None:
         self.plain: _Figure | None = None
@@ -105,11 +107,11 @@ class _Steps:
     def points(self) -> dict[int, float]:
         """Ratios by guesses. Each is drawn to a curve through all of them, the more the older it is: one that happened
         to be measured too high would never be measured again."""
-        sure = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.sure]
-        curve = _fitted(sure)
-        drawn = {g: value + (curve(g) - value) / (1.0 + each / _OTHERS_EVIDENCE) for g, value, each in sure}
+        known = [(g, f.value, self._evidence(f)) for g, f in self.ratios.items() if f.sure]
+        curve = _fitted(known)
+        drawn = {g: value + (curve(g) - value) / (1.0 + each / _OTHERS_EVIDENCE) for g, value, each in known}
         tried = {g: f.value for g, f in self.ratios.items() if not f.sure}
-        return drawn | {g: value for g, value in tried.items() if not sure or value < curve(g)}
+        return drawn | {g: value for g, value in tried.items() if not known or value < curve(g)}
 
     def _evidence(self, figure: _Figure) -> float:
         age = (self._steps - figure.seen) / _OLD

@@ -22,20 +22,20 @@ class Sureness:
 
     def learn(self, draft: Draft, came: Rows[int]) -> None:
         """As `Widths.learn`."""
-        for token, guess, sure in zip(came, draft.tokens, draft.sure, strict=False):
-            part, hit = _part(sure), token == guess
+        for token, guess, chance in zip(came, draft.tokens, draft.sure, strict=False):
+            part, hit = _part(chance), token == guess
             self._hits[part] = _MEMORY * self._hits[part] + hit
             self._trials[part] = _MEMORY * self._trials[part] + 1.0
             if not hit:
                 return
 
     def chances(self, draft: Draft, width: int) -> list[float]:
-        """Of its first guesses: that each and all before it come. 1: the draft does not say."""
+        """Probabilities of the first `width` guesses: that each and all before it come. 1: the draft does not say."""
         if not draft.sure:
             return [1.0] * width
-        parts = (_part(sure) for sure in draft.sure[:width])
+        parts = (_part(chance) for chance in draft.sure[:width])
         return list(accumulate((self._hits[part] / self._trials[part] for part in parts), mul))
 
 
-def _part(sure: float) -> int:
-    return min(PARTS - 1, int(PARTS * max(0.0, sure)))  # NaN is 0
+def _part(chance: float) -> int:
+    return min(PARTS - 1, int(PARTS * max(0.0, chance)))  # NaN is 0

@@ -53,7 +53,7 @@ class GpuSide:
 
     @property
     def hybrids(self) -> list[HybridExperts]:
-        """Of every MoE layer but a draft layer's, in order; once the model was built."""
+        """Experts of every MoE layer but a draft layer's, in order; once the model was built."""
         return [experts for index, experts in sorted(self.store.layers.items()) if index < self.placement.layers]
 
     def another_store(self, sizes: HandoffSizes, hidden: int) -> HybridStore:
@@ -90,8 +90,8 @@ def order_posts(plan: Plan, side: GpuSide) -> None:
 
 
 def attention_shape(plan: Plan, model: ModelConfig) -> AttentionShape | None:
-    """Of the first layer; a backend that needs one for all layers is refused where they differ. None: modules that are
-    not ours attend, by kernels that need none."""
+    """Attention shape of the first layer; a backend that needs one for all layers is refused where they differ. None:
+    modules that are not ours attend, by kernels that need none."""
     if not model.attentions:
         return None
     first, pages = model.attentions[0], -(-plan.context_length // plan.page_size)
@@ -179,7 +179,7 @@ def without_stream(side: GpuSide) -> None:
 
 
 class StepStart:
-    """What is called before a step of the engine, and before a pass that steps overtake."""
+    """Hook that runs before a step of the engine, and before a pass that steps overtake."""
 
     def __init__(self, ops: GpuOps, stream: ExpertStream | None, alone: bool) -> None:
         """alone: no expert is in CPU memory."""
@@ -234,5 +234,5 @@ def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:
     assert plan.gpu is not None
     fused = model.moe.fusible_shared if plan.fuse_shared_experts else 0
     largest = max(plan.gpu.graph_sizes, default=1)
-    top_k, late = model.moe.router.top_k + fused, plan.gpu.deferred > 0
-    return HandoffSizes(largest, plan.max_step_tokens, model.expert_channels, top_k, late)
+    top_k, deferred = model.moe.router.top_k + fused, plan.gpu.deferred > 0
+    return HandoffSizes(largest, plan.max_step_tokens, model.expert_channels, top_k, deferred)

@@ -253,9 +253,9 @@ class Start:
         return store
 
     def _model(self, ops: Ops, store: ExpertStore | None, usage: ExpertUsage | None) -> models.AnyModel:
-        kept = self.packed.cache
+        cache = self.packed.cache
         return models.build(
-            self.model_config, self.plan, self.checkpoint, ops, self.progress, store, kept, usage
+            self.model_config, self.plan, self.checkpoint, ops, self.progress, store, cache, usage
         )
 
     def _parts(self, model: models.AnyModel, usage: ExpertUsage | None) -> EngineParts:

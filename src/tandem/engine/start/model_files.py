@@ -61,9 +61,9 @@ def fetch(
     name: HubName, plan: Planner | None = None, shown: Shown | None = None, force: bool = False
 ) -> Path:
     """The model's directory or GGUF file in the cache. What is whole there is taken as it is: nobody is asked."""
-    here = find_snapshot(name)
-    if here is not None and here.model is not None:
-        return here.model
+    snapshot = find_snapshot(name)
+    if snapshot is not None and snapshot.model is not None:
+        return snapshot.model
     return pull(name, plan, shown, force)
 
 
@@ -73,36 +73,36 @@ def pull(name: HubName, plan: Planner | None = None, shown: Shown | None = None,
         model = hub.look(name)
         weights = _weights(hub, model)
         with _progress(f"fetching {name}", hub, model) as download:
-            coming = download.missing_bytes(weights)
-        if coming and plan is not None:
-            _check_plan(hub, model, weights, plan, (shown, force, coming))
+            missing = download.missing_bytes(weights)
+        if missing and plan is not None:
+            _check_plan(hub, model, weights, plan, (shown, force, missing))
         with _progress(f"fetching {name}", hub, model, weights) as download:
             download.check_disk(weights)
             directory = download.fetch(weights)
             download.finish()
-    found = read_snapshot(directory, _named(name, weights))
-    if found.model is None:
-        raise HubError(f"{name} is not whole: {', '.join(found.missing)} is missing in {directory}")
-    return found.model
+    snapshot = read_snapshot(directory, _named(name, weights))
+    if snapshot.model is None:
+        raise HubError(f"{name} is not whole: {', '.join(snapshot.missing)} is missing in {directory}")
+    return snapshot.model
 
 
 def inspect(model: str, look: Callable[[Path], T]) -> T:
-    """What `look` makes of the model's files; of a name that is not here, of those that describe it: its weights are
-    not fetched. Where no hub answers, what describes it may be here."""
+    """Calls `look` on the model's files. For a name that is not here, on those that describe it: its weights are not
+    fetched. Where no hub answers, the files that describe it may be here."""
     name = hub_name(model)
     if name is None:
         return look(resolve_model(model))
-    here = find_snapshot(name)
-    if here is not None and here.model is not None:
-        return look(here.model)
+    snapshot = find_snapshot(name)
+    if snapshot is not None and snapshot.model is not None:
+        return look(snapshot.model)
     try:
         with Hub.open(name) as hub:
             remote = hub.look(name)
             return _looked(hub, remote, _weights(hub, remote), look)
     except HubError:
-        if here is None or name.variant or not (here.directory / CONFIG).is_file():
+        if snapshot is None or name.variant or not (snapshot.directory / CONFIG).is_file():
             raise
-        return look(here.directory)
+        return look(snapshot.directory)
 
 
 def _named(name: HubName, weights: list[RemoteFile]) -> HubName:
@@ -128,21 +128,21 @@ def _check_plan(
 ) -> None:
     """Raises ConfigError with the plan's reasons where the model would not run here, CheckpointError where its text
     cannot be read."""
-    shown, force, coming = how
-    more = f"{model.name} was not fetched ({coming / 1e9:.1f} GB); --force fetches it nevertheless"
+    shown, force, missing = how
+    hint = f"{model.name} was not fetched ({missing / 1e9:.1f} GB); --force fetches it nevertheless"
     try:
-        found = _looked(hub, model, weights, plan)
+        outcome = _looked(hub, model, weights, plan)
     except ConfigError as error:
         if force:
             return
-        raise type(error)(*error.reasons, more) from error
+        raise type(error)(*error.reasons, hint) from error
     if not (force or wants_gguf(model)):  # a GGUF file has its tokenizer inside
         try:
             _looked(hub, model, weights, Tokenizer.load)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. {more}") from error
+            raise CheckpointError(f"{error}. {hint}") from error
     if shown is not None:
-        shown(found, coming)
+        shown(outcome, missing)
 
 
 def _looked(hub: Hub, model: RemoteModel, weights: list[RemoteFile], look: Callable[[Path], T]) -> T:

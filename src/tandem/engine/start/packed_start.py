@@ -61,7 +61,7 @@ class PackedStart:
             self.cache.begin(self._early)
 
     def built(self, make: Callable[[], Made]) -> Made:
-        """What `make` builds; again, without the file, if its bytes turn out to be wrong."""
+        """Calls `make`; again, without the file, if its bytes turn out to be wrong."""
         with suppress(CacheDamaged):  # which the cache has said; it has nothing any more
             return self._confirmed(make())
         return make()
@@ -71,10 +71,10 @@ class PackedStart:
         with suppress(CacheDamaged):
             self._confirmed(None)
 
-    def _confirmed(self, made: Made) -> Made:
+    def _confirmed(self, model: Made) -> Made:
         if self.cache is not None:
             self.cache.confirm(self._report)
-        return made
+        return model
 
     def _report(self, done: int, total: int) -> None:
         if self._progress is not None:
@@ -82,17 +82,17 @@ class PackedStart:
 
 
 def early_verification(config: EngineConfig, directory: Path, pool: WorkerPool) -> Verification | None:
-    """Of the only file that this checkpoint has in the cache; whether it is the right one, its key will say. None:
-    there is none, or several, or it cannot be opened, which is said when it is asked for."""
+    """Verification of the only file that this checkpoint has in the cache; whether it is the right one, its key will
+    say. None: there is none, or several, or it cannot be opened, which is said when it is asked for."""
     if config.packed_cache is None:
         return None
     names = f"{glob.escape(_beginning(config, directory.resolve()))}*.packed"
-    found = list(_cache_directory(config.packed_cache).glob(names))
-    if len(found) != 1:
+    paths = list(_cache_directory(config.packed_cache).glob(names))
+    if len(paths) != 1:
         return None
     surely_cpu = config.device == "cpu" or not may_have_gpus()
     try:
-        return Verification(PackedFile(found[0]), pool, in_place=surely_cpu)
+        return Verification(PackedFile(paths[0]), pool, in_place=surely_cpu)
     except (CheckpointError, OSError):
         return None
 
@@ -115,19 +115,19 @@ def packed_cache(
         "-fused" if plan.fuse_shared_experts else ""
     )  # with a GPU they may not be: else starts would take turns
     name = f"{_beginning(config, directory)}{plan.expert_format}-{plan.dtype}{fused}.packed"
-    about = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
+    description = f"{directory} ({plan.expert_format} experts, files as of {key[:8]})"
     path = _cache_directory(config.packed_cache) / name
-    return PackedCache(path, key, about, ops.workspace, ops.pool, _say, dense=plan.gpu is None)
+    return PackedCache(path, key, description, ops.workspace, ops.pool, _say, dense=plan.gpu is None)
 
 
 def _beginning(config: EngineConfig, directory: Path) -> str:
-    """Of the names of a checkpoint's files in the cache."""
+    """Beginning of the names of a checkpoint's files in the cache."""
     place = hashlib.sha256(f"{directory}{config.kt_weight_path or ''}".encode()).hexdigest()[:8]
     return f"{directory.name}-{place}-"
 
 
-def _cache_directory(given: str) -> Path:
-    return Path(given).expanduser()
+def _cache_directory(path: str) -> Path:
+    return Path(path).expanduser()
 
 
 def _say(text: str) -> None:

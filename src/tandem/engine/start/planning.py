@@ -43,7 +43,7 @@ class Planned:
 
 
 def plan_of(config: EngineConfig) -> Plan:
-    """What would be done with this model on this machine, without loading a weight.
+    """Plan for this model on this machine, without loading a weight.
 
     A directory without weights counts as what its config.json and index say. Raises ConfigError with every reason.
     """
@@ -82,15 +82,15 @@ def check_tokenizer(config: EngineConfig) -> None:
 def model_as_stored(path: Path, config: EngineConfig) -> ModelConfig:
     """The model of config.json, without a draft layer that the files lack. Raises ConfigError if that is asked for."""
     model = with_draft_config(model_at(path), config)
-    asked = config.speculative_algorithm
+    algorithm = config.speculative_algorithm
     if has_weights(path):
         checkpoint = with_draft_layer(open_checkpoint(path), config)
-        return with_stored_tower(with_stored_drafts(model, checkpoint, asked), checkpoint)
+        return with_stored_tower(with_stored_drafts(model, checkpoint, algorithm), checkpoint)
     names = IndexNames.of(path)
     if not names.names:
         return model
     model = with_stored_tower(model, names)
-    return with_stored_drafts(model, names, asked) if draft_directory(config) is None else model
+    return with_stored_drafts(model, names, algorithm) if draft_directory(config) is None else model
 
 
 def has_weights(path: Path) -> bool:
@@ -101,7 +101,7 @@ def has_weights(path: Path) -> bool:
 def _other_refusals(
     config: EngineConfig, machine: Machine, path: Path, model: ModelConfig
 ) -> tuple[str, ...]:
-    """What else stands in the way, where the experts' own directory cannot be taken."""
+    """Other reasons for a refusal, where the experts' own directory cannot be taken."""
     config = config.without(("kt_weight_path",))
     try:
         resolve(config, model, machine, stored_at(path, model, None))
@@ -111,7 +111,7 @@ def _other_refusals(
 
 
 def model_of(config: EngineConfig) -> ModelConfig:
-    """What config.json says; the demo model need not have been built."""
+    """Model config by config.json; the demo model need not have been built."""
     return with_draft_config(model_at(resolve_model(config.model)), config)
 
 
@@ -138,8 +138,8 @@ def _stored_experts(path: Path, model: ModelConfig) -> StoredFormat:
 
 def without_streams(config: EngineConfig, plan: Plan) -> Plan:
     """The same where experts turn out not to travel to the GPU: long steps would take seconds on the CPU."""
-    asked = config.chunked_prefill_size is not None or config.max_prefill_tokens is not None
+    explicit = config.chunked_prefill_size is not None or config.max_prefill_tokens is not None
     most = max(prefill_tokens(gpu=True), plan.max_running_requests)
-    if asked or plan.gpu is None or not plan.gpu.ring_bytes or plan.max_step_tokens <= most:
+    if explicit or plan.gpu is None or not plan.gpu.ring_bytes or plan.max_step_tokens <= most:
         return plan
     return replace(plan, max_step_tokens=most)

@@ -37,14 +37,14 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
     for name, neutral in NEUTRAL.items():
         if (value := content.get(name)) is not None and value not in neutral:
             raise _wrong(directory, f"{name} is {value!r:.80}, which is not supported")
-    given = {name: value for name in FIELDS if (value := content.get(name)) is not None}
-    numbers: dict[str, Any] = {name: _number(directory, name, value) for name, value in given.items()}
+    fields = {name: value for name in FIELDS if (value := content.get(name)) is not None}
+    numbers: dict[str, Any] = {name: _number(directory, name, value) for name, value in fields.items()}
     samples = content.get("do_sample")
     if samples is not None and not isinstance(samples, bool):
         raise _wrong(directory, f"do_sample is {samples!r:.80}, neither true nor false")
     if samples is False:
-        kept = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
-        numbers = {"temperature": 0.0, **kept}
+        penalties = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
+        numbers = {"temperature": 0.0, **penalties}
     try:
         validate(SamplingParams(**numbers), vocab_size=0)
     except RequestError as error:

@@ -1,1 +1,1 @@
-"""What sequences keep between steps."""
+"""State that sequences keep between steps."""

@@ -85,13 +85,13 @@ class KVCache:
         equal prefix was there already, its page replaces the user's duplicate."""
         if self._tree is None:
             return pages
-        kept = self._tree.insert(tokens, pages)
-        if kept == pages:
+        tree_pages = self._tree.insert(tokens, pages)
+        if tree_pages == pages:
             return pages
-        swapped = [(old, new) for old, new in zip(pages, kept, strict=True) if old != new]
-        self.share(new for _, new in swapped)
-        self.release([old for old, _ in swapped])
-        return kept
+        swaps = [(old, new) for old, new in zip(pages, tree_pages, strict=True) if old != new]
+        self.share(new for _, new in swaps)
+        self.release([old for old, _ in swaps])
+        return tree_pages
 
     def forget(self, pages: list[int]) -> None:
         """Released pages of one sequence, in the order of its tokens, are found no more: from the end up to one that

@@ -52,7 +52,7 @@ class PrefixTree:
         """
         known = next((n for n in range(len(pages), 0, -1) if pages[n - 1] in self._node_of_page), 0)
         node = self._node_of_page[pages[known - 1]] if known else self._root
-        kept = pages[:known]
+        tree_pages = pages[:known]
         for key, page in zip(
             self._keys(tokens, len(pages) * self._page_size, known), pages[known:], strict=True
         ):
@@ -60,9 +60,9 @@ class PrefixTree:
             if child is None:
                 child = node.children[key] = _Node(key, page, node)
                 self._node_of_page[page] = child
-            kept.append(child.page)
+            tree_pages.append(child.page)
             node = child
-        return kept
+        return tree_pages
 
     def is_leaf(self, page: int) -> bool:
         return not self._node_of_page[page].children
@@ -74,7 +74,7 @@ class PrefixTree:
         del node.parent.children[node.key]
 
     def _keys(self, tokens: list[int], limit: int, first: int = 0) -> Iterator[tuple[int, ...]]:
-        """Of whole pages of tokens[:limit], from number `first` on."""
+        """Keys of the whole pages of tokens[:limit], from page number `first` on."""
         size = self._page_size
         ends = range(first * size, min(limit, len(tokens)) // size * size, size)
         return (tuple(tokens[i : i + size]) for i in ends)

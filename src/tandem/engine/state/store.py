@@ -47,11 +47,11 @@ class StateStore:
         """Gives a sequence pages for all tokens known now, and a slot; what an equal prefix left is taken up, and
         counts as computed. False, and nothing has changed, where that leaves fewer than `spare` pages."""
         cached = self._match(sequence)
-        wanted = sequence.pages_wanted() - len(cached)
-        if self.pages.available < wanted + spare or not self._slots_left():
+        missing = sequence.pages_wanted() - len(cached)
+        if self.pages.available < missing + spare or not self._slots_left():
             self.pages.release(cached)
             return False
-        sequence.add_pages(cached + self.pages.allocate(wanted))
+        sequence.add_pages(cached + self.pages.allocate(missing))
         self._take_slots(sequence, cached)
         if self._windows is not None:
             self._windows.begin(sequence, len(cached), self._lender(sequence))
@@ -61,13 +61,13 @@ class StateStore:
     def grow(self, sequence: Sequence, guesses: int = 0, left: int = 0) -> bool:
         """Pages for the tokens known now and so many guesses. False where fewer than `left` would be left for others;
         then nothing has changed."""
-        wanted = sequence.pages_wanted(guesses) - sequence.num_pages
-        if wanted > 0 and self.pages.available < wanted + left:
+        missing = sequence.pages_wanted(guesses) - sequence.num_pages
+        if missing > 0 and self.pages.available < missing + left:
             return False
         if self._windows is not None and not self._windows.grow(sequence, sequence.total_len + guesses, left):
             return False
-        if wanted > 0:
-            sequence.add_pages(self.pages.allocate(wanted))
+        if missing > 0:
+            sequence.add_pages(self.pages.allocate(missing))
         return True
 
     def reach(self, sequence: Sequence, rows: int) -> int:

@@ -73,10 +73,10 @@ class WindowPages:
 
     def reach(self, sequence: Sequence, length: int) -> int:
         """Pages for the first `length` tokens of a sequence, as far as there are some; how many tokens they hold."""
-        given = max(0, min(self._missing(sequence, length), self.available))
-        for number in range(sequence.window_end, sequence.window_end + given):
+        count = max(0, min(self._missing(sequence, length), self.available))
+        for number in range(sequence.window_end, sequence.window_end + count):
             sequence.window_table[number] = self._take()
-        sequence.window_end += given
+        sequence.window_end += count
         return min(length, sequence.window_end * self._page)
 
     def cut(self, sequence: Sequence) -> None:
@@ -103,13 +103,13 @@ class WindowPages:
         equal one is there already, the sequence uses that one from now on."""
         for number in range(sequence.window_first, min(full, sequence.window_end)):
             page, own = int(sequence.page_table[number]), int(sequence.window_table[number])
-            there = self._beside.get(page)
-            if there is None:
+            known = self._beside.get(page)
+            if known is None:
                 self._beside[page], self._prefix[own] = own, page
-            elif there != own:
-                self._use(there)
+            elif known != own:
+                self._use(known)
                 self._release(own)
-                sequence.window_table[number] = there
+                sequence.window_table[number] = known
 
     def release(self, sequence: Sequence) -> None:
         """Takes back all pages of a sequence."""

@@ -66,7 +66,7 @@ def forward_batch(
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Of a block of memory. pages: of the longest sequence. windowed: WINDOW_FIELDS are there twice."""
+    """Sizes of a block of memory. pages: of the longest sequence. windowed: WINDOW_FIELDS are there twice."""
 
     rows: int
     sequences: int
@@ -223,8 +223,8 @@ class BatchArrays:
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
-        apart = self._each_row or (self._apart and any(chunk.guesses for chunk in chunks))
-        sequences = sum(chunk.length for chunk in chunks) if apart else len(chunks)
+        by_row = self._each_row or (self._apart and any(chunk.guesses for chunk in chunks))
+        sequences = sum(chunk.length for chunk in chunks) if by_row else len(chunks)
         folds = self._guessing and (self._each_row or not all(map(_settled, chunks)))
         for places in self._places:
             places.begin(chunks, sequences)
@@ -232,7 +232,7 @@ class BatchArrays:
         for chunk in chunks:
             self._place(row, chunk)
             row += chunk.length
-            s += self._describe(s, chunk, row, apart, folds)
+            s += self._describe(s, chunk, row, by_row, folds)
             self._logits_rows.array[logits : logits + chunk.logits] = self._counting[row - chunk.logits : row]
             logits += chunk.logits
         whole, *others = self._places
@@ -251,13 +251,13 @@ class BatchArrays:
         if self._images_from and (turns := turns_of(chunks)) is not None:
             tensors |= {"turns": turns, "seen": seen_of(chunks, turns, self._images_from)}
         windows = {"cache_slots": others[0].slots(row), "block_tables": others[0].tables} if others else None
-        single = sequences if apart else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
+        single = sequences if by_row else sum(1 for _ in takewhile(lambda c: c.length == 1, chunks))
         return forward_batch(tensors, windows, single_rows=single)
 
-    def _describe(self, s: int, chunk: Chunk, row_end: int, apart: bool, folds: bool) -> int:
+    def _describe(self, s: int, chunk: Chunk, row_end: int, by_row: bool, folds: bool) -> int:
         """The chunk as sequence s, or its rows as sequences from s on; how many that are. folds: whether somebody asks
         what their slots hold."""
-        sequence, count = chunk.sequence, chunk.length if apart else 1
+        sequence, count = chunk.sequence, chunk.length if by_row else 1
         which, end = slice(s, s + count), sequence.computed_len + chunk.length
         for i in range(count):
             left = count - 1 - i
@@ -283,8 +283,8 @@ def regions(images_from: int, max_step_tokens: int) -> tuple[int, int]:
 
 
 def slots_of(table: npt.NDArray[np.int32], first: int, count: int, size: int) -> npt.NDArray[np.int64] | int:
-    """Of so many positions from `first` on, in pages of `size`. Most rows of few lie in one page: NumPy would take
-    several times as long to look up each."""
+    """Slots of `count` positions from `first` on, in pages of `size`. Most rows of few lie in one page: NumPy would
+    take several times as long to look up each."""
     page = first // size
     if (first + count - 1) // size == page:
         return counted(int(table[page]) * size + first % size, count)
@@ -321,7 +321,7 @@ def host_batch(parts: Rows[SequenceRows], page_size: int) -> ForwardBatch:
     for table, part in zip(tables, parts, strict=True):
         table[: len(part.table)] = part.table
     pages = tables[np.repeat(np.arange(len(parts)), counts), positions // page_size].astype(np.int64)
-    wanted = [np.arange(end - part.logits, end) for part, end in zip(parts, starts[1:], strict=True)]
+    logits_rows = [np.arange(end - part.logits, end) for part, end in zip(parts, starts[1:], strict=True)]
     arrays = {
         "input_ids": np.concatenate([part.tokens for part in parts]),
         "positions": positions,
@@ -329,7 +329,7 @@ def host_batch(parts: Rows[SequenceRows], page_size: int) -> ForwardBatch:
         "query_starts": starts,
         "seq_lens": [part.first + count for part, count in zip(parts, counts, strict=True)],
         "block_tables": tables,
-        "logits_rows": np.concatenate(wanted),
+        "logits_rows": np.concatenate(logits_rows),
         "slots": [part.slot for part in parts],
     }
     return forward_batch({name: torch.as_tensor(array, dtype=FIELDS[name].dtype) for name, array in arrays.items()})

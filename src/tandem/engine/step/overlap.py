@@ -38,7 +38,7 @@ class PrefillOverlap:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Of the task under way."""
+        """Chunks of the task under way."""
         return list(self._scheduler.in_flight)
 
     @property

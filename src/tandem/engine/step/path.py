@@ -33,26 +33,26 @@ class Path(Enum):
 
 
 class Facts(Protocol[S, G, P]):
-    """What an executor has captured. A method returns None where a step fits no graph of its kind."""
+    """Captured graphs of an executor. A method returns None where a step fits no graph of its kind."""
 
     def sees(self, step: S) -> bool:
         """Whether rows of it are pieces of images."""
         ...
 
     def decode_graph(self, step: S) -> G | None:
-        """Of at least as many rows, each of which decodes."""
+        """Decode graph of at least as many rows as the step has, each of which decodes."""
         ...
 
     def shared_graph(self, step: S) -> P | None:
-        """Of a prefill whose experts CPU and bus share, if that is best for so many rows."""
+        """Graph of a prefill whose experts CPU and bus share, if that is best for so many rows."""
         ...
 
     def prefill_graph(self, step: S) -> P | None:
-        """Of a prefill that the GPU computes alone, while no other step runs."""
+        """Graph of a prefill that the GPU computes alone, while no other step runs."""
         ...
 
     def background_graph(self, step: S) -> P | None:
-        """Of a prefill that the GPU computes alone, while decode graphs are replayed."""
+        """Graph of a prefill that the GPU computes alone, while decode graphs are replayed."""
         ...
 
 

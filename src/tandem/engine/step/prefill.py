@@ -175,7 +175,7 @@ class Place(Protocol):
         ...
 
     def logits(self, logits: Tensor, best: Tensor) -> Logits:
-        """Of `Pieces.result`."""
+        """Logits of `Pieces.result`."""
         ...
 
 
@@ -287,7 +287,7 @@ class PrefillTask:
 
 
 def host_task(model: PausingModel, states: States, batch: ForwardBatch, usage: ExpertUsage | None) -> PrefillTask:
-    """Of a batch in host memory, whose arrays must not change before the end."""
+    """Prefill task of a batch in host memory, whose arrays must not change before the end."""
     with torch.inference_mode():
         tallies = None if usage is None else usage.beside(len(batch.input_ids))
     return PrefillTask(LayerPieces(model, states, batch, tallies), HostPlace(usage))

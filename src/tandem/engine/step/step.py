@@ -19,7 +19,7 @@ from tandem.engine.sampling.logits import Logits
 from tandem.engine.sequence import Chunk, Sequence
 
 HasNewRequest = Callable[[], bool]
-"""Whether a request has arrived that waits for the step under way."""
+"""Says whether a request has arrived that waits for the step under way."""
 
 
 def no_new_request() -> bool:

@@ -76,15 +76,15 @@ class Streams:
 
 @cache
 def _pair(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Of a process: an engine that is made anew finds what the memory of the last one belongs to."""
+    """Streams of a process: an engine that is made anew finds what the memory of the last one belongs to."""
     return torch.cuda.Stream(device, priority=HIGH_PRIORITY), torch.cuda.Stream(device, priority=0)
 
 
 @cache
 def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch.cuda.Stream:
-    """Of a process, like the others. count: multiprocessors that are left alone, at least; the GPU
-    divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in a test. Raises
-    EngineError where the driver is too old, or the GPU too small."""
+    """Stream that leaves multiprocessors alone, one of a process, like the others. count: multiprocessors that are left
+    alone, at least; the GPU divides them in groups of its own. driver: `cuda.bindings.driver`, or what stands for it in
+    a test. Raises EngineError where the driver is too old, or the GPU too small."""
     if driver is None:
         driver = _driver()
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -95,8 +95,8 @@ def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch
 
 @contextmanager
 def products_leave(count: int) -> Iterator[None]:
-    """What is captured meanwhile has products of libraries with that many blocks fewer. Blocks for a whole GPU would
-    take two rounds: half of the experts on an H100, 16 spared, prompts at 0.74 of their speed in place of 0.67."""
+    """Gives library products that are captured meanwhile `count` blocks fewer. Blocks for a whole GPU would take two
+    rounds: half of the experts on an H100, 16 spared, prompts at 0.74 of their speed in place of 0.67."""
     leave = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if leave is None or not count:
         yield
@@ -124,12 +124,12 @@ def _made(driver: Any, number: Any, count: int) -> int:
 def _called(driver: Any, name: str, *arguments: Any) -> Any:
     """Results of a driver's function besides its error. Raises EngineError."""
     try:
-        error, *found = getattr(driver, name)(*arguments)
+        error, *outputs = getattr(driver, name)(*arguments)
     except (AttributeError, RuntimeError) as missing:  # it has no such function
         raise EngineError(_refused(f"{name} is missing")) from missing
     if int(error):
         raise EngineError(_refused(f"{name} fails with error {int(error)}"))
-    return found[0] if len(found) == 1 else found
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _refused(why: str) -> str:
@@ -226,22 +226,22 @@ class Feeder:
 
     def stop(self) -> None:
         """No piece is given any more when this returns."""
-        given, self._given = self._given, None
-        if given is None:
+        work, self._given = self._given, None
+        if work is None:
             return
-        given.stopped = True
+        work.stopped = True
         with self.opened():
-            given.ended.wait()
-        if given.error is not None:
-            _log.warning("a prompt that was given up had failed before: %s", given.error)
+            work.ended.wait()
+        if work.error is not None:
+            _log.warning("a prompt that was given up had failed before: %s", work.error)
 
     def __del__(self) -> None:
         self._asked.put(None)
 
 
-def _serve(enter: Callable[[], object], asked: SimpleQueue[Feeding | None], open_: Event) -> None:
+def _serve(enter: Callable[[], object], queue: SimpleQueue[Feeding | None], open_: Event) -> None:
     """Holds no `Feeder`: the thread ends with its engine."""
     enter()
-    while (feeding := asked.get()) is not None:
+    while (feeding := queue.get()) is not None:
         feeding.run(open_)
         del feeding

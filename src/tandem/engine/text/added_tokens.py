@@ -58,32 +58,32 @@ def token(value: Any, special: bool = False) -> AddedToken | None:
     text = switches.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str) or not text:
         return None
-    given = {name: switches.get(name) is True for name in _SWITCHES}
-    given["special"] |= special
-    given["normalized"] = switches.get("normalized", not given["special"]) is True
-    return AddedToken(text, **given)
+    flags = {name: switches.get(name) is True for name in _SWITCHES}
+    flags["special"] |= special
+    flags["normalized"] = switches.get("normalized", not flags["special"]) is True
+    return AddedToken(text, **flags)
 
 
 def _by_id(listed: Mapping[Any, Any]) -> dict[int, AddedToken]:
-    found = {
+    tokens = {
         int(place): one
         for place, value in listed.items()
         if isinstance(place, str) and place.isdecimal() and len(place) <= ID_DIGITS
         if (one := token(value)) is not None
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(tokens.items()))
 
 
 def _older(older: Settings, settings: Settings) -> dict[int, AddedToken]:
     """added_tokens.json has texts and ids alone."""
     special = {one.content for name in NAMED if (one := token(settings.get(name))) is not None}
     special |= {one.content for one in _in_lists(settings)}
-    found = {
+    tokens = {
         place: AddedToken(text, normalized=text not in special, special=text in special)
         for text, place in older.items()
         if isinstance(place, int) and not isinstance(place, bool) and text
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(tokens.items()))
 
 
 def _in_lists(settings: Settings) -> Iterable[AddedToken]:
@@ -156,12 +156,12 @@ class _Added:
 def _begin_with_bos(inner: Tokenizer, settings: Settings) -> None:
     """`add_bos_token` where it is said, whatever tokenizer.json does by itself: llama.cpp takes both for GGUF files.
     `add_eos_token` counts in training alone: no text goes on behind an end."""
-    said, bos = settings.get("add_bos_token"), token(settings.get("bos_token"))
+    adds_bos, bos = settings.get("add_bos_token"), token(settings.get("bos_token"))
     place = None if bos is None else inner.token_to_id(bos.content)
     before, after = _around(inner)
-    if not isinstance(said, bool) or bos is None or place is None or said == (place in before):
+    if not isinstance(adds_bos, bool) or bos is None or place is None or adds_bos == (place in before):
         return
-    before = [place, *before] if said else [i for i in before if i != place]
+    before = [place, *before] if adds_bos else [i for i in before if i != place]
     names = {i: str(inner.id_to_token(i)) for i in (*before, *after)}
     inner.post_processor = processors.TemplateProcessing(
         single=[*(names[i] for i in before), "$A", *(names[i] for i in after)],

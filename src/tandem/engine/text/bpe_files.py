@@ -70,12 +70,12 @@ def _model(directory: Path) -> tokenizers.models.Model:
 
 def _merges(path: Path) -> list[tuple[str, str]]:
     """A line for each; the first may name the version."""
-    found: list[tuple[str, str]] = []
+    merges: list[tuple[str, str]] = []
     for number, line in enumerate(read_text(path, FILE_BYTES).split("\n"), 1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         first, _, second = line.rstrip("\r").partition(" ")
         if not first or not second or " " in second:
             raise CheckpointError(f"{path}, line {number}, is no pair of tokens; fetch the file again")
-        found.append((first, second))
-    return found
+        merges.append((first, second))
+    return merges

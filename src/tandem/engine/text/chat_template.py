@@ -89,7 +89,7 @@ class ChatTemplate:
         return self._compiled[source]
 
     def values(self, **variables: Any) -> dict[str, Any]:
-        """What a rendering gets besides the messages."""
+        """Variables of a rendering, besides the messages."""
         return self.variables | variables
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:

@@ -73,8 +73,8 @@ class IncrementalDecoder:
     def _fresh_text(self) -> str:
         if self._fresh == 0:
             return ""
-        shown = self._decode(self._window[: -self._fresh])
-        return self._decode(self._window)[len(shown) :]
+        prefix = self._decode(self._window[: -self._fresh])
+        return self._decode(self._window)[len(prefix) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=self._skip_special) if ids else ""

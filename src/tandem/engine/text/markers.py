@@ -50,15 +50,15 @@ class MarkerGuard:
 
     def encode(self, text: str, sign: str) -> list[int]:
         """Token ids of a rendered text, without begin-of-text. Raises UnicodeEncodeError for lone surrogates."""
-        [found] = self._inner.encode_batch([text], add_special_tokens=False)
+        [encoding] = self._inner.encode_batch([text], add_special_tokens=False)
         ids: list[int] = []
         begin, at = 0, 0  # of the stretch between two added tokens: its first token, its first character
-        for index, (token_id, (first, last)) in enumerate(zip(found.ids, found.offsets, strict=True)):
+        for index, (token_id, (first, last)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
             if token_id in self._added:
-                ids += self._stretch(found.ids[begin:index], text[at:first], sign)
+                ids += self._stretch(encoding.ids[begin:index], text[at:first], sign)
                 ids.append(token_id)
                 begin, at = index + 1, last
-        return ids + self._stretch(found.ids[begin:], text[at:], sign)
+        return ids + self._stretch(encoding.ids[begin:], text[at:], sign)
 
     def _stretch(self, ids: list[int], text: str, sign: str) -> list[int]:
         """Text between two added tokens, whose ids with the sign in it are known."""
@@ -78,14 +78,14 @@ class MarkerGuard:
     def _encode_plain(self, text: str) -> list[int]:
         if self._plain is None:
             self._plain = _without_added_tokens(self._inner)
-        [found] = self._plain.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = found.ids
+        [encoding] = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
 
 def _pattern(markers: Iterable[str]) -> re.Pattern[str] | None:
-    found = sorted(markers, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, found))) if found else None
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def _guarded(value: Any, sign: str, pattern: re.Pattern[str]) -> Any:
@@ -96,7 +96,7 @@ def _guarded(value: Any, sign: str, pattern: re.Pattern[str]) -> Any:
     if not isinstance(value, str):
         return value
     while pattern.search(value):  # markers may overlap
-        value = pattern.sub(lambda found: found[0][0] + sign + found[0][1:], value)
+        value = pattern.sub(lambda match: match[0][0] + sign + match[0][1:], value)
     return value
 
 

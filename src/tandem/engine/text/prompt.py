@@ -115,8 +115,8 @@ def _marked(one: Draft) -> Draft:
 def _unused(mark: str, texts: Iterable[str]) -> str:
     """mark, behind it random letters where a text has it: those that a client could foresee would be searched for once
     per letter."""
-    together, chosen = _joined(texts), mark
-    while chosen in together:
+    text, chosen = _joined(texts), mark
+    while chosen in text:
         chosen = mark + "".join(secrets.choice(ascii_letters) for _ in range(16))
     return chosen
 
@@ -140,13 +140,13 @@ def _with(content: Any, mark: str) -> tuple[str, Any]:
 def _up_to_mark(text: str, content: str, mark: str) -> str:
     """Raises RequestError where the template does not show the content, or only a part of it."""
     at = text.rfind(mark)
-    shown = text[: max(at, 0)]
+    prefix = text[: max(at, 0)]
     if not text.startswith(f"{mark} ", at):  # the template trims; the mark kept the space before it
         space = content[len(content.rstrip()) :]
-        shown = shown.removesuffix(space) if content.strip() else shown
-    if at < 0 or not "".join(shown.split()).endswith("".join(content.split())):
+        prefix = prefix.removesuffix(space) if content.strip() else prefix
+    if at < 0 or not "".join(prefix.split()).endswith("".join(content.split())):
         raise _cannot("needs a last message that the chat template shows as it is, and it leaves out a part")
-    return shown
+    return prefix
 
 
 def _begins(text: str, content: str, opening: str) -> int:

@@ -67,10 +67,10 @@ def _thoughts(text: str, one: ReasoningFormat, opened: bool) -> tuple[bool, int]
         return opened, 0
     first, later, end = re.compile(f"{space}(?:{begin})"), re.compile(begin), re.compile(close)
     while True:
-        found = None if opened else first.match(text, at) or (one.anywhere and later.search(text, at))
-        if not (opened or found):
+        opening = None if opened else first.match(text, at) or (one.anywhere and later.search(text, at))
+        if not (opened or opening):
             return False, at
-        closed = end.search(text, found.end() if found else at)
+        closed = end.search(text, opening.end() if opening else at)
         if closed is None:
             return True, at
         at, opened = closed.end(), False

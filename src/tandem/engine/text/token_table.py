@@ -40,7 +40,8 @@ def read_token_table(
 
 
 def _speller(inner: tokenizers.Tokenizer, byte_of_char: Mapping[str, int]) -> Callable[[str], bytes] | None:
-    """What the tokenizer's decoder does with one token; None for a decoder of another kind."""
+    """Function from a token's text to its bytes, as the tokenizer's decoder has it; None for a decoder of another
+    kind."""
     kinds = {step["type"] for step in _steps(inner.decoder)}
     if "ByteLevel" in kinds:
         return lambda text: _of_alphabet(text, byte_of_char)

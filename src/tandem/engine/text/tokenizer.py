@@ -100,8 +100,8 @@ class Tokenizer:
         write it themselves. Special tokens spelt in the text become those tokens. Other threads go on meanwhile."""
         with _reading():
             # `encode` would hold the GIL until it is done, and offsets that nobody wants double its time
-            [found] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = found.ids
+            [encoding] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def fewest_tokens(self, text: str) -> int:
@@ -122,7 +122,7 @@ class Tokenizer:
             raise _panicked(error, "write these tokens") from error
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text, special tokens included; part of a character decodes to U+FFFD."""
+        """Text that one token adds, special tokens included; part of a character decodes to U+FFFD."""
         return self._text_of(token_id)
 
     def _token_text(self, token_id: int) -> str:
@@ -162,7 +162,7 @@ class Tokenizer:
         return self._plain if role == "assistant" and key != "tool_calls" else ()
 
     def encode_guarded(self, text: str, sign: str) -> list[int]:
-        """Of a rendered chat template whose messages were guarded with `sign`."""
+        """Token ids of a rendered chat template whose messages were guarded with `sign`."""
         with _reading():
             return self.guard.encode(text, sign)
 
@@ -307,25 +307,25 @@ def _token_text(value: Any) -> str | None:
 def _rows(directory: Path) -> int | None:
     """Ids that the model has: config.json's `vocab_size`, also where a model of several kinds has it inside."""
     config = _read_json(directory / "config.json")
-    for inside in ("text_config", "thinker_config", "text_config"):
-        config = config[inside] if isinstance(config.get(inside), dict) else config
+    for key in ("text_config", "thinker_config", "text_config"):
+        config = config[key] if isinstance(config.get(key), dict) else config
     rows = config.get("vocab_size")
     return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else None
 
 
 def _eos_ids(directory: Path, inner: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     """Says in the log where nothing ends an answer, or less than the files say."""
-    found: list[int] = []
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        found += JsonKeys(_read_json(directory / name), str(directory / name)).integers("eos_token_id")
+        ids += JsonKeys(_read_json(directory / name), str(directory / name)).integers("eos_token_id")
     token_id = None if eos_token is None else inner.token_to_id(eos_token)
-    found += [] if token_id is None else [token_id]
-    if not found:
+    ids += [] if token_id is None else [token_id]
+    if not ids:
         log.warning(
             "no token ends an answer of %s: name eos_token_id in its generation_config.json, or eos_token in its "
             "tokenizer_config.json",
             directory,
         )
     elif eos_token is not None and token_id is None:
-        log.warning("%s: its eos_token %r has no id; answers end with %s", directory, eos_token, found)
-    return tuple(dict.fromkeys(found))
+        log.warning("%s: its eos_token %r has no id; answers end with %s", directory, eos_token, ids)
+    return tuple(dict.fromkeys(ids))

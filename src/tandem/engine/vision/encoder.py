@@ -74,7 +74,8 @@ class Encoder:
         return self._task is not None
 
     def hand_out(self, running: Rows[Sequence]) -> None:
-        """What is there, to whoever waits for it; what nobody waits for is given up. Before a step is scheduled."""
+        """Gives features that are there to the sequences that wait for them. A task that nobody waits for is given up.
+        Call it before a step is scheduled."""
         for sequence in _seeing(running):
             self._hand_to(sequence)
         task = self._task
@@ -107,7 +108,7 @@ class Encoder:
             images.features[missing[0]] = features
 
     def _next(self, running: Rows[Sequence]) -> _Task | None:
-        """Of the oldest sequence that waits, if there is room for what it will hold."""
+        """Task of the oldest sequence that waits, if there is room for what it will hold."""
         _, image = next(_waiting(running), (None, None))
         if image is None or not self._cache.make_room(image.rows * self._token_bytes, _held(running)):
             return None
@@ -169,7 +170,7 @@ def _held(running: Rows[Sequence]) -> set[bytes]:
 
 
 def encoder_of(parts: EngineParts, place: Place) -> Encoder | None:
-    """Of an engine's parts; None where no image is read."""
+    """Image encoder of an engine's parts; None where no image is read."""
     vision, model = parts.model_config.vision, parts.model
     if vision is None or not isinstance(model, SeeingModel) or model.tower is None:
         return None

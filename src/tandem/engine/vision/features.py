@@ -20,10 +20,10 @@ class FeatureCache:
 
     def get(self, key: bytes) -> Tensor | None:
         """[tokens, levels, hidden] of an image."""
-        found = self._of.get(key)
-        if found is not None:
+        features = self._of.get(key)
+        if features is not None:
             self._of.move_to_end(key)
-        return found
+        return features
 
     def make_room(self, nbytes: int, held: Collection[bytes]) -> bool:
         """For so many more bytes. False where what is held leaves none; but one image fits always."""

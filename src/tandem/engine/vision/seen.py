@@ -51,7 +51,7 @@ class SequenceImages:
 
 
 class Looking(Protocol):
-    """What is asked of a sequence."""
+    """Fields of a sequence that image code reads."""
 
     computed_len: int
     images: SequenceImages | None
@@ -84,11 +84,11 @@ def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> Seen | No
     rows, features, places, at = list[Tensor](), list[Tensor](), list[Tensor](), 0
     for chunk in chunks:
         first, images = chunk.sequence.computed_len, chunk.sequence.images
-        inside = None if images is None else images.rows.inside(first, chunk.length)
-        if images is not None and inside is not None and len(inside):
-            rows.append(torch.from_numpy(at + inside))
+        rows_of_chunk = None if images is None else images.rows.inside(first, chunk.length)
+        if images is not None and rows_of_chunk is not None and len(rows_of_chunk):
+            rows.append(torch.from_numpy(at + rows_of_chunk))
             features += images.between(first, first + chunk.length)
-            places.append(torch.from_numpy(images.rows.places(first, chunk.length)[inside]))
+            places.append(torch.from_numpy(images.rows.places(first, chunk.length)[rows_of_chunk]))
         at += chunk.length
     if not rows:
         return None

@@ -49,7 +49,7 @@ def block_content(placed: Placed) -> Content:
 
 
 def _image(block: Block) -> Source:
-    """Of base64, or of an address, which is refused. One of a file's id is refused, too."""
+    """Image source of a block: base64, or an address, which is refused. One of a file's id is refused, too."""
     source: dict[str, Any] = block.source if isinstance(block.source, dict) else {}
     if source.get("type") == "base64":
         return Source(source.get("data"), bare=True)

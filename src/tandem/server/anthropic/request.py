@@ -54,8 +54,8 @@ def _system(body: CountRequest, sight: Sight) -> list[Message]:
         return [Message("system", body.system)]
     blocks = [Placed(f"system[{i}]", block, sight) for i, block in enumerate(body.system)]
     # It differs from one conversation to the next, at the very beginning: no prompt would be found in the prefix cache.
-    said = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
-    return [Message("system", content_of(said))] if said else []
+    instructions = [placed for placed in blocks if not (placed.block.text or "").startswith(_BILLING)]
+    return [Message("system", content_of(instructions))] if instructions else []
 
 
 def left_out(body: CountRequest) -> list[str]:
@@ -103,8 +103,8 @@ def _turns(body: CountRequest, sight: Sight) -> Iterator[Message]:
     refused = refused_turn([_role(each) for each in body.messages], body.tools)
     numbered = enumerate(body.messages)
     for role, several in groupby(numbered, key=lambda each: each[1].role):
-        placed = [_blocks(each, f"messages[{i}]", sight.of_turn(i == refused)) for i, each in several]
-        blocks = [block for each in placed for block in each]
+        lists = [_blocks(each, f"messages[{i}]", sight.of_turn(i == refused)) for i, each in several]
+        blocks = [block for each in lists for block in each]
         if role == "system":
             yield Message("system", content_of(blocks))
         else:

@@ -121,8 +121,8 @@ class _Blocks:
             case TextDelta(text):
                 yield from self._grow("text", text, {"type": "text_delta", "text": text})
             case ReasoningDelta(text):
-                shown = text if self._show_thinking else ""
-                yield from self._grow("thinking", shown, {"type": "thinking_delta", "thinking": shown})
+                visible = text if self._show_thinking else ""
+                yield from self._grow("thinking", visible, {"type": "thinking_delta", "thinking": visible})
             case AnsweredCall():
                 yield from self._close()
                 yield from self._call(event)

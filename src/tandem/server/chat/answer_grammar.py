@@ -1,4 +1,4 @@
-"""What an answer must match: the fields of OpenAI, vLLM and SGLang that say it, as one `Grammar`."""
+"""Constraint of an answer: the fields of OpenAI, vLLM and SGLang that state it, as one `Grammar`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NamedSchema(msgspec.Struct, frozen=True):
 
 
 class TagStructure(msgspec.Struct, frozen=True):
-    """What a trigger begins, in SGLang's older form of a structural tag."""
+    """Structure that a trigger begins, in SGLang's older form of a structural tag."""
 
     begin: str
     end: str
@@ -77,11 +77,11 @@ class OpenAIGrammarFields(GrammarFields, kw_only=True):
 
 def grammar_of(fields: GrammarFields) -> Grammar | None:
     """Raises RequestError when several fields say one, or when one makes no sense."""
-    made = _all(fields)
-    if len(made) > 1:
-        first, second, *_ = made
+    grammars = _all(fields)
+    if len(grammars) > 1:
+        first, second, *_ = grammars
         raise RequestError(f"{first} and {second} both say what the answer must match; send one", second)
-    return next(iter(made.values()), None)
+    return next(iter(grammars.values()), None)
 
 
 def grammar_field(fields: GrammarFields) -> str | None:
@@ -91,9 +91,9 @@ def grammar_field(fields: GrammarFields) -> str | None:
 
 def _all(fields: GrammarFields) -> dict[str, Grammar]:
     names = [field.name for field in msgspec.structs.fields(OpenAIGrammarFields) if field.name in _MAKERS]
-    given = {name: value for name in names if (value := getattr(fields, name, None)) not in (None, "", [])}
-    made = {name: _made(name, value) for name, value in given.items()}
-    return {name: grammar for name, grammar in made.items() if grammar is not None}
+    field_values = {name: value for name in names if (value := getattr(fields, name, None)) not in (None, "", [])}
+    grammars = {name: _made(name, value) for name, value in field_values.items()}
+    return {name: grammar for name, grammar in grammars.items() if grammar is not None}
 
 
 def _made(name: str, value: Any) -> Grammar | None:
@@ -108,46 +108,46 @@ def _tag(tag: str | dict[str, Any]) -> Grammar:
     return Grammar("structural_tag", text)
 
 
-def _of_response_format(given: ResponseFormat) -> Grammar | None:
-    match given.type:
+def _of_response_format(form: ResponseFormat) -> Grammar | None:
+    match form.type:
         case "text":
             return None
         case "json_object":
-            says = given.schema not in (None, True, {})
-            return sources.json_schema(_schema(given)) if says else sources.json_object()
+            says = form.schema not in (None, True, {})
+            return sources.json_schema(_schema(form)) if says else sources.json_object()
         case "json_schema":
-            return sources.json_schema(_schema(given))
+            return sources.json_schema(_schema(form))
         case "structural_tag":
-            return _tag({"type": "structural_tag", "format": given.format or _triggered(given)})
+            return _tag({"type": "structural_tag", "format": form.format or _triggered(form)})
 
 
-def _schema(given: ResponseFormat) -> bool | dict[str, Any]:
-    named = None if given.json_schema is None else given.json_schema.schema
-    found = given.schema if named is None else named
-    if found is None:
+def _schema(form: ResponseFormat) -> bool | dict[str, Any]:
+    named = None if form.json_schema is None else form.json_schema.schema
+    schema = form.schema if named is None else named
+    if schema is None:
         raise RequestError("json_schema.schema is missing")
-    return found
+    return schema
 
 
-def _triggered(given: ResponseFormat) -> dict[str, Any]:
+def _triggered(form: ResponseFormat) -> dict[str, Any]:
     """SGLang's older form of a structural tag."""
-    if not given.structures or not given.triggers:
+    if not form.structures or not form.triggers:
         raise RequestError("a structural tag needs format, or structures and triggers")
     tags = [
         {"type": "tag", "begin": one.begin, "end": one.end,
          "content": {"type": "json_schema", "json_schema": one.schema}}
-        for one in given.structures
+        for one in form.structures
     ]  # fmt: skip
-    return {"type": "triggered_tags", "triggers": given.triggers, "tags": tags}
+    return {"type": "triggered_tags", "triggers": form.triggers, "tags": tags}
 
 
-def _of_structured_outputs(given: StructuredOutputs) -> Grammar | None:
-    named = msgspec.structs.asdict(given)
+def _of_structured_outputs(constraint: StructuredOutputs) -> Grammar | None:
+    named = msgspec.structs.asdict(constraint)
     makers = {"json": "guided_json", "choice": "guided_choice", "grammar": "guided_grammar"}
-    found = [(makers.get(name, name), value) for name, value in named.items() if value not in (None, "", [], False)]
-    if len(found) > 1:
+    fields = [(makers.get(name, name), value) for name, value in named.items() if value not in (None, "", [], False)]
+    if len(fields) > 1:
         raise RequestError("it may say one thing that the answer must match, not several")
-    return next((_MAKERS[name](value) for name, value in found), None)
+    return next((_MAKERS[name](value) for name, value in fields), None)
 
 
 _MAKERS: dict[str, Callable[[Any], Grammar | None]] = {

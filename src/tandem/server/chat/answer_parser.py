@@ -112,9 +112,9 @@ class FormattedText:
     def _begin(self, text: str) -> None:
         """Reads the client's beginning. Only a call in it that has no end yet is told."""
         self._source.begin(text)
-        told = self._advance()
-        ends = [i for i, event in enumerate(told, 1) if isinstance(event, ToolCallEnd)]
-        self._events[:], self._complete = told[max(ends, default=0) :], False
+        events = self._advance()
+        ends = [i for i, event in enumerate(events, 1) if isinstance(event, ToolCallEnd)]
+        self._events[:], self._complete = events[max(ends, default=0) :], False
 
     @property
     def reasoning(self) -> bool:

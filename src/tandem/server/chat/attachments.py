@@ -33,8 +33,8 @@ _MOST_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a model takes of a message. images: it sees them. unread: gets the places of what it is only told of.
-    refuses: that is refused instead. blind: why a model that could see does not."""
+    """Kinds of attachments that a model takes of a message. images: it sees them. unread: gets the places of what it is
+    only told of. refuses: that is refused instead. blind: why a model that could see does not."""
 
     unread: list[str]
     images: bool = False
@@ -67,7 +67,7 @@ class Attachment:
     image_field: str = ""
 
     def shown(self, where: str, sight: Sight) -> Content:
-        """What the model reads or sees. Raises ApiError 400 where it can do neither, and that is refused."""
+        """Content that the model reads or sees. Raises ApiError 400 where it can do neither, and that is refused."""
         if self.text is not None:
             return self.text
         if sight.images and self.image is not None:
@@ -96,7 +96,7 @@ class Attachment:
 
 
 def note(kind: str, name: str, sight: Sight) -> str:
-    """What a model is told of an attachment that it cannot read."""
+    """Note to a model about an attachment that it cannot read."""
     what, verb = _KINDS[kind]
     if sight.images and kind in _IMAGES:
         return unread_image("it did not come with the request")
@@ -105,7 +105,7 @@ def note(kind: str, name: str, sight: Sight) -> str:
 
 
 def unread_image(why: str) -> str:
-    """What a model that sees is told of an image that it cannot be shown."""
+    """Note to a model that sees, about an image that it cannot be shown."""
     return f"[an image, which cannot be shown to you: {why[:200]}. Say so if it matters.]"
 
 
@@ -135,13 +135,13 @@ def refused_turn(roles: Sequence[str], tools: Collection[object] | None) -> int 
     None: an agent asks, for there are tools, or it goes on with a tool's result. roles: of all messages."""
     if tools:
         return None
-    said = [i for i, role in enumerate(roles) if role not in ("system", "developer")]
-    while said and roles[said[-1]] == "assistant":
-        said.pop()
-    if not said or roles[said[-1]] != "user":
+    turns = [i for i, role in enumerate(roles) if role not in ("system", "developer")]
+    while turns and roles[turns[-1]] == "assistant":
+        turns.pop()
+    if not turns or roles[turns[-1]] != "user":
         return None
-    beside_result = len(said) > 1 and roles[said[-2]] == "tool"
-    return None if beside_result else said[-1]
+    beside_result = len(turns) > 1 and roles[turns[-2]] == "tool"
+    return None if beside_result else turns[-1]
 
 
 def file_text(data: str | None, name: str | None = None, media_type: str | None = None) -> str | None:

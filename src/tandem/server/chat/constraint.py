@@ -93,8 +93,8 @@ def _content(grammar: Grammar) -> Tag:
             return {"type": "grammar", "grammar": grammar.text}
         case "structural_tag":
             tag: Tag = _decoded(grammar.text)
-            inside: Tag = tag.get("format", tag) if isinstance(tag, dict) else tag
-            return inside
+            part: Tag = tag.get("format", tag) if isinstance(tag, dict) else tag
+            return part
 
 
 def _decoded(text: str) -> Any:
@@ -126,8 +126,8 @@ def call_constraint(
     in_reasoning: bool,
     content: Grammar | None = None,
 ) -> Tag:
-    """Of the whole answer, reasoning included. Where a call is required, all schemas count, `strict` or not. Where it
-    is not, the answer may be `content` instead, or any text."""
+    """Structural tag of the whole answer, reasoning included. Where a call is required, all schemas count, `strict` or
+    not. Where it is not, the answer may be `content` instead, or any text."""
     required = conversation.tool_choice.mode in ("required", "named")
     one = not conversation.parallel_tool_calls or written.single or conversation.tool_choice.mode == "named"
     tools = conversation.callable_tools.values()
@@ -135,12 +135,12 @@ def call_constraint(
         "type": "tags_with_separator", "tags": [_call(tool, written, tool.strict or required) for tool in tools],
         "separator": written.separator, "at_least_one": True, "stop_after_first": one,
     }  # fmt: skip
-    alone = _sequence(_const(written.first), calls, _const(written.last))
+    only_calls = _sequence(_const(written.first), calls, _const(written.last))
     if required:
-        body = alone
+        body = only_calls
     elif tool_format.channels or content is not None:
         text = _ANY_TEXT if content is None else _content(content)
-        body = {"type": "or", "elements": [_answer(tool_format.channels, text), alone]}
+        body = {"type": "or", "elements": [_answer(tool_format.channels, text), only_calls]}
     else:
         body = _on_trigger(written, calls, one)
     before = _reasoning(tool_format.channels, reasoning, in_reasoning)
@@ -183,7 +183,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 def _reasoning(
     channels: Channels | None, reasoning: ReasoningFormat | None, in_reasoning: bool
 ) -> list[Tag | None]:
-    """What may come before the calls, or must."""
+    """Tags of the reasoning that may come before the calls, or must."""
     if reasoning is None:
         return []
     if channels:

@@ -27,18 +27,18 @@ Content = str | tuple[str | Image, ...]
 
 def joined(pieces: Iterable[Content | None], between: str = "") -> Content:
     """All of them as one. between: texts that would touch, never beside an image."""
-    found = list[str | Image]()
+    parts = list[str | Image]()
     for piece in pieces:
         behind = between
         for part in (piece,) if isinstance(piece, str) else piece or ():
-            if part and isinstance(part, str) and found and isinstance(last := found[-1], str):
-                found[-1] = f"{last}{behind}{part}"
+            if part and isinstance(part, str) and parts and isinstance(last := parts[-1], str):
+                parts[-1] = f"{last}{behind}{part}"
             elif part:
-                found.append(part)
+                parts.append(part)
             behind = ""
-    if any(isinstance(part, Image) for part in found):
-        return tuple(found)
-    return "".join(part for part in found if isinstance(part, str))
+    if any(isinstance(part, Image) for part in parts):
+        return tuple(parts)
+    return "".join(part for part in parts if isinstance(part, str))
 
 
 def images_of(content: Content) -> tuple[Image, ...]:

@@ -64,14 +64,14 @@ ChatEvent = ReasoningDelta | TextDelta | ToolCallStart | ToolCallArguments | Too
 
 def joined(events: Iterable[ChatEvent]) -> list[ChatEvent]:
     """The same with neighbours of one kind, and of one call, as one. A client gets each event as a message."""
-    made: list[ChatEvent] = []
+    merged: list[ChatEvent] = []
     for event in events:
-        both = _both(made[-1], event) if made else None
+        both = _both(merged[-1], event) if merged else None
         if both is None:
-            made.append(event)
+            merged.append(event)
         else:
-            made[-1] = both
-    return made
+            merged[-1] = both
+    return merged
 
 
 def _both(one: ChatEvent, other: ChatEvent) -> ChatEvent | None:

@@ -88,9 +88,9 @@ def _one_call_each(messages: list[Message]) -> Iterator[Message]:
 def _in_turn(message: Message, results: list[Message]) -> Iterator[Message]:
     left = list(results)
     for index, call in enumerate(message.tool_calls):
-        said: Content = message.content if index == 0 else ""
+        content: Content = message.content if index == 0 else ""
         thought = message.reasoning if index == 0 else None
-        yield Message("assistant", said, message.name, thought, (call,))
+        yield Message("assistant", content, message.name, thought, (call,))
         for result in [r for r in left if r.tool_call_id == call.id]:
             left.remove(result)
             yield result

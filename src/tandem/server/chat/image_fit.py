@@ -19,15 +19,15 @@ Encode = Callable[[str], list[int]]
 def fit_images(render: Render, encode: Encode, placeholder: int) -> frozenset[Role]:
     """The roles of whose image the template writes exactly one placeholder, between the texts around it. Raises what
     `render` raises besides RequestError."""
-    shown: dict[str, Any] = {"content": list(_PARTS)}
+    content: dict[str, Any] = {"content": list(_PARTS)}
     user, called = {"role": "user", "content": "Gamma"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    result = {"role": "tool", "tool_call_id": CALL["id"], "name": "probe"} | shown
-    tried: dict[Role, list[dict[str, Any]]] = {
-        "user": [{"role": "user"} | shown],
+    result = {"role": "tool", "tool_call_id": CALL["id"], "name": "probe"} | content
+    turns: dict[Role, list[dict[str, Any]]] = {
+        "user": [{"role": "user"} | content],
         "tool": [user, called, result],
-        "system": [{"role": "system"} | shown, user],
+        "system": [{"role": "system"} | content, user],
     }
-    return frozenset(role for role, messages in tried.items() if _shows(render, encode, placeholder, messages))
+    return frozenset(role for role, messages in turns.items() if _shows(render, encode, placeholder, messages))
 
 
 def _shows(render: Render, encode: Encode, placeholder: int, messages: list[dict[str, Any]]) -> bool:

@@ -46,7 +46,7 @@ log = logging.getLogger("tandem.server")
 _FALLBACK = "hermes"  # what is described to a model whose template says nothing of tools
 
 class ChatTokenizer(TemplateTokenizer, Protocol):
-    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+    """Part of `tandem.engine.text.tokenizer.Tokenizer` that chats need."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...
@@ -104,16 +104,16 @@ class ChatModel:
         """`sampling` comes back with what reading the answer needs, and all that it must match. counting: only the
         prompt's length is wanted, and images are not decoded. Raises RequestError, with `param` "messages", "prompt",
         "tools", "tool_choice" or what else of the conversation is wrong; ApiError 429, 500; EngineError."""
-        conversation, seen, ignored = await self._with_read_images(conversation, counting)
+        conversation, readable, ignored = await self._with_read_images(conversation, counting)
         prompt, images = await self._renderer.render(conversation)
         [ids] = await self._prompts.encode_all([prompt.text], False, prompt.sign)  # first: one too long is not read
         begun = begun_answer(prompt, self._speaking)
         rules = self._rules(conversation, prompt, begun)
         held, unheld = held_tools(conversation)
         sampling = self._sampling(held, rules, begun, sampling)
-        shown = tuple(seen[id(image)] for image in images)
-        ids, spans = self._with_images(ids, shown, counting)
-        return PreparedChat(ids, sampling, rules, (*unheld, *ignored), spans, shown)
+        pictures = tuple(readable[id(image)] for image in images)
+        ids, spans = self._with_images(ids, pictures, counting)
+        return PreparedChat(ids, sampling, rules, (*unheld, *ignored), spans, pictures)
 
     async def _with_read_images(
         self, conversation: Conversation, counting: bool
@@ -122,12 +122,13 @@ class ChatModel:
         images = [image for message in conversation.messages for image in images_of(message.content)]
         if not images or self._images is None:
             return conversation, {}, []
-        found = dict(zip(map(id, images), await self._images.read(images, sizes=counting), strict=True))
-        messages = tuple(_noted(message, found) for message in conversation.messages)
-        seen = {key: one for key, one in found.items() if isinstance(one, Seen)}
-        ignored = [image.where for image in images if id(image) not in seen]
-        ignored += [f"{image.where}.later_frames" for image in images if id(image) in seen and seen[id(image)].several]
-        return replace(conversation, messages=messages), seen, ignored
+        outcomes = dict(zip(map(id, images), await self._images.read(images, sizes=counting), strict=True))
+        messages = tuple(_noted(message, outcomes) for message in conversation.messages)
+        readable = {key: one for key, one in outcomes.items() if isinstance(one, Seen)}
+        ignored = [image.where for image in images if id(image) not in readable]
+        several = [image for image in images if id(image) in readable and readable[id(image)].several]
+        ignored += [f"{image.where}.later_frames" for image in several]
+        return replace(conversation, messages=messages), readable, ignored
 
     def _with_images(
         self, ids: list[int], shown: tuple[Seen, ...], counting: bool
@@ -172,17 +173,17 @@ class ChatModel:
         return msgspec.structs.replace(sampling, grammar=grammar, grammar_prefix=begun.answer if grammar else "")
 
 
-def _noted(message: Message, found: Mapping[int, Seen | Unreadable]) -> Message:
+def _noted(message: Message, images: Mapping[int, Seen | Unreadable]) -> Message:
     """With notes in place of images that cannot be read."""
     if isinstance(message.content, str):
         return message
-    return replace(message, content=joined(_note(part, found) for part in message.content))
+    return replace(message, content=joined(_note(part, images) for part in message.content))
 
 
-def _note(part: str | Image, found: Mapping[int, Seen | Unreadable]) -> Content:
+def _note(part: str | Image, images: Mapping[int, Seen | Unreadable]) -> Content:
     if isinstance(part, str):
         return part
-    one = found[id(part)]
+    one = images[id(part)]
     return (part,) if isinstance(one, Seen) else unread_image(one.why)
 
 
@@ -214,33 +215,33 @@ def speaking_of(
     """Says in the log what was found. Raises ConfigError."""
     source = tokenizer.chat_template.text if tokenizer.chat_template else ""
     reasoning = reasoning_format(reasoning_parser) if reasoning_parser else detect_reasoning_format(source)
-    found = tool_format(tool_parser) if tool_parser else detect_tool_format(source)
+    tool_syntax = tool_format(tool_parser) if tool_parser else detect_tool_format(source)
     if tokenizer.chat_template is None:
         log.warning("the model has no chat template: chats are refused until --chat-template FILE gives one")
-        return Speaking(found, reasoning)
+        return Speaking(tool_syntax, reasoning)
     turns = _tried(fit_turns, Turns(), render)
     if (tool_parser or "").lower() == NONE:
-        return Speaking(found, reasoning, turns=turns)
-    tools = found or _fallback()
+        return Speaking(tool_syntax, reasoning, turns=turns)
+    tools = tool_syntax or _fallback()
     fit = _tried(fit_template, TemplateFit(), render, tools)
-    unknown = found is None or not (fit.tools or fit.reads_back)
+    unknown = tool_syntax is None or not (fit.tools or fit.reads_back)
     speaking = Speaking(tools, reasoning, fit, turns, describe=unknown or not fit.tools, calls_as_text=unknown)
     log.info("%s", _told(speaking, named=tool_parser is not None))
     return speaking
 
 
-def _tried(trial: Callable[..., F], otherwise: F, *given: object) -> F:
+def _tried(trial: Callable[..., F], otherwise: F, *arguments: object) -> F:
     try:
-        return trial(*given)
+        return trial(*arguments)
     except TandemError as error:  # takes too long, or too much memory
         log.warning("the chat template cannot be tried: %s", error)
         return otherwise
 
 
 def _fallback() -> ToolFormat:
-    found = tool_format(_FALLBACK)
-    assert found is not None
-    return found
+    fallback = tool_format(_FALLBACK)
+    assert fallback is not None
+    return fallback
 
 
 def _told(speaking: Speaking, named: bool) -> str:

@@ -21,7 +21,7 @@ class OneAnswer:
         self._settled = SettledCalls()
 
     def settled(self, outputs: Iterable[TokenOutput]) -> list[SettledEvent]:
-        """What is new. The last of all is `Finish`."""
+        """New events of these outputs. The last of all is `Finish`."""
         return [event for output in outputs for event in self._settled.push(self.events(output))]
 
     def events(self, output: TokenOutput) -> list[ChatEvent]:

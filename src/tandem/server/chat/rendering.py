@@ -28,7 +28,7 @@ _NO_EFFORT = ("none", "minimal")
 
 
 class TemplateTokenizer(Protocol):
-    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+    """Part of `tandem.engine.text.tokenizer.Tokenizer` that rendering needs."""
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...
@@ -117,45 +117,45 @@ class PromptRenderer:
         return template_messages(messages, speaking.fit, ids), images
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
-        given = conversation.template_variables
-        for name in given:
+        variables = conversation.template_variables
+        for name in variables:
             if name in _RESERVED:
                 raise RequestError(f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs")
         offered = [] if self._speaking.describe else _offered(conversation)
         tools = {"tools": [tool_for_template(tool) for tool in offered]} if offered else {}
-        return tools | self._switches(conversation) | given
+        return tools | self._switches(conversation) | variables
 
     def _switches(self, conversation: Conversation) -> dict[str, Any]:
         """Variables of the template that say how much to reason. Raises RequestError where it has none."""
         names = self._names
-        thinking, effort, found = conversation.thinking, conversation.reasoning_effort, dict[str, Any]()
+        thinking, effort, switches = conversation.thinking, conversation.reasoning_effort, dict[str, Any]()
         if effort is not None:
             known = [name for name in _EFFORTS if name in names]
-            found |= dict.fromkeys(known, effort)
+            switches |= dict.fromkeys(known, effort)
             if not known:
                 thinking = effort not in _NO_EFFORT if thinking is None else thinking
         if conversation.thinking_budget is not None:
-            found["thinking_budget"] = conversation.thinking_budget
+            switches["thinking_budget"] = conversation.thinking_budget
             if "thinking_budget" not in names:
                 raise _no_switch("thinking_budget")
         if thinking is not None:
-            found |= self._thinking(
+            switches |= self._thinking(
                 thinking, names, "enable_thinking" if effort is None else "reasoning_effort"
             )
-        return found
+        return switches
 
-    def _thinking(self, thinking: bool, names: frozenset[str], asked: str) -> dict[str, Any]:
+    def _thinking(self, thinking: bool, names: frozenset[str], parameter: str) -> dict[str, Any]:
         values = {"enable_thinking": thinking, "thinking": thinking}
-        found = {
+        switches = {
             name: values.get(name, "enabled" if thinking else "disabled")
             for name in _SWITCHES
             if name in names
         }
         always = thinking and self._speaking.reasoning_format is not None
         never = not thinking and self._speaking.reasoning_format is None
-        if not (found or always or never):
-            raise _no_switch(asked)
-        return found
+        if not (switches or always or never):
+            raise _no_switch(parameter)
+        return switches
 
 
 def _check_length(conversation: Conversation) -> None:

@@ -78,9 +78,9 @@ class _Trial:
             self._variables = {}
         fit = TemplateFit(tools=tools)
         for arguments, empty in itertools.product(("object", "text"), ("", None)):
-            tried = replace(fit, arguments=arguments, empty=empty)  # type: ignore[arg-type]
-            if (answer := self._answer(tried, 1)) is not None:
-                fit = replace(tried, reads_back=True, written=self._written(answer))
+            candidate = replace(fit, arguments=arguments, empty=empty)  # type: ignore[arg-type]
+            if (answer := self._answer(candidate, 1)) is not None:
+                fit = replace(candidate, reads_back=True, written=self._written(answer))
                 break
         several = fit.reads_back and self._answer(fit, 2) is not None
         fit = replace(fit, several=several or not fit.reads_back)
@@ -130,8 +130,8 @@ class _Trial:
         """The form in which the template wrote the call, if it is one of the format's."""
         for written in self._format.written:
             begin = written.first + written.begun(_TOOL.name, call_id=self._id(0))
-            _, found, rest = answer.partition(begin)
-            if found and written.end in rest:  # some templates forget `last`
+            _, opening, rest = answer.partition(begin)
+            if opening and written.end in rest:  # some templates forget `last`
                 return written
         return None
 

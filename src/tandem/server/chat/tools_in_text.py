@@ -36,7 +36,7 @@ def tool_for_template(tool: Tool) -> dict[str, Any]:
 
 
 def described(tools: Iterable[Tool], tool_format: ToolFormat) -> str:
-    """What the model must know to call `tools`."""
+    """Description of `tools` that the model needs to call them."""
     lines = (json.dumps(tool_for_template(tool)["function"], ensure_ascii=False) for tool in tools)
     example = write_calls(tool_format, [("NAME", {"PARAMETER": "VALUE"})])
     return _DESCRIPTION.format(tools="\n".join(lines), example=example)
@@ -51,29 +51,29 @@ def with_system_text(messages: Sequence[Message], text: str, system: bool) -> tu
         return (Message("system", text), *messages)
     for i, message in enumerate(messages):
         if message.role == "user":
-            said = Message("user", joined((text, "\n\n", message.content)), name=message.name)
-            return (*messages[:i], said, *messages[i + 1 :])
+            user = Message("user", joined((text, "\n\n", message.content)), name=message.name)
+            return (*messages[:i], user, *messages[i + 1 :])
     return (Message("user", text), *messages)
 
 
 def as_text(messages: Iterable[Message], tool_format: ToolFormat) -> tuple[Message, ...]:
     """Calls as the assistant wrote them, results as what the user says next."""
-    said: list[Message] = []
+    turns: list[Message] = []
     for message in messages:
         if message.role == "tool":
             result = joined((_RESULT[0], message.content, _RESULT[1]))
-            if said and said[-1].role == "user":
-                result = joined((said.pop().content, "\n", result))
-            said.append(Message("user", result))
+            if turns and turns[-1].role == "user":
+                result = joined((turns.pop().content, "\n", result))
+            turns.append(Message("user", result))
         elif message.tool_calls:
             calls = write_calls(
                 tool_format, [(c.name, arguments_object(c.arguments)) for c in message.tool_calls]
             )
             content: Content = joined((message.content, "\n", calls)) if message.content else calls
-            said.append(Message("assistant", content, reasoning=message.reasoning))
+            turns.append(Message("assistant", content, reasoning=message.reasoning))
         else:
-            said.append(message)
-    return tuple(said)
+            turns.append(message)
+    return tuple(turns)
 
 
 def arguments_object(arguments: str | dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ CALL = {"id": "callnum00", "type": "function", "function": {"name": "probe", "ar
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What a template takes. `system`: a system message at the beginning; `more_system`: several, and later ones.
-    `repeated`: two turns of one role in a row; `user_after_results`: a user behind a tool's result."""
+    """Orders of turns that a template takes. `system`: a system message at the beginning; `more_system`: several, and
+    later ones. `repeated`: two turns of one role in a row; `user_after_results`: a user behind a tool's result."""
 
     system: bool = True
     more_system: bool = True
@@ -32,7 +32,7 @@ class Turns:
 
 def fit_turns(render: Render) -> Turns:
     """A template that refuses everything is left alone. Raises what `render` raises besides RequestError."""
-    user, again, said = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
+    user, second_user, answer = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
     first, second = _turn("system", "Delta"), _turn("system", "Epsilon")
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = _turn("tool", "Zeta") | {"tool_call_id": CALL["id"], "name": "probe"}
@@ -44,10 +44,10 @@ def fit_turns(render: Render) -> Turns:
         more_system=system
         and _shows(render, first, second, user)
         and _shows(render, first, user, second)
-        and _shows(render, user, said, second, again),
-        repeated=_shows(render, user, again) and _shows(render, user, said, said, again),
+        and _shows(render, user, answer, second, second_user),
+        repeated=_shows(render, user, second_user) and _shows(render, user, answer, answer, second_user),
         user_after_results=not _shows(render, user, called, result)
-        or _shows(render, user, called, result, again),
+        or _shows(render, user, called, result, second_user),
     )
 
 
@@ -57,9 +57,9 @@ def _turn(role: str, content: str) -> dict[str, Any]:
 
 def _shows(render: Render, *messages: dict[str, Any]) -> bool:
     """Whether the prompt has all their texts."""
-    given: TemplateMessages = list(messages)
+    conversation: TemplateMessages = list(messages)
     try:
-        text = render(given)
+        text = render(conversation)
     except RequestError:
         return False
     return all(message["content"] in text for message in messages)
@@ -68,16 +68,16 @@ def _shows(render: Render, *messages: dict[str, Any]) -> bool:
 def shown_by_user(messages: Iterable[Message], roles: Collection[Role]) -> Iterator[Message]:
     """Images of other roles are shown by the user right behind: behind a tool's result comes the next one first. Where
     `roles` is empty there are none."""
-    shown: list[Image] = []
+    waiting: list[Image] = []
     for message in messages:
-        if shown and message.role != "tool":
-            yield Message("user", tuple(shown))
-            shown = []
+        if waiting and message.role != "tool":
+            yield Message("user", tuple(waiting))
+            waiting = []
         images = () if message.role in roles else images_of(message.content)
-        shown += images
+        waiting += images
         yield replace(message, content=text_of(message.content)) if images else message
-    if shown:
-        yield Message("user", tuple(shown))
+    if waiting:
+        yield Message("user", tuple(waiting))
 
 
 def as_taken(messages: Iterable[Message], turns: Turns) -> tuple[Message, ...]:
@@ -125,7 +125,8 @@ def _of_one_role(first: Message, second: Message) -> Message | None:
 
 
 def _in_result(first: Message, second: Message) -> Message | None:
-    """What the user adds to a tool's result stands in the result; not images, which few templates show there."""
+    """Tool result with the text that the user adds to it. None with images, which few templates show there, or for
+    other roles."""
     if first.role != "tool" or second.role != "user" or images_of(second.content):
         return None
     return replace(first, content=joined((first.content, second.content), _BETWEEN))

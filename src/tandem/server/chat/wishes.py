@@ -31,9 +31,9 @@ async def prepare_wishes(
             ignored += prepared.ignored
             return prepared
         except RequestError as error:
-            field, shown = wishes.get(error.param or "", ("", ""))
+            field, path = wishes.get(error.param or "", ("", ""))
             if not field or getattr(conversation, field) is None:
                 raise
             nothing: dict[str, Any] = {field: None}
             conversation = dataclasses.replace(conversation, **nothing)
-            ignored.append(shown)
+            ignored.append(path)

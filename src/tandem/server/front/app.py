@@ -105,7 +105,7 @@ class FrontApp:
             child.sleep.keep(seconds)
 
     def _loaded(self, name: str | None) -> Child:
-        """Of routes that only look. Raises ApiError 503, 404, 400."""
+        """Loaded model, for routes that only look. Raises ApiError 503, 404, 400."""
         child = self._models.named(name)
         if child.life is not Life.LOADED:
             raise unavailable(f"{child.name} is not loaded; a request for an answer loads it")
@@ -120,28 +120,28 @@ class FrontApp:
 
     async def _stored(self, scope: Scope, send: Send) -> None:
         """A response's id names no model: the one that has it answers."""
-        refused: Response = error_response(ApiError(404, "no loaded model has this response", code="not_found"), scope)
+        response: Response = error_response(ApiError(404, "no loaded model has this response", code="not_found"), scope)
         for child in self._models.loaded():
             answer = await child.wire.ask(scope["method"], scope["path"])
             status, data = await answer.head(), await answer.whole()
             if status != 404:
-                refused = Response(data, status, media_type="application/json")
+                response = Response(data, status, media_type="application/json")
                 break
-        await refused(scope, _no_body, send)
+        await response(scope, _no_body, send)
 
     async def _tell_all(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         """Every loaded model."""
-        said = []
+        answers = []
         for child in self._models.loaded():
             answer = await child.wire.ask("POST", scope["path"], [(b"content-type", b"application/json")], body)
-            said.append((await answer.head(), await answer.whole()))
-        if wrong := next((each for each in said if each[0] != 200), None):
+            answers.append((await answer.head(), await answer.whole()))
+        if wrong := next((each for each in answers if each[0] != 200), None):
             await Response(wrong[1], wrong[0], media_type="application/json")(scope, receive, send)
             return
         if scope["path"] == "/flush_cache":
             response = Response("The prefix caches are empty.\n", media_type="text/plain")
         else:
-            response = json_response({"aborted": any(json.loads(data)["aborted"] for _, data in said)})
+            response = json_response({"aborted": any(json.loads(data)["aborted"] for _, data in answers)})
         await response(scope, receive, send)
 
 

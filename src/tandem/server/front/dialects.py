@@ -1,4 +1,4 @@
-"""What the front must know of dialects: which routes need a loaded model, and what a stream says while it waits."""
+"""Facts of dialects for the front: which routes need a loaded model, and what a stream says while it waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING = (b"", b"null", b'""', b"[]")
 
 
 class Wish(msgspec.Struct):
-    """What the front reads of a body; the model's own server checks it all."""
+    """Fields of a body that the front reads; the model's own server checks it all."""
 
     model: str | None = None
     stream: Any = None
@@ -53,12 +53,12 @@ def streams(path: str, wish: Wish) -> bool:
 
 def is_empty(path: str, wish: Wish) -> bool:
     """Ollama's way to ask for a model to be loaded, or unloaded."""
-    said = {"/api/chat": wish.messages, "/api/generate": wish.prompt}.get(path)
-    return said is not None and bytes(said).strip() in _NOTHING
+    content = {"/api/chat": wish.messages, "/api/generate": wish.prompt}.get(path)
+    return content is not None and bytes(content).strip() in _NOTHING
 
 
 def media_type(path: str) -> str:
-    """Of a stream."""
+    """Media type of a stream."""
     return LINES if path in OLLAMA else EVENTS
 
 
@@ -87,7 +87,7 @@ def begins_to_end(path: str, data: bytes) -> bool:
 
 
 def failure(path: str, body: bytes) -> bytes:
-    """What ends a stream that has begun. body: the refusal, as the dialect has it."""
+    """Last bytes of a stream that has begun and fails. body: the refusal, as the dialect has it."""
     if path in OLLAMA:
         return body + b"\n"
     if path.startswith("/v1/messages"):

@@ -31,21 +31,21 @@ def verdict(flags: Sequence[str], loaded: Iterable[int]) -> tuple[str, bool]:
     if _is_to_be_fetched(config.model):  # its size is known once it is here; its own plan looks again
         return "", True
     machine = this_machine()
-    alone = without(machine, family_of(loaded))
-    now, why = _plan(config, machine)
-    if now is not None and (now.gpu is not None or alone == machine):
+    freed = without(machine, family_of(loaded))
+    plan, why = _plan(config, machine)
+    if plan is not None and (plan.gpu is not None or freed == machine):
         return "", True
-    then, why_not = _plan(config, alone)
-    if now is not None:  # beside the others it would do without the GPU
-        return ("", True) if then is None or then.gpu is None else ("the GPU is taken by other models", True)
-    return (why, True) if then is not None else (why_not, False)
+    later, why_not = _plan(config, freed)
+    if plan is not None:  # beside the others it would do without the GPU
+        return ("", True) if later is None or later.gpu is None else ("the GPU is taken by other models", True)
+    return (why, True) if later is not None else (why_not, False)
 
 
 def _is_to_be_fetched(model: str) -> bool:
     if Path(model).expanduser().exists():
         return False
     name = hub_name(model)
-    return name is not None and ((found := find_snapshot(name)) is None or found.model is None)
+    return name is not None and ((snapshot := find_snapshot(name)) is None or snapshot.model is None)
 
 
 def _plan(config: EngineConfig, machine: Machine) -> tuple[Plan | None, str]:
@@ -59,10 +59,10 @@ def without(machine: Machine, processes: Iterable[int]) -> Machine:
     """The machine as it will be when these processes have ended."""
     pids = set(processes)
     memory = min(machine.total_memory, machine.available_memory + sum(map(own_bytes, pids)))
-    taken = gpu_bytes(pids) if machine.gpus and pids else {}
+    held = gpu_bytes(pids) if machine.gpus and pids else {}
     gpus = (
-        replace(gpu, free_bytes=min(gpu.memory_bytes, gpu.free_bytes + taken.get(gpu.uuid, 0)))
-        if taken or not pids
+        replace(gpu, free_bytes=min(gpu.memory_bytes, gpu.free_bytes + held.get(gpu.uuid, 0)))
+        if held or not pids
         else replace(gpu, free_bytes=gpu.memory_bytes)  # a container is not told what its processes hold
         for gpu in machine.gpus
     )
@@ -77,12 +77,12 @@ def family_of(roots: Iterable[int]) -> set[int]:
             with contextlib.suppress(OSError):
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(folder.name))
-    found, new = set[int](), list(roots)
+    family, new = set[int](), list(roots)
     while new:
         pid = new.pop()
-        found.add(pid)
+        family.add(pid)
         new += children.get(pid, [])
-    return found
+    return family
 
 
 def own_bytes(pid: int) -> int:
@@ -94,24 +94,24 @@ def own_bytes(pid: int) -> int:
 
 
 def gpu_bytes(pids: set[int]) -> dict[str, int]:
-    """What these processes hold of each GPU, by its UUID; nothing where the driver does not tell."""
+    """Bytes of each GPU that these processes hold, by its UUID; empty where the driver does not tell."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    found: dict[str, int] = {}
-    for line in told.splitlines():
+    held: dict[str, int] = {}
+    for line in output.splitlines():
         uuid, pid, mib = (part.strip() for part in line.split(","))
         if pid.isdigit() and int(pid) in pids and mib.isdigit():
-            found[uuid] = found.get(uuid, 0) + (int(mib) << 20)
-    return found
+            held[uuid] = held.get(uuid, 0) + (int(mib) << 20)
+    return held
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
-        why, possible = verdict(asked["flags"], asked["loaded"])
+        why, possible = verdict(request["flags"], request["loaded"])
     except (ConfigError, TandemError) as error:
         why, possible = str(error), False
     json.dump({"why": why, "possible": possible}, sys.stdout)

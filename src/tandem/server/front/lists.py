@@ -1,4 +1,4 @@
-"""What the front tells of its models, in the form of each dialect. Facts of a model are those of its last load."""
+"""Lists and facts of the front's models, in the form of each dialect. Facts of a model are those of its last load."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def shown(child: Child, started_at: int) -> dict[str, Any]:
     """Ollama's, of /api/show. One that was never loaded shows little."""
     if known := child.facts.get("/api/show"):
         return dict(known)
-    found = tag(child, started_at)
+    entry = tag(child, started_at)
     return {
-        "modelfile": "", "parameters": "", "template": "", "details": found["details"], "model_info": {},
-        "capabilities": ["completion", "tools"], "modified_at": found["modified_at"],
+        "modelfile": "", "parameters": "", "template": "", "details": entry["details"], "model_info": {},
+        "capabilities": ["completion", "tools"], "modified_at": entry["modified_at"],
     }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def lm_studio(child: Child) -> dict[str, Any]:
 
 
 def away(child: Child) -> bytes:
-    """What the page sees of a model that is not loaded."""
+    """State of a model that is not loaded, for the page (JSON)."""
     why = child.why or f"{child.name} is not loaded; a message loads it"
     if child.life in (Life.LOADING, Life.DRAINING):
         why = f"{child.name} is {child.life.value}"
@@ -79,5 +79,5 @@ def away(child: Child) -> bytes:
 
 
 def _first(child: Child, path: str, key: str) -> dict[str, Any]:
-    found = child.facts.get(path, {}).get(key) or [{}]
-    return dict(found[0])
+    entries = child.facts.get(path, {}).get(key) or [{}]
+    return dict(entries[0])

@@ -49,8 +49,8 @@ class Models:
 
     def loaded(self) -> list[Child]:
         """The one that was used last comes first."""
-        found = [child for child in self.all() if child.life is Life.LOADED]
-        return sorted(found, key=lambda child: -child.used_at)
+        children = [child for child in self.all() if child.life is Life.LOADED]
+        return sorted(children, key=lambda child: -child.used_at)
 
     def named(self, name: str | None) -> Child:
         """None: the only one there is, or that is loaded. Raises ApiError 404, 400."""
@@ -138,8 +138,8 @@ class Models:
 
     async def _until_drained(self) -> None:
         """Models that are on their way out still hold their memory."""
-        while going := [child for child in self.all() if child.life is Life.DRAINING]:
-            await going[0].gone.wait()
+        while draining := [child for child in self.all() if child.life is Life.DRAINING]:
+            await draining[0].gone.wait()
 
     async def _unload_least_used(self, child: Child, why: str) -> None:
         """One that was loaded only just stays a while: two models that take turns would do nothing but load."""

@@ -58,20 +58,20 @@ def read_models(config: EngineConfig) -> ModelsFile:
         text = path.read_text(encoding="utf-8")
         return _of_table(tomllib.loads(text), common, config.sleep_idle_seconds, path)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--models {path} cannot be read: {said}; give a directory, or a TOML file") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--models {path} cannot be read: {why}; give a directory, or a TOML file") from error
 
 
 def _of_directory(path: Path, common: Mapping[str, Any], idle: float | None) -> ModelsFile:
     """Folders with a config.json, and GGUF files; of a GGUF model in parts the first."""
-    here = sorted(path.iterdir())
-    found = [each for each in here if (each / "config.json").is_file()]
-    found += [each for each in here if each.suffix == _GGUF and "-of-" not in each.stem]
-    found += [each for each in here if each.suffix == _GGUF and "-00001-of-" in each.stem]
-    names = {each: each.stem.partition("-00001-of-")[0] if each.suffix == _GGUF else each.name for each in found}
-    if not found:
+    paths = sorted(path.iterdir())
+    files = [each for each in paths if (each / "config.json").is_file()]
+    files += [each for each in paths if each.suffix == _GGUF and "-of-" not in each.stem]
+    files += [each for each in paths if each.suffix == _GGUF and "-00001-of-" in each.stem]
+    names = {each: each.stem.partition("-00001-of-")[0] if each.suffix == _GGUF else each.name for each in files}
+    if not files:
         raise ConfigError(f"--models {path} has no model: folders with a config.json, or files {_GGUF}")
-    entries = (ModelEntry(names[each], words({"model": str(each), **common}), (), idle) for each in found)
+    entries = (ModelEntry(names[each], words({"model": str(each), **common}), (), idle) for each in files)
     return checked(ModelsFile(tuple(entries)))
 
 
@@ -97,7 +97,7 @@ def _of_table(
 
 
 def _numbers(table: Mapping[str, Any], names: tuple[str, ...], path: Path) -> dict[str, float]:
-    """Of the file itself. Raises ConfigError."""
+    """Numbers of the file itself, by name. Raises ConfigError."""
     unknown = [name for name in table if name not in (*names, "models")]
     if unknown:
         raise ConfigError(f"{path}: {unknown[0]!r} is not known; known are models, {', '.join(names)}")
@@ -111,20 +111,20 @@ def _entry(
     name: str, fields: Mapping[str, Any], common: Mapping[str, Any], idle: float | None, path: Path
 ) -> ModelEntry:
     """Raises ConfigError."""
-    given = {key.lstrip("-").replace("-", "_"): value for key, value in fields.items()}
-    fronts = [key for key in given if key in FRONT_FLAGS - {"model", "sleep_idle_seconds"}]
+    table = {key.lstrip("-").replace("-", "_"): value for key, value in fields.items()}
+    fronts = [key for key in table if key in FRONT_FLAGS - {"model", "sleep_idle_seconds"}]
     if fronts:
         raise ConfigError(f"{fronts[0]} is the server's own: give it to kt serve")
-    if not isinstance(given.get("model"), str):
+    if not isinstance(table.get("model"), str):
         raise ConfigError('has no model: write model = "DIRECTORY, GGUF file or name of the hub"')
-    aliases = given.get("aliases", [])
+    aliases = table.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise ConfigError("aliases must be a list of names")
-    model = path.parent / Path(given["model"]).expanduser()
-    flags = {**common, **{key: value for key, value in given.items() if key not in _OWN}}
-    flags["model"] = str(model) if model.exists() else given["model"]
+    model = path.parent / Path(table["model"]).expanduser()
+    flags = {**common, **{key: value for key, value in table.items() if key not in _OWN}}
+    flags["model"] = str(model) if model.exists() else table["model"]
     return ModelEntry(
-        name, words(flags), tuple(aliases), given.get("sleep_idle_seconds", idle), bool(given.get("preload"))
+        name, words(flags), tuple(aliases), table.get("sleep_idle_seconds", idle), bool(table.get("preload"))
     )
 
 
@@ -132,22 +132,22 @@ def words(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """A command line. Names that are no flag's stay what they are: whoever reads it names the nearest. What is False
     or None is left out."""
     spelled = {flag.name: flag.spellings[0] for flag in FLAGS}
-    found: list[str] = []
+    arguments: list[str] = []
     for name, value in sorted(fields.items(), key=lambda field: field[0] != "model"):
         if value is None or value is False:
             continue
-        found.append(spelled.get(name, "--" + name.replace("_", "-")))
+        arguments.append(spelled.get(name, "--" + name.replace("_", "-")))
         if value is not True:
-            found += map(str, value if isinstance(value, list | tuple) else [value])
-    return tuple(found)
+            arguments += map(str, value if isinstance(value, list | tuple) else [value])
+    return tuple(arguments)
 
 
 def checked(file: ModelsFile) -> ModelsFile:
     """`file` itself. Raises ConfigError: flags that cannot be, or a name that two models have."""
     reasons, owners = list[str](), dict[str, str]()
     for entry in file.entries:
-        _, refused = EngineConfig.possible(entry.flags)
-        reasons += (f"{entry.name}: {reason}" for reason in refused)
+        _, refusals = EngineConfig.possible(entry.flags)
+        reasons += (f"{entry.name}: {reason}" for reason in refusals)
         for name in (entry.name, *entry.aliases):
             if owners.setdefault(name, entry.name) != entry.name:
                 reasons.append(f"{owners[name]} and {entry.name} are both called {name!r}; give one another name")

@@ -194,12 +194,12 @@ def returned_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
 
 def _returned(headers: Sequence[tuple[bytes, bytes]], child: Child) -> Headers:
     """The model's server does not know `keep_alive`, but the front does."""
-    found = returned_headers(headers)
+    fields = returned_headers(headers)
     if not child.sleep.by_itself:
-        return found
+        return fields
     ignored = IGNORED_HEADER.encode()
-    kept = [(name, _without_keep_alive(value) if name == ignored else value) for name, value in found]
-    return [(name, value) for name, value in kept if value or name != ignored]
+    pairs = [(name, _without_keep_alive(value) if name == ignored else value) for name, value in fields]
+    return [(name, value) for name, value in pairs if value or name != ignored]
 
 
 def _without_keep_alive(names: bytes) -> bytes:

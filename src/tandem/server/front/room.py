@@ -42,12 +42,12 @@ class PlanRoom:
             sys.executable, "-P", "-m", "tandem.server.front.fits", stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        asked = {"flags": entry.flags, "loaded": [child.pid for child in loaded]}
+        question = {"flags": entry.flags, "loaded": [child.pid for child in loaded]}
         try:
-            said, _ = await process.communicate(json.dumps(asked).encode())
+            answer, _ = await process.communicate(json.dumps(question).encode())
         except BaseException:
             process.kill()
             raise
         if process.returncode:
             return Verdict(f"{entry.name} cannot be planned: the process that does it failed", possible=False)
-        return Verdict(**json.loads(said))
+        return Verdict(**json.loads(answer))

@@ -76,8 +76,8 @@ class FrontRoutes:
 
     async def _running(self, http: Request) -> Response:
         """llama-swap's."""
-        here = [{"model": child.name, "state": "ready"} for child in self._models.loaded()]
-        return json_response({"running": here})
+        models = [{"model": child.name, "state": "ready"} for child in self._models.loaded()]
+        return json_response({"running": models})
 
     async def _lm_studio(self, http: Request) -> Response:
         return json_response({"object": "list", "data": [lists.lm_studio(c) for c in self._models.all()]})
@@ -131,8 +131,8 @@ class _Named(msgspec.Struct):
 
 def _names(body: bytes) -> str | None:
     """The model that a small body names. Raises ApiError 400."""
-    said = decode(body, _Named) if body.strip() else _Named()
-    return said.model or said.name
+    request = decode(body, _Named) if body.strip() else _Named()
+    return request.model or request.name
 
 
 def asked_model(scope: Scope) -> str | None:

@@ -72,22 +72,22 @@ class _Merged:
 
 
 def _labelled(family: Metric, model: str) -> Metric:
-    found = Metric(family.name, family.documentation, family.type)
-    found.samples = [
+    metric = Metric(family.name, family.documentation, family.type)
+    metric.samples = [
         sample._replace(labels={**sample.labels, "model": model}) for sample in family.samples
     ]
-    return found
+    return metric
 
 
 def _of_models(models: Models) -> Iterator[Metric]:
-    here = GaugeMetricFamily("tandem_front_model_loaded", "1 while the model is loaded", labels=["model"])
+    loaded = GaugeMetricFamily("tandem_front_model_loaded", "1 while the model is loaded", labels=["model"])
     loads = CounterMetricFamily("tandem_front_model_loads", "Times that it was loaded", labels=["model"])
     active = GaugeMetricFamily("tandem_front_model_requests", "Requests that it has or waits for", labels=["model"])
     for child in models.all():
-        here.add_metric([child.name], float(child.life is Life.LOADED))
+        loaded.add_metric([child.name], float(child.life is Life.LOADED))
         loads.add_metric([child.name], child.loads)
         active.add_metric([child.name], child.in_flight)
-    yield from (here, loads, active)
+    yield from (loaded, loads, active)
 
 
 class FrontState:

@@ -1,1 +1,1 @@
-"""What stands between the network and the routes: keys, origins, sizes, times, clients that leave or do not read."""
+"""Guards between the network and the routes: keys, origins, sizes, times, clients that leave or do not read."""

@@ -31,7 +31,7 @@ class GateMetrics(Protocol):
 
 
 class Gated(Protocol):
-    """What the gate needs of a server's state."""
+    """Part of a server's state that the gate needs."""
 
     http_active: int
     @property

@@ -62,9 +62,9 @@ def hide(secret: str) -> None:
         start, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
         if not 0 < start < end:  # the system does not tell
             return
-        wanted = secret.encode()
+        secret_bytes = secret.encode()
         arguments = ctypes.string_at(start, end - start)
-        at = arguments.find(wanted) if wanted else -1
+        at = arguments.find(secret_bytes) if secret_bytes else -1
         while at >= 0:
-            ctypes.memset(start + at, ord("*"), len(wanted))
-            at = arguments.find(wanted, at + len(wanted))
+            ctypes.memset(start + at, ord("*"), len(secret_bytes))
+            at = arguments.find(secret_bytes, at + len(secret_bytes))

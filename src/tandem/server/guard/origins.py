@@ -47,5 +47,5 @@ class Origins:
 def _matches(host: str, patterns: tuple[str, ...]) -> bool:
     """`host` may end in a port."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    wanted = [pattern.lower() for pattern in patterns]
-    return name in wanted or host in wanted or any(fnmatchcase(name, pattern) for pattern in wanted)
+    lowered = [pattern.lower() for pattern in patterns]
+    return name in lowered or host in lowered or any(fnmatchcase(name, pattern) for pattern in lowered)

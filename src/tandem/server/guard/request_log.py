@@ -20,8 +20,8 @@ class RequestNote:
     """Takes the client's `x-request-id`, or makes one, and sends it back with the answer."""
 
     def __init__(self, scope: Scope) -> None:
-        given = next((value for name, value in scope["headers"] if name == ID_HEADER), b"")
-        self.id = given if _ID.fullmatch(given) else uuid4().hex.encode()
+        request_id = next((value for name, value in scope["headers"] if name == ID_HEADER), b"")
+        self.id = request_id if _ID.fullmatch(request_id) else uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = self.id
         self._what = f"{scope['method']} {scope['path'][:200]!r}"
         self._level = logging.DEBUG if scope["path"].startswith(_OFTEN) else logging.INFO

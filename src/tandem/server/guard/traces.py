@@ -27,7 +27,7 @@ _CHATS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
 
 
 class Span(Protocol):
-    """Of what one HTTP request asks of the engine."""
+    """Trace of the work that one HTTP request asks of the engine."""
 
     def add(self, outputs: Sequence[TokenOutput]) -> None: ...
     def failed(self, error: Exception) -> None: ...
@@ -65,8 +65,8 @@ def traces_of(config: EngineConfig, model: Callable[[], str]) -> Traces:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        said = f"--otlp-traces-endpoint needs more packages ({error}): pip install 'tandem-moe[otel]'"
-        raise ConfigError(said) from error
+        message = f"--otlp-traces-endpoint needs more packages ({error}): pip install 'tandem-moe[otel]'"
+        raise ConfigError(message) from error
     return OpenTelemetry(BatchSpanProcessor(OTLPSpanExporter(config.otlp_traces_endpoint)), model)
 
 
@@ -166,11 +166,11 @@ class _RequestSpan:
 
 def _asked(sampling: SamplingParams) -> dict[str, Any]:
     """Only what says something."""
-    said = {
+    attributes = {
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else None, "seed": sampling.seed,
         "frequency_penalty": sampling.frequency_penalty or None,
         "presence_penalty": sampling.presence_penalty or None,
         "choice.count": sampling.n if sampling.n > 1 else None,
     }  # fmt: skip
-    return {f"gen_ai.request.{name}": value for name, value in said.items() if value is not None}
+    return {f"gen_ai.request.{name}": value for name, value in attributes.items() if value is not None}

@@ -1,1 +1,1 @@
-"""What clients, routers and people ask about the server itself, beyond SGLang's control routes."""
+"""Routes about the server itself, for clients, routers and people, beyond SGLang's control routes."""

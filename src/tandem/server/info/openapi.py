@@ -39,11 +39,11 @@ def _numbers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _keywords(lowest: float, highest: float, inclusive: bool, number: dict[str, Any]) -> dict[str, Any]:
-    """What the schema says itself stays where it is narrower."""
+    """JSON schema keywords of a number's limits. Narrower limits of the schema itself stay."""
     least = max(lowest, number.get("minimum", -math.inf))
     most = min(highest, number.get("maximum", math.inf))
-    found: dict[str, Any] = {"minimum" if inclusive else "exclusiveMinimum": least}
-    return found if most == math.inf else found | {"maximum": most}
+    keywords: dict[str, Any] = {"minimum" if inclusive else "exclusiveMinimum": least}
+    return keywords if most == math.inf else keywords | {"maximum": most}
 
 
 def document_nulls(schemas: dict[str, Any], names: Mapping[type, str]) -> None:
@@ -52,23 +52,23 @@ def document_nulls(schemas: dict[str, Any], names: Mapping[type, str]) -> None:
         for field in inspect.multi_type_info([struct])[0].fields:  # type: ignore[attr-defined]
             if is_defaulted(field):
                 fields = schemas[name]["properties"]
-                told = fields[field.encode_name]
-                default = {"default": told.pop("default")} if "default" in told else {}
-                fields[field.encode_name] = {"anyOf": [told, {"type": "null"}]} | default
+                schema = fields[field.encode_name]
+                default = {"default": schema.pop("default")} if "default" in schema else {}
+                fields[field.encode_name] = {"anyOf": [schema, {"type": "null"}]} | default
 
 
 def structs_in(bodies: Iterable[type]) -> list[type]:
     """Types of requests, at any depth."""
-    found: dict[type, None] = {}
+    structs: dict[type, None] = {}
     waiting = list(inspect.multi_type_info(bodies))
     while waiting:
         info = waiting.pop()
         if isinstance(info, inspect.StructType):
-            if info.cls not in found:
-                found[info.cls] = None
+            if info.cls not in structs:
+                structs[info.cls] = None
                 waiting += [field.type for field in info.fields]
         elif isinstance(info, inspect.ListType):
             waiting.append(info.item_type)
         else:
             waiting += [part for part in parts(info) if part is not info]
-    return list(found)
+    return list(structs)

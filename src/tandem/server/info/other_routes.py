@@ -38,9 +38,9 @@ def hint(path: str, is_route: Callable[[str], bool]) -> str:
     """path: that is no route. is_route: whether another is."""
     path = path.rstrip("/")
     without = path.removeprefix("/v1")
-    found = _OTHERS.get(without)
-    if found is not None:  # also where there is a route that says so, or one that takes any name
-        return f"no such route: {found}"
+    advice = _OTHERS.get(without)
+    if advice is not None:  # also where there is a route that says so, or one that takes any name
+        return f"no such route: {advice}"
     for other in (f"/v1{path}", without):
         if other != path and is_route(other):
             return f"no such route; {other} is here"

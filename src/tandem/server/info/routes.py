@@ -102,7 +102,7 @@ async def _chat_tokens(state: ServerState, body: TokenizeBody, ignored: list[str
 
 
 def _load(state: ServerState) -> Load:
-    """What was submitted and has not been reported yet counts as waiting."""
+    """Load of the server. A request that was submitted and has not been reported yet counts as waiting."""
     plan, stats = state.engine.plan, state.client.stats
     running = stats.running
     waiting = max(stats.waiting, state.client.open_answers - running)

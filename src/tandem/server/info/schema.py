@@ -27,7 +27,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of several prompts lists of each."""
+    """Token counts and ids of a prompt; of several prompts, lists of each."""
 
     count: int | list[int]
     max_model_len: int
@@ -71,7 +71,7 @@ class Loads(msgspec.Struct, frozen=True):
 
 
 class Modalities(msgspec.Struct, frozen=True):
-    """What is read beside text."""
+    """Kinds of input that are read beside text."""
 
     vision: bool = False
     audio: bool = False

@@ -1,4 +1,4 @@
-"""What bodies of Ollama's routes ask for: a `Conversation`, and OpenAI's sampling fields."""
+"""Requests of Ollama's routes, read as a `Conversation` and OpenAI's sampling fields."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def chat_of(body: ChatBody, sight: Sight) -> Conversation:
 
 def generation_of(body: GenerateBody, sight: Sight) -> Conversation:
     """Raises ApiError 400."""
-    shown = _images(body.images, "images", sight.of_turn(refused=True))
+    images = _images(body.images, "images", sight.of_turn(refused=True))
     system = [Message("system", body.system)] if body.system else []
-    return Conversation(messages=(*system, Message("user", joined_contents((*shown, body.prompt)))), **_thinking(body))
+    return Conversation(messages=(*system, Message("user", joined_contents((*images, body.prompt)))), **_thinking(body))
 
 
 def refuse_raw_images(body: GenerateBody) -> None:
@@ -110,10 +110,10 @@ def _result(body: MessageBody, content: Content, waiting: list[ToolCall]) -> Mes
 
 def _content(body: MessageBody, where: str, sight: Sight) -> Content:
     """Images stand beside the text here: before it, and notes of them behind it. Raises ApiError 400."""
-    shown, text = _images(body.images, f"{where}.images", sight), body.content or ""
-    seen = [image for image in shown if not isinstance(image, str)]
-    notes = [(note, True) for note in shown if isinstance(note, str)]
-    return joined([*((image, True) for image in seen), (text, False), *notes])
+    mixed, text = _images(body.images, f"{where}.images", sight), body.content or ""
+    images = [image for image in mixed if not isinstance(image, str)]
+    notes = [(note, True) for note in mixed if isinstance(note, str)]
+    return joined([*((image, True) for image in images), (text, False), *notes])
 
 
 def _images(images: list[str] | None, where: str, sight: Sight) -> list[Content]:

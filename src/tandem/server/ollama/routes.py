@@ -135,8 +135,8 @@ def _names(body: CommonBody, prompt: str) -> dict[str, str]:
 
 
 def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
-    asked = body.options.num_predict if body.options else None
-    limit = None if asked is not None and asked < 0 else asked
+    num_predict = body.options.num_predict if body.options else None
+    limit = None if num_predict is not None and num_predict < 0 else num_predict
     return sampling_of(sampling_body(body), state.sampling_defaults, max_tokens=limit)
 
 
@@ -147,7 +147,7 @@ def _keep(state: ServerState, body: CommonBody) -> None:
         sleep.keep(seconds)
 
 
-async def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response:
+async def _loaded(state: ServerState, body: CommonBody, **fields: Any) -> Response:
     """Raises RequestError; EngineError where it cannot be loaded."""
     validate(_sampling(state, body), state.engine.vocab_size)
     unloads = keep_seconds(body.keep_alive) == 0
@@ -157,14 +157,14 @@ async def _loaded(state: ServerState, body: CommonBody, **said: Any) -> Response
         _keep(state, body)
         await state.client.wake()
     reason = "unload" if unloads else "load"
-    return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **said))
+    return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **fields))
 
 
 def _with_keep_alive(state: ServerState, body: CommonBody, ignored: list[str]) -> list[str]:
     """It is ignored where the model stays for good, unless it asks for that, or to be unloaded now."""
     seconds = keep_seconds(body.keep_alive)
-    kept = seconds in (None, math.inf) or state.client.sleep.by_itself or (seconds == 0 and body.is_empty)
-    return ignored if kept else [*ignored, "keep_alive"]
+    honoured = seconds in (None, math.inf) or state.client.sleep.by_itself or (seconds == 0 and body.is_empty)
+    return ignored if honoured else [*ignored, "keep_alive"]
 
 
 def _tag(state: ServerState) -> Tag:
@@ -194,6 +194,6 @@ def _show(state: ServerState) -> Show:
         f"{engine.model_type}.context_length": engine.plan.context_length,
         f"{engine.model_type}.vocab_size": engine.vocab_size,
     }
-    also = {"vision": state.chat.sees, "thinking": state.chat.reasons}
-    capabilities = ["completion", "tools", *(name for name, has in also.items() if has)]
+    optional = {"vision": state.chat.sees, "thinking": state.chat.reasons}
+    capabilities = ["completion", "tools", *(name for name, has in optional.items() if has)]
     return Show("", "", "", tag.details, info, capabilities, tag.modified_at)

@@ -54,8 +54,8 @@ class OllamaWriter:
     def _new(self, outputs: list[TokenOutput]) -> list[SettledEvent]:
         if self._answer.completion_tokens == 0:
             self._first_at = time.monotonic_ns()
-        found = self._answer.settled(outputs)
-        return [event for event in found if not isinstance(event, Finish)]
+        events = self._answer.settled(outputs)
+        return [event for event in events if not isinstance(event, Finish)]
 
     def _chunk(self, events: list[SettledEvent], done: bool = False) -> Chunk:
         text = "".join(map(_text, events))
@@ -63,8 +63,8 @@ class OllamaWriter:
         chunk = Chunk(model=self._model, created_at=now(), done=done)
         if self._chat:
             calls = [self._call(event) for event in events if isinstance(event, AnsweredCall)]
-            said = Said("assistant", text, thinking, calls or None)
-            chunk = msgspec.structs.replace(chunk, message=said)
+            message = Said("assistant", text, thinking, calls or None)
+            chunk = msgspec.structs.replace(chunk, message=message)
         else:
             chunk = msgspec.structs.replace(chunk, response=text, thinking=thinking)
         return self._finished(chunk) if done else chunk

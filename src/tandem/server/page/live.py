@@ -64,10 +64,10 @@ class LiveView:
         if self._asking is not None and self._asking.done():
             self._take(self._asking)
 
-    def _take(self, asked: asyncio.Task[ExpertTraffic]) -> None:
+    def _take(self, task: asyncio.Task[ExpertTraffic]) -> None:
         self._asking = None
         try:
-            self._experts = _plain(asked.result())
+            self._experts = _plain(task.result())
         except EngineError:  # it has died meanwhile; `engine` says so
             self._experts = None
 
@@ -77,9 +77,9 @@ def _plain(traffic: ExpertTraffic) -> dict[str, Any] | None:
     if not traffic.layers:
         return None
     shape = len(traffic.layers), traffic.experts
-    here = np.frombuffer(traffic.gpu_experts, np.uint8).reshape(shape) + ord("0")
+    digits = np.frombuffer(traffic.gpu_experts, np.uint8).reshape(shape) + ord("0")
     return {
         "layers": traffic.layers,
         "tokens": np.frombuffer(traffic.tokens, "<i8").reshape(shape).tolist(),
-        "on_gpu": [row.tobytes().decode("ascii") for row in here],
+        "on_gpu": [row.tobytes().decode("ascii") for row in digits],
     }

@@ -200,7 +200,7 @@ class ImageReader:
                 self._unreadable[name] = Unreadable(str(error))
                 _shrink(self._unreadable)
             raise
-        return seen if sizes else self._kept(name, seen)
+        return picture if sizes else self._kept(name, picture)
 
     def _decoded(self, data: bytes, where: str, most: int, sizes: bool, budget: Budget) -> Seen:
         began = time.monotonic()
@@ -212,18 +212,18 @@ class ImageReader:
         found = resized.found
         rows = self._processor.tokens(self._processor.grid(found.height, found.width))
         pixels = None if sizes else Pixels(resized, self._processor)
-        return Seen(rows, found.source_pixels, found.frames > 1, pixels)
+        return Seen(rows, facts.source_pixels, facts.frames > 1, pixels)
 
     def _kept(self, name: Name, seen: Seen) -> Seen:
         """The same; another file's pixels where they are equal. Raises ApiError 429 where running requests hold too
         many."""
-        assert seen.pixels is not None
+        assert picture.pixels is not None
         held = sum(pixels.nbytes for pixels in self._held.values())
         if held + seen.pixels.nbytes > MAX_HELD_PIXEL_BYTES or len(self._held) >= MAX_HELD_IMAGES:
             raise overloaded("the running requests hold too many images; try again later")
         self.counts.decoded += 1
-        seen = replace(seen, pixels=self._held.setdefault(seen.pixels.key, seen.pixels))
-        self._recent[name] = seen
+        picture = replace(picture, pixels=self._held.setdefault(picture.pixels.key, picture.pixels))
+        self._recent[name] = picture
         size = sum(one.nbytes for one in self._recent.values())
         while size > RECENT_PIXEL_BYTES and len(self._recent) > 1:
             _, oldest = self._recent.popitem(last=False)

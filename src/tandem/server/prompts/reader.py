@@ -33,7 +33,7 @@ _THREADS = 2  # more would take the engine's cores
 
 
 class PromptTokenizer(Protocol):
-    """What is needed of `tandem.engine.text.tokenizer.Tokenizer`."""
+    """Part of `tandem.engine.text.tokenizer.Tokenizer` that prompts need."""
 
     @property
     def chat_template(self) -> ChatTemplate | None: ...
@@ -112,24 +112,24 @@ class PromptReader:
     ) -> list[list[int]]:
         """Token ids of each text. `sign`: what messages in it were guarded with (`MarkerGuard`); then no begin-of-text
         is added. Raises RequestError, with `param` "prompt", and ApiError 429."""
-        chars, gone = sum(map(len, texts)), threading.Event()
+        chars, cancelled = sum(map(len, texts)), threading.Event()
         if chars <= INLINE_TOKENIZE_CHARS:
-            return self._encode_each(texts, add_special_tokens, gone, sign)
+            return self._encode_each(texts, add_special_tokens, cancelled, sign)
         self._check_room(chars)
         threads = self._large if chars > LARGE_TOKENIZE_CHARS else self._long
-        job = threads.submit(self._encode_each, texts, add_special_tokens, gone, sign)
+        job = threads.submit(self._encode_each, texts, add_special_tokens, cancelled, sign)
         self._count(job, chars)
         try:
             return await asyncio.wrap_future(job)
         finally:
-            gone.set()
+            cancelled.set()
 
     async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The ids' text. Raises ApiError 429."""
         return await self._on_thread(self._tokenizer.decode, ids, skip_special_tokens)
 
     async def texts_of(self, ids: list[int]) -> list[str]:
-        """Of each token by itself. Raises ApiError 429."""
+        """Text of each token by itself. Raises ApiError 429."""
         return await self._on_thread(self._texts_of, ids)
 
     def _texts_of(self, ids: list[int]) -> list[str]:
@@ -165,9 +165,9 @@ class PromptReader:
         self._chars -= chars
 
     def _encode_each(
-        self, texts: Sequence[str], special: bool, gone: threading.Event, sign: str
+        self, texts: Sequence[str], special: bool, cancelled: threading.Event, sign: str
     ) -> list[list[int]]:
-        return [self._encode(text, special, sign) for text in texts if not gone.is_set()]
+        return [self._encode(text, special, sign) for text in texts if not cancelled.is_set()]
 
     def _encode(self, text: str, special: bool, sign: str) -> list[int]:
         if len(text) <= INLINE_TOKENIZE_CHARS:
@@ -185,6 +185,6 @@ class PromptReader:
 
 
 def give_back_memory() -> None:
-    """What is free goes back to the system; glibc would keep it for the next large text."""
+    """Gives free memory back to the system; glibc would keep it for the next large text."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -70,7 +70,7 @@ class TemplateProcess:
             self._failed(error)
 
     def _connected(self) -> socket.socket:
-        """Of a process that has compiled the template. Raises CheckpointError."""
+        """Socket of a process that has compiled the template. Raises CheckpointError."""
         if self._socket is None:
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-P", "-m", "tandem.server.prompts.template_worker", str(theirs.fileno())]

@@ -61,6 +61,6 @@ class RankProcesses:
 
 @contextlib.contextmanager
 def rank_processes(ranks: int) -> Iterator[RankProcesses]:
-    """Of a model that so many share. Raises EngineError."""
+    """Processes of a model that `ranks` of them share. Raises EngineError."""
     with private_endpoint() if ranks > 1 else contextlib.nullcontext("") as endpoint:
         yield RankProcesses(endpoint, ranks)

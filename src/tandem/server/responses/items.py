@@ -37,7 +37,7 @@ class _Open:
 
     @property
     def name(self) -> str:
-        """Of its events."""
+        """Name of its events."""
         return "response.reasoning_text" if self.reasoning else "response.output_text"
 
 
@@ -98,24 +98,24 @@ class Items:
     def _call(self, call: AnsweredCall | CutCall) -> Iterator[Event]:
         """In one piece. A client runs only what is completed."""
         whole, offered = isinstance(call, AnsweredCall), self._offer[call.name]
-        begun, key, name = _begun(call.id, offered)
-        said = text_input(call.arguments) if offered.custom else call.arguments
-        place = {"item_id": begun["id"], "output_index": len(self.done)}
-        yield self._item("added", begun | {"status": "in_progress"})
-        yield {"type": f"{name}.delta", **place, "delta": said}
+        skeleton, key, name = _begun(call.id, offered)
+        text = text_input(call.arguments) if offered.custom else call.arguments
+        place = {"item_id": skeleton["id"], "output_index": len(self.done)}
+        yield self._item("added", skeleton | {"status": "in_progress"})
+        yield {"type": f"{name}.delta", **place, "delta": text}
         if whole:
             self._calls.append(ToolCall(call.id, call.name, call.arguments))
-            yield {"type": f"{name}.done", **place, "name": offered.name, key: said}
-        item = begun | {key: said, "status": "completed" if whole else "incomplete"}
+            yield {"type": f"{name}.done", **place, "name": offered.name, key: text}
+        item = skeleton | {key: text, "status": "completed" if whole else "incomplete"}
         yield self._item("done", item)
         self.done.append(item)
 
     def _item(self, what: str, item: dict[str, Any]) -> Event:
         return {"type": f"response.output_item.{what}", "output_index": len(self.done), "item": item}
 
-    def _of_part(self, one: _Open, kind: str, **said: Any) -> Event:
+    def _of_part(self, one: _Open, kind: str, **fields: Any) -> Event:
         place = {"item_id": one.id, "output_index": len(self.done), "content_index": 0}
-        return {"type": kind, **place, **said}
+        return {"type": kind, **place, **fields}
 
 
 def _begun(call_id: str, offered: Offered) -> tuple[dict[str, Any], str, str]:

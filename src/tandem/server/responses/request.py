@@ -67,7 +67,7 @@ def input_messages(body: ResponsesRequest, sight: Sight) -> tuple[Message, ...]:
 def _messages(
     items: Sequence[Item], tools: Sequence[ToolBody] | None, sight: Sight
 ) -> Iterator[Message]:
-    """What an assistant thought, said and called in a row is one message."""
+    """Messages of the items. An assistant's thoughts, text and calls in a row are one message."""
     turn, refused = _Turn(sight), refused_turn([_speaker(item) for item in items], tools)
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -152,7 +152,7 @@ def _text(parts: str | Sequence[Part] | None, where: str, sight: Sight) -> Conte
 
 
 def _part(part: Part, where: str, sight: Sight) -> tuple[Content, bool]:
-    """What the model reads or sees of it, and whether it was attached. Raises ApiError 400."""
+    """Content that the model reads or sees of a part, and whether it was attached. Raises ApiError 400."""
     if part.type in _TEXTS:
         return part.text or part.refusal or "", False
     if not is_attachment(part.type):

@@ -88,8 +88,8 @@ async def _answer(
     def keep(response: Response, items: Items) -> None:
         if body.store is not False:
             messages = (*earlier, *input_messages(body, state.sight([])), items.said())
-            made = {item["id"]: msgspec.json.encode(item) for item in items.done}
-            store.put(response_id, Stored(messages, msgspec.json.encode(response), made))
+            items_json = {item["id"]: msgspec.json.encode(item) for item in items.done}
+            store.put(response_id, Stored(messages, msgspec.json.encode(response), items_json))
 
     offer = offer_of(body)
     with named(_NAMES):
@@ -146,12 +146,12 @@ def _resolved(store: ResponseStore, body: ResponsesRequest) -> ResponsesRequest:
     no larger. Raises ApiError 400."""
     if isinstance(body.input, str):
         return body
-    items, seen = list[Item](), set[str | None]()
+    items, ids = list[Item](), set[str | None]()
     for i, item in enumerate(body.input):
         if item.type == "item_reference":
-            if item.id in seen:
+            if item.id in ids:
                 raise ApiError(400, f"input[{i}].id: {(item.id or '')[:100]!r} is named twice", param=f"input[{i}].id")
-            seen.add(item.id)
+            ids.add(item.id)
             item = msgspec.convert(store.item(item.id, f"input[{i}].id"), Item)
         items.append(item)
     return msgspec.structs.replace(body, input=items)
@@ -160,8 +160,8 @@ def _resolved(store: ResponseStore, body: ResponsesRequest) -> ResponsesRequest:
 def _format(text: TextBody | None) -> ResponseFormat | None:
     if text is None or text.format is None:
         return None
-    given = text.format
-    return ResponseFormat(given.type, NamedSchema(given.schema, given.name))
+    form = text.format
+    return ResponseFormat(form.type, NamedSchema(form.schema, form.name))
 
 
 def _sampling(state: ServerState, body: ResponsesRequest) -> SamplingParams:

@@ -50,7 +50,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class CustomFormat(msgspec.Struct, frozen=True):
-    """What a custom tool's input looks like: any text, or what a grammar says."""
+    """Form of a custom tool's input: any text, or what a grammar says."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None

@@ -76,12 +76,12 @@ class ResponseStore:
         self._forget(response_id)
 
     def item(self, item_id: str | None, param: str) -> dict[str, Any]:
-        """Of a response's output. Raises ApiError 400."""
+        """Item of a stored response's output. Raises ApiError 400."""
         if item_id not in self._response_of:
             text = f"there is no item {(item_id or '')[:100]!r}; its response was not stored, or was dropped"
             raise ApiError(400, text, param=param, code="item_not_found")
-        found: dict[str, Any] = msgspec.json.decode(self.get(self._response_of[item_id], param).items[item_id])
-        return found
+        entry: dict[str, Any] = msgspec.json.decode(self.get(self._response_of[item_id], param).items[item_id])
+        return entry
 
     def _forget(self, response_id: str) -> None:
         stored = self._stored.pop(response_id)
@@ -103,14 +103,14 @@ class ResponseStore:
         if image.data not in self._images:
             self._images[image.data] = _Kept(image.data)
             self._bytes += len(image.data)
-        kept = self._images[image.data]
-        kept.uses += 1
-        return replace(image, data=kept.data, older=True)
+        entry = self._images[image.data]
+        entry.uses += 1
+        return replace(image, data=entry.data, older=True)
 
     def _drop_image(self, data: str) -> None:
-        kept = self._images[data]
-        kept.uses -= 1
-        if kept.uses == 0:
+        entry = self._images[data]
+        entry.uses -= 1
+        if entry.uses == 0:
             del self._images[data]
             self._bytes -= len(data)
 

@@ -58,16 +58,16 @@ def offer_of(body: ResponsesRequest) -> Offer:
 
 def left_out(body: ResponsesRequest) -> list[str]:
     """Names of what the model is not told of, or is not held to."""
-    found = []
+    names = []
     for i, tool in enumerate(body.tools or ()):
         if _is_left_out(tool):
-            found.append(f"tools[{i}]")
-        found += [f"tools[{i}]{place}" for place in _wished_formats(tool)]
-    return found
+            names.append(f"tools[{i}]")
+        names += [f"tools[{i}]{place}" for place in _wished_formats(tool)]
+    return names
 
 
 def text_input(arguments: str) -> str:
-    """Of a custom tool's call. A model may have called it in another way; then all that it wrote."""
+    """Input text of a custom tool's call. A model may have called it in another way; then all that it wrote."""
     value = json.loads(arguments)
     text = value.get("input") if isinstance(value, dict) and len(value) == 1 else None
     return text if isinstance(text, str) else arguments
@@ -108,7 +108,7 @@ def _check_name(tool: ToolBody, where: str) -> None:
 
 
 def _offered(tool: ToolBody, namespace: ToolBody | None, where: str, first: bool) -> Offered:
-    """What describes a namespace stands before its first tool's description."""
+    """Tool as it is offered to the model. A namespace's description stands before its first tool's description."""
     space = namespace.name if namespace else None
     texts = [namespace.description if namespace and first else None, tool.description]
     custom, name = tool.type == "custom", tool.name or ""

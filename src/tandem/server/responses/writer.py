@@ -83,10 +83,10 @@ class ResponseWriter:
         return self._frame(self._of_response(response.status, response))
 
     def failed(self, error: ApiError) -> bytes:
-        """Of the two events that OpenAI has for it the one with the response. Both would end a stream twice."""
-        said = ResponseError(error.code or "server_error", naming(error))
+        """Failure event with the response, of the two events that OpenAI has for it. Both would end a stream twice."""
+        details = ResponseError(error.code or "server_error", naming(error))
         response = msgspec.structs.replace(
-            self._response, status="failed", output=self._items.done, error=said
+            self._response, status="failed", output=self._items.done, error=details
         )
         return self._begin() + self._frame(self._of_response("failed", response))
 

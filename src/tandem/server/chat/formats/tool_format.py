@@ -131,27 +131,27 @@ class ToolFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """What a text is searched for."""
+        """Markers that a text is searched for."""
         return (*self.section_open, *self.open)
 
     def markers(self) -> set[str]:
         """Texts that must reach the parser even where they are special tokens."""
-        found = {*self.openers, *self.close, *self.section_close, *self.separator}
+        texts = {*self.openers, *self.close, *self.section_close, *self.separator}
         if self.name_then_json:
-            found |= (
+            texts |= (
                 {*self.name_then_json.name_end, "[CALL_ID]"}
                 if self.ids == "short"
                 else set(self.name_then_json.name_end)
             )
         if self.parameters:
             p = self.parameters
-            found |= {p.open, p.close, p.value_open, *p.key_end, *p.name_end}
+            texts |= {p.open, p.close, p.value_open, *p.key_end, *p.name_end}
         if self.pairs:
-            found.add(self.pairs.quote)
+            texts.add(self.pairs.quote)
         if self.channels:
             c = self.channels
-            found |= {c.start, c.channel, c.message, c.constrain, *c.end}
-        return found - {""}
+            texts |= {c.start, c.channel, c.message, c.constrain, *c.end}
+        return texts - {""}
 
 
 @cache

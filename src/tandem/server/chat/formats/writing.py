@@ -25,8 +25,8 @@ def _one(tool_format: ToolFormat, index: int, name: str, arguments: dict[str, An
         return f"{tool_format.open[0]}{name}{_map(arguments, tool_format.pairs)}{tool_format.close[0]}"
     written = tool_format.written[0]
     syntax = tool_format.parameters
-    said = _json(arguments) if syntax is None else _parameters(syntax, arguments)
-    return f"{written.begun(name, index, f'call{index:05}')}{said}{written.end}"
+    body = _json(arguments) if syntax is None else _parameters(syntax, arguments)
+    return f"{written.begun(name, index, f'call{index:05}')}{body}{written.end}"
 
 
 def _json(value: Any) -> str:

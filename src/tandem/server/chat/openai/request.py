@@ -180,8 +180,8 @@ def _apart(message: ChatMessage) -> tuple[str | None, str | list[ContentPart] | 
     if message.role != "assistant" or not isinstance(message.content, list):
         return None, message.content
     thoughts = [part for part in message.content if part.type in _THOUGHTS]
-    said = [part for part in message.content if part.type not in (*_THOUGHTS, "redacted_thinking")]
-    return "\n\n".join(filter(None, map(_thought, thoughts))) or None, said
+    rest = [part for part in message.content if part.type not in (*_THOUGHTS, "redacted_thinking")]
+    return "\n\n".join(filter(None, map(_thought, thoughts))) or None, rest
 
 
 def _thought(part: ContentPart) -> str:
@@ -205,7 +205,7 @@ def _content(
 
 
 def _part(part: ContentPart, where: str, sight: Sight) -> tuple[Content, bool]:
-    """What the model reads or sees of it, and whether it was attached. Raises ApiError 400."""
+    """Content that the model reads or sees of a part, and whether it was attached. Raises ApiError 400."""
     if part.type in ("text", "refusal"):
         return part.text or part.refusal or "", False
     if not is_attachment(part.type):
@@ -221,10 +221,10 @@ def _part(part: ContentPart, where: str, sight: Sight) -> tuple[Content, bool]:
 def _image(part: ContentPart) -> tuple[Source | None, str]:
     """An image's source, and its field."""
     if part.type in ("image_url", "input_image"):
-        given, field = part.image_url, ".image_url"
-        if isinstance(given, dict):
-            return Source(given.get("url"), given.get("detail")), f"{field}.url"
-        return Source(given, part.detail), field
+        source, field = part.image_url, ".image_url"
+        if isinstance(source, dict):
+            return Source(source.get("url"), source.get("detail")), f"{field}.url"
+        return Source(source, part.detail), field
     if part.type == "image":
         return Source(part.image or part.url, part.detail, bare=True), ".image"
     return None, ""

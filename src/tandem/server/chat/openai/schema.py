@@ -174,7 +174,7 @@ class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of each call the first has its id and name, all others a piece of its arguments."""
+    """Piece of a tool call: each call's first has its id and name, all others a piece of its arguments."""
 
     index: int
     function: FunctionDelta

@@ -91,14 +91,14 @@ class ChatWriter:
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._with_logprobs else None
-        said = whole_answer(self._events[index])
+        whole = whole_answer(self._events[index])
         ids = answer.token_ids if self._with_ids else UNSET
-        return ChatChoice(index, self._message(said), logprobs, said.finish_reason, answer.stop_match, ids)
+        return ChatChoice(index, self._message(whole), logprobs, whole.finish_reason, answer.stop_match, ids)
 
-    def _message(self, said: ChatAnswer) -> AssistantMessage:
-        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in said.calls]
-        reasoning = said.reasoning if said.reasoning and self._with_reasoning else UNSET
-        content = None if calls and not said.text else said.text
+    def _message(self, answer: ChatAnswer) -> AssistantMessage:
+        calls = [CalledTool(call.id, CalledFunction(call.name, call.arguments)) for call in answer.calls]
+        reasoning = answer.reasoning if answer.reasoning and self._with_reasoning else UNSET
+        content = None if calls and not answer.text else answer.text
         return AssistantMessage(content, reasoning_content=reasoning, tool_calls=calls or UNSET)
 
     # --- as events
@@ -115,13 +115,13 @@ class ChatWriter:
 
     def _chunks(self, output: TokenOutput) -> list[ChatChunkChoice]:
         events = self._answer(output.index).events(output)
-        found = [choice for event in events if (choice := self._of(output.index, event)) is not None]
-        told = self._told(output)
-        if not told:
-            return found
-        if not found or found[0].finish_reason is not None:  # the text is held back
-            return [ChatChunkChoice(output.index, Delta(content=""), **told), *found]
-        return [msgspec.structs.replace(found[0], **told), *found[1:]]
+        choices = [choice for event in events if (choice := self._of(output.index, event)) is not None]
+        extra = self._told(output)
+        if not extra:
+            return choices
+        if not choices or choices[0].finish_reason is not None:  # the text is held back
+            return [ChatChunkChoice(output.index, Delta(content=""), **extra), *choices]
+        return [msgspec.structs.replace(choices[0], **extra), *choices[1:]]
 
     def _of(self, index: int, event: ChatEvent) -> ChatChunkChoice | None:
         match event:
@@ -138,13 +138,13 @@ class ChatWriter:
         return None
 
     def _told(self, output: TokenOutput) -> dict[str, Any]:
-        """Of its tokens, beside their text."""
-        told: dict[str, Any] = {}
+        """Fields about the output's tokens, beside their text."""
+        fields: dict[str, Any] = {}
         if self._with_logprobs and output.logprobs:
-            told["logprobs"] = chat_logprobs(self._tokenizer, output.logprobs)
+            fields["logprobs"] = chat_logprobs(self._tokenizer, output.logprobs)
         if self._with_ids and output.token_ids:
-            told["token_ids"] = output.token_ids
-        return told
+            fields["token_ids"] = output.token_ids
+        return fields
 
     def _event(self, choice: ChatChunkChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
         usage: Usage | UnsetType | None = UNSET

@@ -37,7 +37,7 @@ class AnswerReader:
             yield from self._at(stop)
 
     def _stops(self) -> tuple[str, ...]:
-        """What the text is searched for."""
+        """Markers that the text is searched for now."""
         calls = self._tools.openers if self._tools else ()
         if self._reasoning is None:
             return calls
@@ -63,11 +63,11 @@ class AnswerReader:
         opens = self._reasoning.open if self._reasoning else ()
         if not (opens or starts):
             return False
-        found = yield from self._source.behind_space((*opens, *starts))
-        if not found:
+        marker = yield from self._source.behind_space((*opens, *starts))
+        if not marker:
             return False
-        if found in opens:
-            self._begin_reasoning(found)
+        if marker in opens:
+            self._begin_reasoning(marker)
             return False
         return (yield from self._section())
 
@@ -105,10 +105,10 @@ class AnswerReader:
         """Whether the section ends here. White space behind a call belongs to no text."""
         if not opened or not self._tools:
             return False
-        found = yield from self._source.behind_space(self._tools.section_close)
-        self._said.marker(self._source.take_behind_space(found))
+        marker = yield from self._source.behind_space(self._tools.section_close)
+        self._said.marker(self._source.take_behind_space(marker))
         self._source.mark()
-        return bool(found)
+        return bool(marker)
 
     def _another(self, opened: str) -> Reading[bool]:
         """Whether a further call follows, perhaps behind a separator, which is taken then."""
@@ -124,7 +124,8 @@ class AnswerReader:
         return False
 
     def _no_call(self) -> None:
-        """What was taken is text, up to behind the marker that it began with. The rest is looked at again."""
+        """Takes back a call that is none: it is text, up to behind the marker that it began with. The rest is looked at
+        again."""
         source, tools = self._source, self._tools
         assert tools is not None
         source.put_back()
@@ -143,8 +144,8 @@ class AnswerReader:
         yield from source.space()
         outcome = yield from self._body(tools, bool(marker))
         if outcome == "complete":
-            found = yield from source.behind_space(tools.close)
-            source.take_behind_space(found or source.half_of(tools.close))
+            end_marker = yield from source.behind_space(tools.close)
+            source.take_behind_space(end_marker or source.half_of(tools.close))
         return outcome
 
     def _body(self, tools: ToolFormat, marked: bool) -> Reading[CallOutcome | None]:

@@ -16,7 +16,7 @@ _OTHER_KEYS = frozenset(("type", "id", "index"))  # that calls have and that say
 
 
 class _Fields:
-    """What a call's object has said so far."""
+    """Fields of a call's object so far."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -46,9 +46,9 @@ def read_named_json(source: Source, syntax: NamedJson, call: CallWriter) -> Read
 
 def _colon(source: Source) -> Reading[bool]:
     yield from source.space()
-    found = yield from source.literal((":",))
+    colon = yield from source.literal((":",))
     yield from source.space()
-    return bool(found)
+    return bool(colon)
 
 
 def _value(source: Source, syntax: NamedJson, key: str, fields: _Fields, call: CallWriter) -> Reading[bool]:
@@ -91,11 +91,11 @@ def read_name_then_json(
     source: Source, syntax: NameThenJson, call: CallWriter, keep_id: bool
 ) -> Reading[CallOutcome | None]:
     """`keep_id`: what stands for the name is the call's id."""
-    said: list[str] = []
-    stop = yield from source.until(syntax.name_end, said.append, MAX_NAME)
-    written = "".join(said).strip()
-    found = re.fullmatch(syntax.name, written, re.DOTALL) if stop else None
-    if found is None or not call.knows(found["name"].strip()):
+    pieces: list[str] = []
+    stop = yield from source.until(syntax.name_end, pieces.append, MAX_NAME)
+    written = "".join(pieces).strip()
+    match = re.fullmatch(syntax.name, written, re.DOTALL) if stop else None
+    if match is None or not call.knows(match["name"].strip()):
         return None
     yield from source.literal(syntax.name_end)
     yield from source.space()
@@ -104,7 +104,7 @@ def read_name_then_json(
         yield from source.space()
     if (yield from source.peek()) != "{":
         return None
-    call.start(found["name"].strip(), written if keep_id else found.groupdict().get("id"))
+    call.start(match["name"].strip(), written if keep_id else match.groupdict().get("id"))
     outcome = yield from read_json(source, call.arguments)
     if outcome == "complete" and syntax.close:
         yield from source.space()

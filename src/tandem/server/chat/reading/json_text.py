@@ -130,7 +130,7 @@ class JsonScanner:
 def without_lone_surrogates(text: str) -> str:
     """JSON text whose strings are Unicode: what escapes half a character becomes U+FFFD. UTF-8 cannot say it."""
     if "\\u" in text:
-        text = _ESCAPED.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
+        text = _ESCAPED.sub(lambda match: "\\ufffd" if match[1] else match[0], text)
     return well_formed(text)
 
 

@@ -22,10 +22,10 @@ _PAIRS = {"{": "}", "[": "]", "(": ")"}
 
 def read_python_calls(source: Source, call: CallWriter) -> Reading[CallOutcome | None]:
     """`[f(a=1), g()]`, all of it: it becomes calls only if every part is one. None: it is none."""
-    said: list[str] = []
-    if not (yield from _balanced(source, said, "\"'")):
+    pieces: list[str] = []
+    if not (yield from _balanced(source, pieces, "\"'")):
         return None
-    calls = _python_calls("".join(said))
+    calls = _python_calls("".join(pieces))
     if not calls or not all(call.knows(name) for name, _ in calls):
         return None
     for index, (name, arguments) in enumerate(calls):
@@ -54,14 +54,14 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
     return ast.unparse(node.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
-def _balanced(source: Source, said: list[str], quotes: str) -> Reading[bool]:
+def _balanced(source: Source, pieces: list[str], quotes: str) -> Reading[bool]:
     """Takes from one bracket to its partner. Strings between `quotes` may have any brackets in them."""
     brackets, size = _Brackets(quotes), 0
     while size < _MAX_CALL:
         if not (yield from source.peek()):
             return False
         count, state = brackets.scan(source.text)
-        said.append(source.take(count))
+        pieces.append(source.take(count))
         size += count
         if state != "more":
             return state == "done"
@@ -102,9 +102,9 @@ class _Brackets:
 
 def read_pairs(source: Source, syntax: Pairs, call: CallWriter) -> Reading[CallOutcome | None]:
     """`f{key:value,…}`, pair by pair."""
-    said: list[str] = []
-    stop = yield from source.until(("{",), said.append, MAX_NAME)
-    name = "".join(said).strip()
+    pieces: list[str] = []
+    stop = yield from source.until(("{",), pieces.append, MAX_NAME)
+    name = "".join(pieces).strip()
     if not stop or not call.knows(name):
         return None
     source.take(1)
@@ -132,20 +132,20 @@ def _key(source: Source, quote: str) -> Reading[str | None]:
         yield from source.space()
         stop = yield from source.literal((":",))
         return key if stop else None
-    said: list[str] = []
-    stop = yield from source.until((":", ",", "}", "{", "[", "]", quote), said.append, MAX_NAME)
+    pieces: list[str] = []
+    stop = yield from source.until((":", ",", "}", "{", "[", "]", quote), pieces.append, MAX_NAME)
     if stop != ":":
         return None
     source.take(1)
-    return "".join(said).strip() or None
+    return "".join(pieces).strip() or None
 
 
 def _quoted(source: Source, quote: str) -> Reading[str | None]:
     yield from source.literal((quote,))
-    said: list[str] = []
-    stop = yield from source.until((quote,), said.append)
+    pieces: list[str] = []
+    stop = yield from source.until((quote,), pieces.append)
     source.take(len(stop))
-    return "".join(said) if stop else None
+    return "".join(pieces) if stop else None
 
 
 def _pair_value(source: Source, quote: str, depth: int) -> Reading[str | None]:
@@ -157,9 +157,9 @@ def _pair_value(source: Source, quote: str, depth: int) -> Reading[str | None]:
     first = yield from source.peek()
     if first and first in "{[" and depth < MAX_DEPTH:
         return (yield from _nested(source, quote, depth + 1))
-    said: list[str] = []
-    stop = yield from source.until((",", "}", "]", "{", "[", quote), said.append, _MAX_CALL)
-    word = "".join(said).strip()
+    pieces: list[str] = []
+    stop = yield from source.until((",", "}", "]", "{", "[", quote), pieces.append, _MAX_CALL)
+    word = "".join(pieces).strip()
     if stop not in (",", "}", "]") or not word:
         return None
     return word if ATOM.fullmatch(word) else quoted(word)

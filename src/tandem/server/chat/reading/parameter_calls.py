@@ -33,19 +33,19 @@ def read_parameters(
 
 
 def _name(source: Source, syntax: Parameters, tool_format: ToolFormat) -> Reading[str]:
-    said: list[str] = []
+    pieces: list[str] = []
     ends = (*syntax.name_end, syntax.open, *tool_format.close)
-    stop = yield from source.until(ends, said.append, MAX_NAME)
+    stop = yield from source.until(ends, pieces.append, MAX_NAME)
     if stop in syntax.name_end:
         yield from source.literal((stop,))
-    return "".join(said).strip() if stop else ""
+    return "".join(pieces).strip() if stop else ""
 
 
 def _end(source: Source, tool_format: ToolFormat, call: CallWriter, separator: str) -> Reading[CallOutcome]:
     """Behind the last parameter. An answer may end here without the call's own end marker."""
     ends = (*tool_format.close, *tool_format.section_close, *tool_format.openers)
-    found = yield from source.behind_space(ends)
-    if not found and (source.text or source.cut):
+    marker = yield from source.behind_space(ends)
+    if not marker and (source.text or source.cut):
         return source.broken()
     call.arguments("{}" if separator == "{" else "}")
     return "complete"
@@ -54,8 +54,8 @@ def _end(source: Source, tool_format: ToolFormat, call: CallWriter, separator: s
 def _parameter(
     source: Source, syntax: Parameters, tool_format: ToolFormat, call: CallWriter, separator: str
 ) -> Reading[CallOutcome]:
-    said: list[str] = []
-    stop = yield from source.until(tuple(syntax.key_end), said.append, MAX_NAME)
+    pieces: list[str] = []
+    stop = yield from source.until(tuple(syntax.key_end), pieces.append, MAX_NAME)
     if not stop:
         return source.broken()
     yield from source.literal((stop,))
@@ -63,7 +63,7 @@ def _parameter(
         yield from source.space()
         if not (yield from source.literal((syntax.value_open,))):
             return source.broken()
-    key, kind = "".join(said).strip(), syntax.key_end[stop]
+    key, kind = "".join(pieces).strip(), syntax.key_end[stop]
     types = call.types(key) if kind == "schema" else frozenset({"string"} if kind == "string" else ())
     call.arguments(f"{separator}{quoted(key)}: ")
     value = _Value(call.arguments, types, syntax.trim, call.choices(key))

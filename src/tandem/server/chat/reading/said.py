@@ -41,16 +41,16 @@ class Said:
             return
         self._after_marker = False
         text = self._held + self._source.fresh(text)
-        shown = text.rstrip(_SPACE)
-        self._held = text[len(shown) :]
-        self._pass_on(shown)
+        visible = text.rstrip(_SPACE)
+        self._held = text[len(visible) :]
+        self._pass_on(visible)
 
     def _pass_on(self, text: str) -> None:
         if text:
             self._emit(ReasoningDelta(text) if self._reasoning else TextDelta(text))
 
     def marker(self, text: str) -> None:
-        """What comes next belongs to the format. White space on both sides of it does, too."""
+        """Drops a marker of the format, and white space on both sides of it."""
         self._dropped(self._held + text)
         self._held = ""
         self._after_marker = True

@@ -66,10 +66,10 @@ class Source:
         return text[known:] if known > 0 else text
 
     def take(self, count: int) -> str:
-        taken, self.text = self.text[:count], self.text[count:]
-        self.position += len(taken)
-        self._taken.append(taken)
-        return taken
+        piece, self.text = self.text[:count], self.text[count:]
+        self.position += len(piece)
+        self._taken.append(piece)
+        return piece
 
     def mark(self) -> None:
         self._taken = []
@@ -84,12 +84,12 @@ class Source:
         text = self.taken + self.text
         self.position -= len(self.taken)
         self._taken = []
-        shown = 2 * _PIECE + len(text) - len(text.lstrip(_SPACE))
-        self.text = text[:shown]
-        self._rest.extendleft(reversed(_pieces(text[shown:])))
+        length = 2 * _PIECE + len(text) - len(text.lstrip(_SPACE))
+        self.text = text[:length]
+        self._rest.extendleft(reversed(_pieces(text[length:])))
 
     def broken(self) -> CallOutcome:
-        """What became of a call that could not be read on."""
+        """Outcome of a call that could not be read on."""
         return "cut" if self.cut and not self.text else "malformed"
 
     def peek(self) -> Reading[str]:
@@ -114,9 +114,9 @@ class Source:
 
     def literal(self, options: Sequence[str]) -> Reading[str]:
         """Takes the longest of `options` that comes next; "" if none does."""
-        found = yield from self.next_of(options)
-        self.take(len(found))
-        return found
+        option = yield from self.next_of(options)
+        self.take(len(option))
+        return option
 
     def behind_space(self, options: Sequence[str]) -> Reading[str]:
         """The longest of `options` that comes behind white space, or at once. Nothing is taken."""
@@ -128,11 +128,11 @@ class Source:
             yield
 
     def take_behind_space(self, option: str) -> str:
-        """What `behind_space` has found, and the space before it."""
+        """Takes the option that `behind_space` has found, and the space before it."""
         return self.take(len(self.text) - len(self.text.lstrip(_SPACE)) + len(option)) if option else ""
 
     def half_of(self, options: Sequence[str]) -> str:
-        """What came of one of `options`, behind white space, when no more was allowed; "": it is none."""
+        """Beginning of one of `options`, behind white space, when no more was allowed; "": it is none."""
         rest = self.text.lstrip(_SPACE) if self.cut else ""
         return rest if rest and any(option.startswith(rest) for option in options) else ""
 
@@ -170,12 +170,12 @@ def _pieces(text: str) -> list[str]:
 
 def _first(text: str, stops: Sequence[str]) -> tuple[int, str]:
     """The first place where one of `stops` is, and the longest there. Without one: the text's length, ""."""
-    best, found = len(text), ""
+    best, marker = len(text), ""
     for stop in stops:
         at = text.find(stop)
-        if 0 <= at < best or (at == best and found and len(stop) > len(found)):
-            best, found = at, stop
-    return best, found
+        if 0 <= at < best or (at == best and marker and len(stop) > len(marker)):
+            best, marker = at, stop
+    return best, marker
 
 
 def _may_grow(text: str, stop: str, stops: Sequence[str]) -> bool:

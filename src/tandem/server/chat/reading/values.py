@@ -1,4 +1,4 @@
-"""What a parameter's text means: JSON text by the tool's schema, for formats that write strings without quotes."""
+"""Values of parameters' texts: JSON text by the tool's schema, for formats that write strings without quotes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def _types(one: Any, root: dict[str, Any], depth: int) -> frozenset[str]:
 
 
 def _referred(path: str, root: dict[str, Any]) -> Any:
-    found: Any = root
+    node: Any = root
     for part in path.removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def _type_of(value: Any) -> str:
