@@ -26,7 +26,7 @@ from tandem.spec.rope import Rope, read_rope
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = (SLIDING, SPARSE, HEAVY)
 RATIOS = {"0": SLIDING, "4": SPARSE, "128": HEAVY}
-"""Of `compress_ratios`, which has an entry for each layer, and for draft layers behind them."""
+"""Layer kinds by entries of `compress_ratios`, which has an entry for each layer, and for draft layers behind them."""
 
 STRIDES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 HASHED, SCORED = "hash_moe", "moe"

@@ -30,7 +30,7 @@ def with_block(keys: JsonKeys, made: ModelConfig, guessing: Drafts) -> ModelConf
 
 
 def _why_not(keys: JsonKeys, made: ModelConfig, reads: tuple[int, ...], layers: int) -> str:
-    """What of its layers is not computed here."""
+    """Reason that the layers that guess a block are not computed here; "": they are."""
     count, ratios = len(made.layers), keys.get("compress_ratios")
     if not reads or list(reads) != sorted({*reads}) or not 0 <= reads[0] <= reads[-1] < count:
         return f"whose {KEYS}target_layer_ids {list(reads)} name no layers of the model in their order"

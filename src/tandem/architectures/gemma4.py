@@ -109,7 +109,7 @@ def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:
 
 
 def _sizes(keys: JsonKeys, layer: int, own_heads: bool) -> dict[str, Any]:
-    """Of a layer that sees everything: as Transformers writes it, or as the hub does."""
+    """Attention keys of a layer that sees everything: as Transformers writes them, or as the hub does."""
     hub = {"head_dim": keys.optional("global_head_dim", 512)}
     heads = keys.optional("num_global_key_value_heads", 0)
     if keys.get("per_layer_config") is None:

@@ -31,7 +31,7 @@ def vision(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 
 def omni(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
-    """What thinks; what speaks is not read."""
+    """Model configuration of the thinker; the talker is not read."""
     thinker = text_part(keys, "thinker_config")
     text = text_part(thinker)
     return with_tower(thinker, text, config(text, generation), (24, 20, 20), deep=(8, 16, 24))

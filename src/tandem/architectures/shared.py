@@ -74,7 +74,7 @@ def model(
 
 
 def assembled(keys: JsonKeys, generation: JsonKeys, layers: tuple[Layer, ...], norm: Norm) -> ModelConfig:
-    """What surrounds the layers of every family."""
+    """Model configuration around `layers`, with the keys that every family has."""
     return ModelConfig(
         model_type=keys["model_type"],
         hidden=keys.size("hidden_size", 2048),
@@ -122,11 +122,11 @@ def _with_feed_forward(keys: JsonKeys, layer: Layer) -> Layer:
 ACTIVATIONS: dict[str, ActivationKind] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
-"""Of gated feed-forwards, by the names that Transformers has for them."""
+"""Activations of gated feed-forwards, by the names that Transformers has for them."""
 
 
 def activation(keys: JsonKeys) -> Activation:
-    """What `hidden_act` names. ConfigError for one that no kernel computes."""
+    """Activation that `hidden_act` names. Raises ConfigError for one that no kernel computes."""
     name = keys.optional("hidden_act", "silu")
     if name not in ACTIVATIONS:
         raise ConfigError(
@@ -262,8 +262,10 @@ WINDOW, FULL = "sliding_attention", "full_attention"
 
 
 def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[int], bool]) -> list[Gqa]:
-    """Of each layer: `attention`, with the `sliding_window` in layers that have one. window and has_window: what absent
-    keys mean."""
+    """Attention of each layer: `attention`, with the `sliding_window` in layers that have one.
+
+    window and has_window: the meaning of absent keys.
+    """
     absent = "sliding_window" not in keys
     size = window if absent else keys.count("sliding_window", 0, most=1 << 31)
     kinds = layer_kinds(keys, lambda i: WINDOW if size and has_window(i) else FULL)
@@ -279,8 +281,10 @@ def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[
 def turning_in_windows(
     keys: JsonKeys, attention: Gqa, kinds: list[str], window: int, *, without: bool = False
 ) -> list[Gqa]:
-    """Whether each layer turns: those with a window do. window: the meaning of an absent `sliding_window`;
-    without: whether all turn where it is null."""
+    """Attention of each layer, which turns only in layers with a window.
+
+    window: the meaning of an absent `sliding_window`; without: whether all turn where it is null.
+    """
     if unknown := sorted(set(kinds) - {WINDOW, FULL}):
         raise ConfigError(f"{keys.where}: layer type {unknown[0]!r} is not supported; {WINDOW} and {FULL} are")
     size = keys.count("sliding_window", 0, most=1 << 31) if "sliding_window" in keys else window

@@ -343,7 +343,8 @@ class EngineConfig:
 
     @classmethod
     def possible(cls, argv: Sequence[str]) -> tuple[EngineConfig | None, tuple[str, ...]]:
-        """What of a command line can be met, and why the rest cannot; None where no model is named."""
+        """Configuration of the flags of a command line that can be met, and reasons for all others; None where no model
+        is named."""
         words, reasons = flags.parse(FLAGS, argv)
         given, refused = flags.checked(FLAGS, words, _MEAN_NOTHING)
         reasons += refused

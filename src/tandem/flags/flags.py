@@ -111,8 +111,10 @@ def _bind(name: str, default: Any, hint: Any, metadata: Mapping[str, Any]) -> Fl
 def checked(
     flags: Iterable[Flag], values: Mapping[str, Any], advice: Mapping[tuple[str, Any], str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Of these values by field: those that can be met, as their fields' types; and why the others cannot. advice: for
-    values inside a flag's range that mean nothing, what to give instead."""
+    """Values by field that can be met, as their fields' types, and reasons why the others cannot.
+
+    advice: for values inside a flag's range that mean nothing, the text that says what to give instead.
+    """
     met: dict[str, Any] = {}
     reasons: list[str] = []
     for f in flags:
@@ -182,7 +184,7 @@ def check_available(flag: Flag, value: Any) -> None:
 
 
 def notice(flag: Flag, value: Any) -> str | None:
-    """What start-up says about a given flag that changes nothing; None when it does change something."""
+    """Start-up's notice on a given flag that changes nothing; None when it does change something."""
     if flag.idle is None or not flag.neutral(value):
         return None
     shown = flag.spellings[0] if value is True else f"{flag.spellings[0]} {_shown(value)}"
@@ -253,7 +255,7 @@ def _with_positional(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def unknown_texts(words: Iterable[str], known: Sequence[str]) -> list[str]:
-    """What is said about each flag that does not exist; the values that follow it are its own."""
+    """Messages on flags that do not exist, one for each; the values that follow such a flag are its own."""
     texts: list[str] = []
     for word in words:
         if word.startswith("-"):

@@ -133,7 +133,7 @@ def split_nibbles(codes: Tensor, depth: int) -> Tensor:
 
 
 def scale_tensors(codes: WeightCodes) -> dict[str, Tensor]:
-    """What there is beside the codes, by field."""
+    """Tensors that belong to the codes (scales, offsets, zero points, factors), by field; absent ones are left out."""
     fields = {
         "scales": codes.scales,
         "offsets": codes.offsets,

@@ -42,7 +42,7 @@ def arranged(weight: Weight, pieces: Sequence[slice]) -> Weight:
 
 
 def together(pieces: Sequence[Weight]) -> Weight:
-    """Of one matrix, one after the other."""
+    """Matrix of these pieces, one after the other."""
     whole = stacked(pieces)
     if whole is None:  # zero points in the middle are no zero points, and some may have others
         whole = tuple(numbers(piece) for piece in pieces)
@@ -100,7 +100,7 @@ def one_tensor(numbers: Tensor | Blocks) -> Tensor:
 
 
 def form_of(weight: Weight) -> Hashable:
-    """What weights have in common that can be stacked."""
+    """Key that weights must share to be stacked: a dtype, or the layout of their codes."""
     if not isinstance(weight, WeightCodes):
         return weight.dtype
     return weight.fmt, weight.group, weight.scales.dtype, weight.depth, *scale_tensors(weight)

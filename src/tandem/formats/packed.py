@@ -27,7 +27,7 @@ def word_bytes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def single_codes(joined: Tensor, bits: int, count: int) -> Tensor:
-    """What `word_bytes` returns, as one code per byte [rows, count]."""
+    """Codes that `word_bytes` returned, one per byte [rows, count]."""
     return split_nibbles(joined, count) if bits == 4 else joined
 
 

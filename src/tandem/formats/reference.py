@@ -1,4 +1,4 @@
-"""What each packed weight format holds, in plain torch: the codes and scales that csrc/format/pack.cc must produce.
+"""Packed weight formats in plain torch: the codes and scales that csrc/format/pack.cc must produce.
 
 int8: symmetric, scale = max|w| / 127. int4: codes -8 to 7, scale = (weight of the largest magnitude) / -8, which uses
 all 16 codes. Scales of groups are bfloat16 (codes are made with the rounded scale), scales of rows float32.
@@ -96,7 +96,7 @@ def _spread(codes: WeightCodes, groups: Tensor) -> Tensor:
 
 
 def magnitudes(codes: WeightCodes) -> Tensor:
-    """What errors of a product are relative to: |code * scale| + |offset|, float32 [N, K]."""
+    """Magnitudes that a product's errors are relative to: |code * scale| + |offset|, float32 [N, K]."""
     size = (_values(codes) * _spread(codes, stored_codes.group_scales(codes))).abs()
     offsets = stored_codes.group_offsets(codes)
     return size if offsets is None else size + _spread(codes, offsets).abs()

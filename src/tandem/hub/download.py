@@ -32,7 +32,7 @@ class Stopped(Exception):
 
 
 class Download:
-    """Of some files of one model."""
+    """Download of some files of one model."""
 
     def __init__(self, hub: Hub, model: RemoteModel, report: Report, say: Say) -> None:
         self._hub, self._model, self._report, self._say = hub, model, report, say

@@ -36,7 +36,7 @@ class RemoteFile:
 
 
 def small_files(files: Iterable[RemoteFile]) -> list[RemoteFile]:
-    """What is read before the weights: everything that describes the model or its text. Python code is left."""
+    """Files to read before the weights: all that describe the model or its text. Python code is left out."""
     return [
         file
         for file in files

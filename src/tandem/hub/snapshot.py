@@ -1,4 +1,4 @@
-"""What of a model is in the cache: `models--ORG--NAME/{blobs,refs,snapshots}`, as huggingface_hub keeps it."""
+"""Files of a model in the cache: `models--ORG--NAME/{blobs,refs,snapshots}`, as huggingface_hub keeps them."""
 
 from __future__ import annotations
 

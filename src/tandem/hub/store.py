@@ -1,4 +1,4 @@
-"""What the cache holds: listed, and given back to the disk."""
+"""Models in the cache: listed, and removed from the disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _quantised(repo: str, folder: Path) -> Iterator[Kept]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Of all files, each once: a snapshot's are links."""
+    """Bytes of all files in `folder`, each once: a snapshot's files are links."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 

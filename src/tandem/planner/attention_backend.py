@@ -51,7 +51,7 @@ def own_kernels(mixers: Sequence[object]) -> str:
 
 
 def keys_of(mixers: Sequence[object]) -> list[KeyShape]:
-    """What each of them looks at."""
+    """Shapes of the keys that these mixers attend to; mixers without keys are left out."""
     return [keys for mixer in mixers if (keys := cost_of(mixer).keys) is not None]
 
 

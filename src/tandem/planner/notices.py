@@ -1,4 +1,4 @@
-"""What start-up says beside the plan: flags, keys and GPUs that change nothing here, and why."""
+"""Notices at start-up, in addition to the plan: flags, keys and GPUs that change nothing here, and why."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class GpuRoom:
 
     @cached_property
     def workspace(self) -> int:
-        """Of long steps, where nothing was asked."""
+        """Bytes of the workspace, in long steps where no chunk size was asked for."""
         return workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
 
     @cached_property

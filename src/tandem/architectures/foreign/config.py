@@ -30,7 +30,10 @@ NORM = Norm(1e-6)  # whose numbers nobody asks: Transformers' modules have their
 
 
 def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConfig:
-    """Of config.json. Raises ConfigError naming what is missing: the package, the family, or a mechanism."""
+    """Model configuration from config.json's `values`, for a model that Transformers' modules run.
+
+    Raises ConfigError naming what is missing: the package, the family, or a mechanism.
+    """
     why = why_not_installed()
     if why:
         raise ConfigError(why)
@@ -81,8 +84,8 @@ def hidden_size(model: Any) -> int:
 
 
 def _kept(model: Any, found: Observation, count: int) -> list[tuple[State, ...]]:
-    """What each layer keeps. Where Transformers' own cache runs, pages are never written: they stand for what it takes,
-    and a slot keeps the answers of one request apart."""
+    """States of each layer. Where Transformers' own cache runs, pages are never written: they stand for its bytes, and
+    a slot separates the answers of each request."""
     if found.alone:
         part = model.config.get_text_config()
         heads = getattr(part, "num_key_value_heads", None) or part.num_attention_heads
@@ -101,7 +104,7 @@ def pages_of(call: AttentionCall) -> Pages:
 
 
 def _weights(model: Any, experts: dict[str, Any]) -> dict[int, int]:
-    """Of each layer outside its experts."""
+    """Parameters of each layer outside its experts, by its index."""
     inside, sums = tuple(f"{name}." for name in experts), defaultdict[int, int](int)
     for name, parameter in model.named_parameters():
         if not name.startswith(inside) and layer_of(name) >= 0:
@@ -121,7 +124,7 @@ def _moe(model: Any, experts: dict[str, Any], found: Observation) -> Moe:
 
 
 def _top_k(part: Any) -> int:
-    """What its configuration calls by one of several names."""
+    """Experts of a token, which a configuration calls by one of several names. Raises ConfigError where it has none."""
     names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
     for name in names:
         if isinstance(found := getattr(part, name, None), int):

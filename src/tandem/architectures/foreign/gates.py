@@ -19,7 +19,7 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 
 
 def activation_of(module: Any) -> Activation | None:
-    """What becomes of gate and up, or of up where there is no gate; None: of no known kind."""
+    """Activation that combines gate and up, or is applied to up where there is no gate; None: no known kind."""
     if not module.has_gate:
         return _of_up(module)
     gate, up = (each.flatten() for each in torch.meshgrid(_values(), _values(), indexing="ij"))

@@ -1,4 +1,4 @@
-"""What a model does in a pass: which layers attend, with which arguments, and what else they keep.
+"""Observation of a model's pass: layers that attend, their arguments, and other states that they keep.
 
 The pass runs on the meta device: shapes are real, numbers are not. A layer that keeps anything but the keys and values
 that it hands to attention cannot be paged.
@@ -36,7 +36,7 @@ ASKED_FREELY = frozenset((
     "is_compileable", "is_sliding", "is_linear", "is_dummy", "is_initialized", "layers", "layer_class_to_replicate",
     "offloading",
 ))  # fmt: skip
-"""What of Transformers' cache says nothing about states of other kinds."""
+"""Attributes of Transformers' cache that say nothing about states of other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Unsupported(Exception):
-    """What attention was asked for, and ours does not do."""
+    """Attention that a model calls for, and that ours does not compute."""
 
 
 class _Ran:
@@ -174,7 +174,7 @@ class _Marker:
 
 
 def _window(name: str, mask: Any, said: int | None) -> int:
-    """Of the mask, which the argument must not contradict."""
+    """Window of the mask, in tokens, which the argument must not contradict; 0: none."""
     if mask is None:
         return said or 0
     if not isinstance(mask, _Marker):
@@ -205,8 +205,10 @@ def _layer_count(model: Any) -> int:
 
 
 def _known(config: Any) -> str:
-    """What a configuration says itself. Some rotations depend on the longest sequence of a pass, which is another one's
-    in a packed batch."""
+    """Reason in a configuration that its layers cannot be paged; "": none.
+
+    Some rotations depend on the longest sequence of a pass, which is another one's in a packed batch.
+    """
     text = config.get_text_config()
     kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind not in PAGED_LAYERS}
     if kinds:

@@ -1,4 +1,4 @@
-"""What the installed Transformers has."""
+"""Registry of the installed Transformers: its version and its families."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def installed_version() -> str:
 
 
 def why_not_installed() -> str:
-    """What keeps the installed Transformers from being used; "": nothing."""
+    """Reason that no Transformers can be used, and the way out; "": one can."""
     found = installed_version()
     if not found:
         return f"other families run through Transformers, which is not installed: {INSTALL}"

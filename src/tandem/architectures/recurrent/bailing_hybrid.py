@@ -174,7 +174,7 @@ RENAMES = Renames(
     },
     signs=(".attention.f_proj.",),
 )  # fmt: skip
-"""Of the hub's files."""
+"""Names in the hub's files, and ours."""
 
 NAMES = Names(recurrent="self_attn", shared="mlp.shared_experts")
 GGUF = Gguf("bailingmoe3", gguf_config, STEMS, parts)

@@ -46,7 +46,7 @@ from tandem.spec.norm import Norm
 from tandem.spec.rope import still
 
 SPARSE = "deepseek_sparse_attention", "indexed_attention", FULL
-"""Of the hub, of Transformers, and of older files: all mean the same."""
+"""Layer kinds of the hub, of Transformers, and of older files: all mean the same."""
 
 DESCRIBED = {
     "mla_use_nope": True, "qk_rope_head_dim": 0, "index_kpool_compress": True, "index_kpool_always_select_tail": True,
@@ -192,7 +192,7 @@ RENAMES = Renames(
     {f".hc_{block}_{part}": f".{block}_hc.{part}" for block in ("attn", "ffn") for part in ("fn", "base", "scale")},
     signs=(".self_attn.indexer.index_kpool_compress_ape",),
 )
-"""Of the hub's files."""
+"""Names in the hub's files, and ours."""
 
 NAMES = Names(recurrent="self_attn", shared="mlp.shared_experts")
 GGUF = Gguf("glm5-next", gguf_config, STEMS, decays)

@@ -182,7 +182,7 @@ SPACE_STEMS = {
     "ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_dt": "dt_bias", "ssm_a": "A_log", "ssm_d": "D",
     "ssm_norm": "norm", "ssm_out": "out_proj",
 }  # fmt: skip
-"""Of a state space, below its module."""
+"""Tensors of a state space, below its module."""
 MATRICES = ("gate", "up", "down")
 STEMS = (
     GGUF_DECODER

@@ -40,7 +40,7 @@ RENAMES = Renames(
     {f".block_sparse_moe.{matrix}_proj.": f".mlp.{matrix}_proj." for matrix in ("gate", "up", "down")},
     signs=(".block_sparse_moe.shared_experts.",),
 )
-"""Of dense layers, as Transformers saves them."""
+"""Names of dense layers, as Transformers saves them."""
 
 SAME = {
     "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize", "n_group": "num_expert_group",
@@ -69,7 +69,10 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 
 def _delta_keys(keys: JsonKeys) -> dict[str, Any]:
-    """What the hub's file has in an object of its own, in Transformers' words. It counts layers from 1."""
+    """Delta attention's keys, which the hub's file has in an object of its own, in Transformers' words.
+
+    That object counts layers from 1.
+    """
     inner = keys.mapping("linear_attn_config")
     names = {
         "linear_head_dim": "head_dim", "linear_num_heads": "num_heads",
@@ -95,7 +98,7 @@ def _mixers(keys: JsonKeys) -> list[Mixer]:
 
 
 def floor_of(keys: JsonKeys, key: str, floor: float) -> float:
-    """Of decays' logarithms, as `key` says. Raises ConfigError for one that is no floor."""
+    """Lower bound of decays' logarithms, checked: `floor`, named `key`. Raises ConfigError where it is not below 0."""
     if floor >= 0:
         raise ConfigError(f"{keys.where}: {key} is {floor}, and must be below 0; try -5.0")
     return floor

@@ -22,7 +22,7 @@ from tandem.spec.rope import still
 
 LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 WORDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Of the hub, and Transformers'."""
+"""Kinds of layers: the hub's letters, and Transformers' words."""
 
 NAMES = Names(
     norms=("norm",), attention="mixer", recurrent="mixer", dense="mixer", router="mixer.gate",
@@ -49,8 +49,8 @@ UNUSED = (
     "hidden_act", "intermediate_size", "sliding_window", "num_hidden_layers", "rope_theta",
     "partial_rotary_factor", "mamba_proj_bias", "num_nextn_predict_layers",
 )  # fmt: skip
-"""Of training, of other code, and of what attention does not have. Time steps have no limit here, as where the model
-was trained; Transformers has one for those of prompts."""
+"""Keys of training, of other code, and of features that attention does not have. Time steps have no limit here,
+as where the model was trained; Transformers has one for those of prompts."""
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

@@ -44,7 +44,7 @@ from tandem.spec.stored import Table
 
 RECURRENT = "linear_attention"
 CHOOSING = FULL, "indexed_attention", "qwen_sparse_attention"
-"""Of the hub, of Transformers, and of others: all mean the same."""
+"""Layer kinds of the hub, of Transformers, and of others: all mean the same."""
 
 MOST_BASE = 1 << 26  # of what primes are looked for above
 
@@ -162,7 +162,7 @@ def _is_prime(number: int) -> bool:
 
 
 RENAMES = Renames({"model.hyper_connection_mixer.hc_norm.": "model.norm."}, signs=("hyper_connection_mixer.hc_norm",))
-"""What sums the streams up has the last norm in front of it, not behind."""
+"""The last norm is in front of the sum of the streams, not behind it."""
 
 NAMES = Names(
     norms=("attn_hyper_connection.hc_norm", "mlp_hyper_connection.hc_norm"),

@@ -29,7 +29,7 @@ IN_MEMORY = Names(shared="mlp.shared_experts")
 """As Transformers 5 holds it."""
 
 GATES: dict[Any, Literal["head", "channel"]] = {"per-head": "head", "per-element": "channel"}
-"""Of attention, by the words of config.json."""
+"""Gates of attention, by the words of config.json."""
 
 ROPE: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},

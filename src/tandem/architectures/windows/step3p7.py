@@ -55,7 +55,7 @@ DESCRIBED = {
     "moe_every_n_layer": 1, "use_mfa": False, "mlp_bias": False, "use_bidirectional_attention": False,
     "attention_bias": False, "hidden_act": "silu", "att_impl_type": "GQA", "sink": False,
 }  # fmt: skip
-"""What the keys of the hub's file say of every model of the family."""
+"""Keys of the hub's file with the same value in every model of the family."""
 
 UNUSED = ("need_fp32_gate", "fp32_gate", "max_seq_len", "yarn_only_types", "mtp_layer_types", "mtp_mlp_layer_types",
           "rope_scaling", "query_pre_attn_scalar", "per_layer_config")  # fmt: skip

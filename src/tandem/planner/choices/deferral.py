@@ -31,7 +31,7 @@ def deferred_experts(
 
 
 def deferral_notices(config: EngineConfig, model: ModelConfig, gpu: GpuPlan | None) -> Iterator[str]:
-    """What start-up says where it is asked for."""
+    """Start-up's notice on deferred experts: lossy, or without effect and why; none where they were not asked for."""
     asked = config.kt_max_deferred_experts_per_token
     if not asked:
         return

@@ -19,7 +19,7 @@ from tandem.spec.model_config import draft_experts
 
 
 def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
-    """What the GPU gets and how it is used; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
+    """Plan the GPU's memory and its use; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
     config, model = request.config, request.model
     m = size_gpu(request, gpu)
     everyone = model.routed_experts
@@ -87,7 +87,7 @@ def statistics_file(config: EngineConfig, needed: bool) -> str | None:
 
 
 def _streaming(threshold: int | None, why_not: str) -> Decision:
-    """Of experts in CPU memory."""
+    """The plan's line on streaming experts from CPU memory. threshold: rows of a step; None: as measured."""
     if why_not:
         return Decision("streamed experts", "off", why_not)
     if threshold is None:

@@ -1,4 +1,4 @@
-"""Whether images are read, and what the plan says of it."""
+"""Image input: whether it is read, and the plan's line on it."""
 
 from __future__ import annotations
 

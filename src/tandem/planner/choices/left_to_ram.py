@@ -56,7 +56,7 @@ class WouldFit(Protocol):
 
 
 def ways_out(request: MemoryRequest, gpu_experts: int, would_fit: WouldFit) -> Iterator[str]:
-    """What loses nothing comes first. Each is tried."""
+    """Changes of flags that would fit, lossless ones first. Each is tried."""
     asked, flag = asked_experts(request.config, request.model)
     places = f"{gpu_experts} of {request.model.routed_experts} are on the GPU"
     if asked is None:
@@ -80,7 +80,7 @@ def ways_out(request: MemoryRequest, gpu_experts: int, would_fit: WouldFit) -> I
 
 
 def expert_bytes(request: MemoryRequest) -> int:
-    """Of one routed expert, as packed."""
+    """Bytes of one routed expert, as packed."""
     return request.model.expert_bytes(request.expert_format, request.stored.experts)
 
 

@@ -112,13 +112,13 @@ def _why_none(asked: str, model: ModelConfig) -> str:
 
 
 def most_guesses(config: EngineConfig, model: ModelConfig) -> int:
-    """Of a sequence in a step; 0 where nothing is guessed. Raises ConfigError."""
+    """Guessed tokens of a sequence in a step, at most; 0 where nothing is guessed. Raises ConfigError."""
     plan = speculation(config, model)
     return 0 if plan is None else plan.most_guesses
 
 
 def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What was decided and why, for the plan; nothing where no algorithm is asked for. Raises ConfigError."""
+    """The plan's line on speculation, with its reason; none where no algorithm is asked for. Raises ConfigError."""
     if config.speculative_algorithm is None:
         return
     if why := _why_none(config.speculative_algorithm, model):
@@ -188,7 +188,7 @@ def _asked_guesses(config: EngineConfig) -> int | None:
 
 
 def default_guesses(algorithm: str | None) -> int:
-    """Of a sequence in a step."""
+    """Guessed tokens of a sequence in a step, where no number was asked for."""
     if algorithm == "DSPARK":
         return DEFAULT_BLOCK
     return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES

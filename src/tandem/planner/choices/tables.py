@@ -28,7 +28,7 @@ def where_tables(request: MemoryRequest) -> str:
 
 
 def table_text(request: MemoryRequest, where: str) -> tuple[str, str]:
-    """What the plan says of it."""
+    """The plan's line on n-gram tables: their size, their place and the reason."""
     asked, nbytes = request.config.tables, table_bytes(request)
     reason = "--tables" if asked != "auto" else "they fit beside all else" if where == IN_RAM else "memory is short"
     return f"{gib(nbytes)} {_WORDS[where]}", f"{reason}; n-grams, a few rows of which each token reads"

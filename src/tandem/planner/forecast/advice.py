@@ -47,7 +47,7 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned: a model, the flags, the machine and how fast it is."""
+    """Input of a plan: a model, the flags, the machine and its speeds."""
 
     config: EngineConfig
     model: ModelConfig
@@ -253,7 +253,7 @@ def _gains(new: Prediction, now: Prediction) -> tuple[float, float]:
 
 
 def _brings(decode: float, prompt: float) -> str:
-    """What stays as fast is not mentioned."""
+    """Gains of a change as text; a speed that stays within 2 % is not mentioned. decode, prompt: ratios of speed."""
     changed = {"decoding": decode, "prompts": prompt}
     return ", ".join(f"{what} {times:.2f} times as fast" for what, times in changed.items() if abs(times - 1) > 0.02)
 

@@ -31,7 +31,7 @@ class Row:
 
 
 def compare(question: Question) -> list[Row]:
-    """What can be done first, the fastest on top."""
+    """Rows of the comparison: possible settings first, the fastest on top, then impossible ones with their reasons."""
     shares: tuple[float | None, ...] = (None, *SHARES) if question.machine.gpus else (None,)
     methods: tuple[str | None, ...] = (None, *roundings(question.stored))
     rows = [_row(question, method, share) for method in methods for share in shares]

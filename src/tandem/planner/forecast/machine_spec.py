@@ -44,7 +44,10 @@ ANY_VERSION = "999.0"  # of packages: they can be installed on the machine that 
 
 @dataclass(frozen=True, slots=True)
 class MachineWish:
-    """What was said, as typed; None: as this machine is. gpus: names or sizeswith commas between; "2x4090"; "none"."""
+    """Flags that describe another machine, as typed; None: as this machine is.
+
+    gpus: names or sizes, with commas between; "2x4090"; "none".
+    """
 
     gpus: str | None = None
     ram: str | None = None
@@ -84,7 +87,7 @@ def wished_machine(wish: MachineWish, here: Machine) -> Machine:
 
 
 def system_bytes(total: int) -> int:
-    """Of so much RAM, what other programs keep on a machine that nobody has."""
+    """Bytes of RAM that other programs keep, on a machine that is only described. total: bytes of all its RAM."""
     return max(SYSTEM_BYTES, int(total * SYSTEM_SHARE))
 
 
@@ -211,7 +214,10 @@ def _too_old(what: str) -> str:
 
 
 def _gpu_gib(what: str) -> float:
-    """Of its memory. The name of a GPU that is not in the table may look like a size: "1080", "2080ti"."""
+    """GiB of a GPU's memory. Raises ConfigError for a GPU that is not known.
+
+    The name of a GPU that is not in the table may look like a size: "1080", "2080ti".
+    """
     try:
         size = read_size(what, "--gpu") / GIB
     except ConfigError:

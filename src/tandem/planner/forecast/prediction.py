@@ -58,7 +58,7 @@ GPU_ATTENTION_SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is predicted: a model as it is stored, the plan for it, and the machine's speeds."""
+    """Input of a prediction: a model as it is stored, the plan for it, and the machine's speeds."""
 
     model: ModelConfig
     stored: StoredFormats
@@ -94,13 +94,13 @@ class Case:
 
     @property
     def dram_share(self) -> float:
-        """Of DRAM's reading speed that the experts reach: their codes are decoded meanwhile."""
+        """Share of DRAM's reading speed that experts reach: their codes are decoded in the same time."""
         floats = self.plan.expert_format == STORED and "fp" in self.stored.experts.name
         return FLOAT_CODES_DRAM_SHARE if floats else DRAM_SHARE
 
     @property
     def gpu_share(self) -> float:
-        """Of the routed experts."""
+        """Share of the routed experts that is on the GPU."""
         everyone = self.model.routed_experts
         return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.experts / everyone
 
@@ -206,7 +206,7 @@ def _gpu_decode(case: Case, batch: int, context: int) -> dict[str, float]:
 
 
 def _kernels(layer: Layer) -> int:
-    """Of a decode step in a graph."""
+    """Kernels of a layer, for a decode step in a CUDA graph."""
     return GRAPH_KERNELS + _stream_kernels(layer) + (0 if layer.mixer is None else cost_of(layer.mixer).kernels)
 
 
@@ -283,7 +283,7 @@ def _replayed(case: Case, rows: int) -> int:
 
 
 def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
-    """Of experts in CPU memory the share that travels, and seconds until all are computed."""
+    """Share of the experts in CPU memory that travels to the GPU, and seconds until all are computed."""
     plan, moe = case.plan, len(case.model.moe_layers)
     if case.gpu_share == 1.0 or not moe or plan.gpu is None:
         return 0.0, 0.0

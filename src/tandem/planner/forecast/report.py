@@ -28,7 +28,7 @@ ENOUGH_TOKENS = 4096  # of KV cache, where a model does not fit and nothing was 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is predicted: tokens that a decoding sequence has, tokens of a prompt, sequences decoded together."""
+    """Sizes to predict for: tokens that a decoding sequence has, tokens of a prompt, sequences decoded together."""
 
     context: int = CONTEXT
     prompt: int = PROMPT
@@ -93,7 +93,7 @@ def report(name: str, question: Question, refused: tuple[str, ...] = (), asked: 
 
 
 def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
-    """What it would take with as much RAM as it wants, beside what may be used, and notices; nothing where more RAM
+    """Ledgers with as much RAM as the model needs, next to the RAM that may be used, and notices; empty where more RAM
     does not help."""
     machine, config = question.machine, question.config
     enough = config.max_total_tokens or min(
