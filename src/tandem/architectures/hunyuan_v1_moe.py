@@ -58,10 +58,10 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def _same(keys: JsonKeys, example: int, key: str, alias: str) -> int:
     """A number, or a list of the same for every layer."""
-    found = set(keys.integers(key)) or {keys.size(key, example, alias)}
-    if len(found) > 1:
+    numbers = set(keys.integers(key)) or {keys.size(key, example, alias)}
+    if len(numbers) > 1:
         raise ConfigError(f"{keys.where}: {key} differs between layers, which is not supported; try {example}")
-    return found.pop()
+    return numbers.pop()
 
 
 def _turning(keys: JsonKeys) -> JsonKeys:

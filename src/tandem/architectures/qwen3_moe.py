@@ -26,8 +26,8 @@ def vision(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """A token of text has one position in all three directions, so it turns as in Qwen3. Scores are normalised."""
     text = text_part(keys)
     text.only("norm_topk_prob", True, "scores are normalised")
-    made = config(text.overlaid({"norm_topk_prob": True}), generation)
-    return with_tower(keys, text, made, (24, 20, 20), deep=(8, 16, 24))
+    base = config(text.overlaid({"norm_topk_prob": True}), generation)
+    return with_tower(keys, text, base, (24, 20, 20), deep=(8, 16, 24))
 
 
 def omni(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:

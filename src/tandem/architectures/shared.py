@@ -31,8 +31,8 @@ def text_part(keys: JsonKeys, part: str = "text_config") -> JsonKeys:
     if not nested:
         return keys
     inside = one_rope(keys.inside(part)) if "rope_scaling" in nested else keys.inside(part)
-    said = keys.get("tie_word_embeddings")
-    return inside if said is None else inside.overlaid({"tie_word_embeddings": said})
+    tied = keys.get("tie_word_embeddings")
+    return inside if tied is None else inside.overlaid({"tie_word_embeddings": tied})
 
 
 def positive(keys: JsonKeys, key: str, usual: int) -> int:
@@ -100,13 +100,13 @@ def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
 def with_drafts(keys: JsonKeys, made: ModelConfig, *, count: int = 0) -> ModelConfig:
     """With a draft layer like the last one that looks back at tokens, where the checkpoint has some. Of several the
     first guesses all tokens. Its feed-forward may be dense. count: what absent keys mean."""
-    given = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
+    counts = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
     layers = [layer for layer in made.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
-    if not (max(given, default=count) and layers):
+    if not (max(counts, default=count) and layers):
         return replace(made, unread_keys=keys.unread)
     vocab = keys.count("draft_vocab_size", 0, most=made.vocab)
-    found = Drafts(_with_feed_forward(keys, layers[-1]), made.norm, 0 if vocab == made.vocab else vocab)
-    return replace(made, drafts=found, unread_keys=keys.unread)
+    drafts = Drafts(_with_feed_forward(keys, layers[-1]), made.norm, 0 if vocab == made.vocab else vocab)
+    return replace(made, drafts=drafts, unread_keys=keys.unread)
 
 
 def _with_feed_forward(keys: JsonKeys, layer: Layer) -> Layer:
@@ -212,12 +212,12 @@ def sigmoid_router(
 
 def moe(router: Router, width: int, shared_width: int = 0, shared_gate: bool = False) -> Moe:
     """Raises ConfigError for a router that cannot choose so many."""
-    experts, top_k, groups, kept = router.num_experts, router.top_k, router.num_groups, router.top_groups
+    experts, top_k, groups, top_groups = router.num_experts, router.top_k, router.num_groups, router.top_groups
     if top_k > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {top_k} is more than the {experts} experts")
-    uneven = groups < 1 or experts % groups or not 1 <= kept <= groups
-    if uneven or top_k > kept * (experts // groups):
-        raise ConfigError(f"config.json: n_group {groups}, topk_group {kept} do not fit")
+    uneven = groups < 1 or experts % groups or not 1 <= top_groups <= groups
+    if uneven or top_k > top_groups * (experts // groups):
+        raise ConfigError(f"config.json: n_group {groups}, topk_group {top_groups} do not fit")
     if groups > 1 and experts // groups < 2:
         raise ConfigError(f"config.json: n_group {groups} leaves groups of one; try {experts // 2}")
     if shared_width < 0:

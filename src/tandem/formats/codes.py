@@ -67,15 +67,15 @@ def _bytes(codes: Tensor) -> Tensor:
 def _plain(scales: Tensor) -> Tensor:
     """fp8's scales in a type that kernels read and that holds them exactly."""
     scales = scales.detach()
-    kept = scales.dtype in (torch.bfloat16, torch.float8_e8m0fnu)
-    return scales.to(scales.dtype if kept else torch.float32).contiguous()
+    exact = scales.dtype in (torch.bfloat16, torch.float8_e8m0fnu)
+    return scales.to(scales.dtype if exact else torch.float32).contiguous()
 
 
 def kept_scales(scales: Tensor) -> Tensor:
     """Scales of integer codes likewise."""
     scales = scales.detach()
-    kept = scales.dtype in (torch.bfloat16, torch.float16)
-    return scales.to(scales.dtype if kept else torch.float32).contiguous()
+    exact = scales.dtype in (torch.bfloat16, torch.float16)
+    return scales.to(scales.dtype if exact else torch.float32).contiguous()
 
 
 def _exponents(scales: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ _BUILDER = ("demo.py", "demo_source.py", "demo_text.py", "demo_weights.py")  # o
 def known_whole(directory: Path) -> bool:
     """Whether nothing in `directory` has changed since `remember_whole`."""
     try:
-        said = json.loads((directory / STAMP).read_text(encoding="utf-8"))
-        return bool(said == state_of(directory, said["files"]))
+        stamp = json.loads((directory / STAMP).read_text(encoding="utf-8"))
+        return bool(stamp == state_of(directory, stamp["files"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -44,10 +44,10 @@ def may_be_path(text: str) -> bool:
 
 
 def _parsed(text: str) -> HubName | None:
-    found = _NAME.fullmatch(text)
-    if found is None or found[1].lower().endswith(_FILE_ENDINGS):
+    match = _NAME.fullmatch(text)
+    if match is None or match[1].lower().endswith(_FILE_ENDINGS):
         return None
-    return HubName(found[1], found[2] or DEFAULT_REVISION, found[3] or "")
+    return HubName(match[1], match[2] or DEFAULT_REVISION, match[3] or "")
 
 
 def shown_name(model: str) -> str:

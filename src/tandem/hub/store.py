@@ -29,10 +29,10 @@ def kept_models() -> Iterator[Kept]:
     for folder in sorted(cache_root().glob(f"{_PREFIX}*")):
         repo = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
         quantised = list(_quantised(repo, folder))
-        rest = disk_bytes(folder) - sum(kept.nbytes for kept in quantised)
+        rest = disk_bytes(folder) - sum(entry.nbytes for entry in quantised)
         if not quantised:
-            found = find_snapshot(HubName(repo))
-            yield Kept(repo, rest, found is not None and found.model is not None)
+            snapshot = find_snapshot(HubName(repo))
+            yield Kept(repo, rest, snapshot is not None and snapshot.model is not None)
         yield from quantised
 
 

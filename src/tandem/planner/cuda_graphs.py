@@ -33,14 +33,14 @@ def graph_sizes(config: EngineConfig, running: int, guesses: int = 0) -> tuple[i
     """Rows, ascending: no more than sequences run together, or than they have with so many guesses of each."""
     if config.disable_cuda_graph:
         return ()
-    asked = config.cuda_graph_bs
-    largest = min(running, config.cuda_graph_max_bs or (running if asked else DEFAULT_LARGEST_GRAPH))
-    asked = asked or (*_sizes_to(largest), largest)
+    sizes = config.cuda_graph_bs
+    largest = min(running, config.cuda_graph_max_bs or (running if sizes else DEFAULT_LARGEST_GRAPH))
+    sizes = sizes or (*_sizes_to(largest), largest)
     if guesses:
-        few = tuple(size for size in asked if size <= largest)
+        few = tuple(size for size in sizes if size <= largest)
         largest = max(largest, min(largest * (1 + guesses), MOST_GUESS_ROWS))
-        asked = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
-    return tuple(sorted({size for size in asked if size <= largest}))
+        sizes = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
+    return tuple(sorted({size for size in sizes if size <= largest}))
 
 
 def settled_sizes(
@@ -75,8 +75,8 @@ def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
         return "--disable-cuda-graph"
     if running > DEFAULT_LARGEST_GRAPH and not (config.cuda_graph_max_bs or config.cuda_graph_bs):
         return "decode steps are replayed whole; larger ones only with --cuda-graph-max-bs"
-    asked = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
-    if asked > running:
+    largest = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
+    if largest > running:
         return f"decode steps are replayed whole; no more than {running} requests run together"
     return "decode steps are replayed whole"
 

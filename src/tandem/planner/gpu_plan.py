@@ -160,9 +160,9 @@ def dense_bytes(
 
 def workspace_bytes(request: MemoryRequest) -> int:
     """GPU bytes of steps, and of the float32 logits that every graph keeps."""
-    asked = request.config, request.model, request.max_running_requests, request.guesses
-    sizes = captured_sizes(*asked)
-    rows = sum(sizes) + sum(settled_sizes(*asked))
+    arguments = request.config, request.model, request.max_running_requests, request.guesses
+    sizes = captured_sizes(*arguments)
+    rows = sum(sizes) + sum(settled_sizes(*arguments))
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
         rows += 2 * max(sizes, default=1)
     shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)

@@ -75,7 +75,7 @@ class HostMemory:
 
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
-    there = model.routed_experts - share.gpu_experts + share.drafts
+    ram_experts = model.routed_experts - share.gpu_experts + share.drafts
     inputs = sum(
         pinned_bytes(graph_input_bytes(size, share.pages, share.tables, model.vision is not None))
         + pinned_bytes(graph_mask_bytes(size))
@@ -83,9 +83,9 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
     embedding = pinned_bytes(share.embedding_bytes) if share.embedding_bytes else 0
-    if there <= 0:
+    if ram_experts <= 0:
         return HostMemory(0, 0, 0, 0, inputs, graphs, embedding)
-    packed = 0 if share.in_place else there
+    packed = 0 if share.in_place else ram_experts
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,

@@ -33,12 +33,12 @@ def lie_in_memory(files: Sequence[Path]) -> bool:
 
 def _file_systems() -> dict[int, str]:
     """By device number; empty where the system does not tell."""
-    found = {}
+    kinds = {}
     for line in _MOUNTS.read_text().splitlines() if _MOUNTS.exists() else ():
         mount, _, kind = line.partition(" - ")
         major, minor = mount.split()[2].split(":")
-        found[os.makedev(int(major), int(minor))] = kind.split()[0]
-    return found
+        kinds[os.makedev(int(major), int(minor))] = kind.split()[0]
+    return kinds
 
 
 def against_in_place(

@@ -253,15 +253,15 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
 
 
 def wanted_context(request: MemoryRequest) -> tuple[int, str]:
-    asked, limit = request.config.context_length, request.model.max_positions
-    if asked is None:
+    length, limit = request.config.context_length, request.model.max_positions
+    if length is None:
         return limit, "the model's own limit"
-    if asked > limit:
+    if length > limit:
         raise ConfigError(
-            f"--context-length is {asked}, but the model goes to {limit}; give at most that",
+            f"--context-length is {length}, but the model goes to {limit}; give at most that",
             fields=("context_length",),
         )
-    return asked, "--context-length"
+    return length, "--context-length"
 
 
 def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, str]:
@@ -278,14 +278,14 @@ def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, st
     return min(room, useful, max(share, context)), reason
 
 
-def _asked_tokens(request: MemoryRequest, asked: int, room: int) -> int:
-    if asked > room:
+def _asked_tokens(request: MemoryRequest, tokens: int, room: int) -> int:
+    if tokens > room:
         raise DoesNotFit(
-            f"--max-total-tokens {asked} needs {gib(request.kv_bytes(asked))} for the KV cache, "
+            f"--max-total-tokens {tokens} needs {gib(request.kv_bytes(tokens))} for the KV cache, "
             f"but {gib(request.kv_bytes(room))} are left after the weights; give at most {room}",
             fields=("max_total_tokens",),
         )
-    return asked
+    return tokens
 
 
 def _check_fits(request: MemoryRequest, room: int, least: int) -> None:

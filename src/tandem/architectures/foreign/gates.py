@@ -24,12 +24,12 @@ def activation_of(module: Any) -> Activation | None:
         return _of_up(module)
     gate, up = (each.flatten() for each in torch.meshgrid(_values(), _values(), indexing="ij"))
     try:
-        got = _asked(module, gate, up)
+        got = _outputs(module, gate, up)
     except Exception:  # an activation with weights of its own, for example
         return None
     for activation, formula in _candidates(got):
-        wanted = formula(gate, up)
-        if bool((got - wanted).abs().max() <= CLOSE * wanted.abs().max()):
+        expected = formula(gate, up)
+        if bool((got - expected).abs().max() <= CLOSE * expected.abs().max()):
             return activation
     return None
 
@@ -49,7 +49,7 @@ def _values() -> Tensor:
     return torch.tensor(VALUES, dtype=torch.float64)
 
 
-def _asked(module: Any, gate: Tensor, up: Tensor) -> Tensor:
+def _outputs(module: Any, gate: Tensor, up: Tensor) -> Tensor:
     """As the module lays out its rows: gate, then up, or by turns."""
     both = torch.cat((gate, up)) if module.is_concatenated else torch.stack((gate, up), dim=1).flatten()
     with torch.no_grad():

@@ -66,19 +66,19 @@ class Observation:
 
 def observe(model: Any) -> Observation:
     """One pass of a skeleton."""
-    seen = _Watch(model)
+    watch = _Watch(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.enter_context(_Ran(seen.found.ran, name, module))
-        stack.enter_context(answering(seen))
+            stack.enter_context(_Ran(watch.found.ran, name, module))
+        stack.enter_context(answering(watch))
         try:
-            seen.run(model)
+            watch.run(model)
         except Unsupported as error:
-            seen.found.alone = str(error)
+            watch.found.alone = str(error)
         except Exception as error:  # a family's code may do anything
-            seen.found.alone = f"its modules cannot be watched ({type(error).__name__}: {_first_line(error)})"
-    seen.found.alone = _known(model.config) or seen.found.alone or seen.left_out(model)
-    return seen.found
+            watch.found.alone = f"its modules cannot be watched ({type(error).__name__}: {_first_line(error)})"
+    watch.found.alone = _known(model.config) or watch.found.alone or watch.left_out(model)
+    return watch.found
 
 
 def _first_line(error: Exception) -> str:
@@ -173,16 +173,16 @@ class _Marker:
         self.seen = seen
 
 
-def _window(name: str, mask: Any, said: int | None) -> int:
+def _window(name: str, mask: Any, argument: int | None) -> int:
     """Window of the mask, in tokens, which the argument must not contradict; 0: none."""
     if mask is None:
-        return said or 0
+        return argument or 0
     if not isinstance(mask, _Marker):
         raise Unsupported(f"{name} makes a mask of its own")
     if mask.seen.wrong:
         raise Unsupported(f"{name} has {mask.seen.wrong}")
-    if said and said != mask.seen.window:
-        raise Unsupported(f"{name} says sliding_window={said}, but its mask has {mask.seen.window}")
+    if argument and argument != mask.seen.window:
+        raise Unsupported(f"{name} says sliding_window={argument}, but its mask has {mask.seen.window}")
     return mask.seen.window
 
 

@@ -22,11 +22,11 @@ def installed_version() -> str:
 
 def why_not_installed() -> str:
     """Reason that no Transformers can be used, and the way out; "": one can."""
-    found = installed_version()
-    if not found:
+    installed = installed_version()
+    if not installed:
         return f"other families run through Transformers, which is not installed: {INSTALL}"
-    if tuple(int(part) for part in found.split(".")[:2]) < LEAST:
-        return f"other families run through Transformers 5.10 or newer, this is {found}: {INSTALL}"
+    if tuple(int(part) for part in installed.split(".")[:2]) < LEAST:
+        return f"other families run through Transformers 5.10 or newer, this is {installed}: {INSTALL}"
     return ""
 
 

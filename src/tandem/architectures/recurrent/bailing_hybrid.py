@@ -91,8 +91,8 @@ def _as_transformers(keys: JsonKeys) -> JsonKeys:
         keys.only(key, value, "as in every Ling 3")
     for key in UNUSED:
         keys.get(key)
-    said: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
-    return keys.overlaid({"rope_theta": keys.optional("rope_theta", 6e6)} | said)
+    overlay: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
+    return keys.overlaid({"rope_theta": keys.optional("rope_theta", 6e6)} | overlay)
 
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:

@@ -58,8 +58,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     for key, value in DESCRIBED.items():
         keys.only(key, value, "as in every Kimi-Linear")
     keys.get("head_dim"), keys.get("rope_parameters")
-    said: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
-    keys = keys.overlaid(said | _delta_keys(keys) | {"rope_theta": keys.optional("rope_theta", 1e4)})
+    overlay: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
+    keys = keys.overlaid(overlay | _delta_keys(keys) | {"rope_theta": keys.optional("rope_theta", 1e4)})
     check_convolutions(keys)
     mixers = _mixers(keys)
     width = keys.size("moe_intermediate_size", 1024)
@@ -78,10 +78,10 @@ def _delta_keys(keys: JsonKeys) -> dict[str, Any]:
         "linear_head_dim": "head_dim", "linear_num_heads": "num_heads",
         "linear_conv_kernel_dim": "short_conv_kernel_size",
     }  # fmt: skip
-    said = {ours: inner[theirs] for ours, theirs in names.items() if theirs in inner}
+    overlay = {ours: inner[theirs] for ours, theirs in names.items() if theirs in inner}
     if isinstance(full := inner.get("full_attn_layers"), list) and keys.get("layer_types") is None:
-        said["layer_types"] = [FULL if i + 1 in full else RECURRENT for i in range(layer_count(keys))]
-    return said
+        overlay["layer_types"] = [FULL if i + 1 in full else RECURRENT for i in range(layer_count(keys))]
+    return overlay
 
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:

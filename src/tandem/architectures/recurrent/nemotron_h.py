@@ -93,8 +93,8 @@ def _body(keys: JsonKeys, kind: str) -> Body:
     if kind == "mlp":
         return Dense(_width(keys, "intermediate_size", 21504), SQUARED)
     shared = _width(keys, "moe_shared_expert_intermediate_size", 3712) if keys.count("n_shared_experts", 1) else 0
-    found = moe(sigmoid_router(keys), _width(keys, "moe_intermediate_size", 1856), shared).activated_by(SQUARED)
-    return replace(found, experts=replace(found.experts, latent=keys.optional("moe_latent_size", 0)))
+    experts = moe(sigmoid_router(keys), _width(keys, "moe_intermediate_size", 1856), shared).activated_by(SQUARED)
+    return replace(experts, experts=replace(experts.experts, latent=keys.optional("moe_latent_size", 0)))
 
 
 def _width(keys: JsonKeys, key: str, example: int) -> int:

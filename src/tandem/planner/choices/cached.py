@@ -35,10 +35,10 @@ def cached_text(
     config: EngineConfig, model: ModelConfig, dtype: str, gpu: Gpu | None, why_no_gpu: str
 ) -> list[tuple[str, str]]:
     """The plan's line on an FP8 KV cache; [] where none was asked for. Raises ConfigError where it cannot be."""
-    asked = config.kv_cache_dtype
-    if asked in ("bf16", "bfloat16") and dtype != "bfloat16":
+    cache_dtype = config.kv_cache_dtype
+    if cache_dtype in ("bf16", "bfloat16") and dtype != "bfloat16":
         raise _refused(f"the KV cache has the activations' dtype, {dtype}; leave it out, or take --dtype bfloat16")
-    if asked != FP8:
+    if cache_dtype != FP8:
         return []
     if gpu is None:
         raise _refused(f"the CPU reads keys in the activations' dtype ({why_no_gpu}); leave it out")

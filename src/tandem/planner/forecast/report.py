@@ -105,11 +105,11 @@ def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
         plan = dataclasses.replace(question, machine=roomy).plan(max_total_tokens=enough, **where)
     except ConfigError:
         return (), ()
-    ledgers = tuple(_beside(ledger, machine) if ledger.place == RAM else ledger for ledger in plan.ledgers)
+    ledgers = tuple(_on_machine(ledger, machine) if ledger.place == RAM else ledger for ledger in plan.ledgers)
     return ledgers, (*plan.notices, *filter(None, [plan.idle]))
 
 
-def _beside(roomy: Ledger, machine: Machine) -> Ledger:
+def _on_machine(roomy: Ledger, machine: Machine) -> Ledger:
     """The same, beside what this machine has."""
     share = machine.available_memory / LARGEST_RAM
     return dataclasses.replace(
@@ -134,7 +134,7 @@ def _ledger_dict(ledger: Ledger) -> dict[str, Any]:
 
 def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
     return {
-        "decode": {str(batch): dataclasses.asdict(found) for batch, found in predicted.decode.items()},
+        "decode": {str(batch): dataclasses.asdict(estimate) for batch, estimate in predicted.decode.items()},
         "prompt": dataclasses.asdict(predicted.prompt),
         "context": predicted.context, "prompt_tokens": predicted.prompt_tokens,
     }  # fmt: skip

@@ -110,8 +110,8 @@ class StreamRates:
         if share == 1.0 and size in self.factors:
             self.factors[size] = factor + FORGOTTEN * (1.0 - factor)
         elif expected > 0 and seconds > 0:
-            wanted = factor * (1 + NEWEST * (seconds / expected - 1))
-            self.factors[size] = min(SLOWER, max(FASTER, wanted))
+            target = factor * (1 + NEWEST * (seconds / expected - 1))
+            self.factors[size] = min(SLOWER, max(FASTER, target))
 
     def text(self, most: int) -> str:
         """For the log: from which steps on, and what was measured."""

@@ -79,8 +79,8 @@ def _body(body: Body, ranks: int) -> Body:
 def _limits(model: ModelConfig, expert_unit: int, stored: StoredFormats) -> list[Limit]:
     drafter = () if model.drafter is None else (model.drafter.layer,)
     bodies = [block.body for layer in (*model.layers, *drafter) for block in layer.blocks if divided(block.body)]
-    found = [limit for body in bodies for limit in _limits_of(body, expert_unit, stored)]
-    return list(dict.fromkeys(found))
+    limits = [limit for body in bodies for limit in _limits_of(body, expert_unit, stored)]
+    return list(dict.fromkeys(limits))
 
 
 def _limits_of(body: Body, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:

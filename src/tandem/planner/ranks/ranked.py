@@ -75,8 +75,8 @@ def _why_no_gpus(config: EngineConfig, machine: Machine, ranks: int) -> str:
         return ""
     gpus = _gpus(machine, ranks)
     if len(gpus) < ranks:
-        found = "there is one" if len(gpus) == 1 else f"there are {len(gpus)}"
-        return f"each rank needs a GPU, and {found}; leave --tp out, which uses one GPU, or add --device cpu"
+        count_text = "there is one" if len(gpus) == 1 else f"there are {len(gpus)}"
+        return f"each rank needs a GPU, and {count_text}; leave --tp out, which uses one GPU, or add --device cpu"
     if ranks > MOST_GPU_RANKS:
         return f"sums between GPUs are of at most {MOST_GPU_RANKS} ranks; give fewer"
     if "cuda-core" in machine.gpu_missing:
