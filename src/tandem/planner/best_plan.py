@@ -60,7 +60,7 @@ def _unless_better(wish: Wish, plan: Plan) -> Plan:
     that the GPU has no room for."""
     gpu, config = plan.gpu, wish.config
     gpu_requested = needs_gpu(config) or config.given_flags(SHARE_FIELDS)
-    short = plan.context_length < _wanted(wish)
+    short = plan.context_length < _context_goal(wish)
     if gpu is None or gpu_requested or (gpu.experts >= wish.model.routed_experts and not short):
         return plan
     less = f"on {gpu.name} a context of {plan.context_length} tokens would be what fits"
@@ -68,10 +68,10 @@ def _unless_better(wish: Wish, plan: Plan) -> Plan:
         on_cpu = _least_tight(wish, (None, less if short else f"without {gpu.name} it is faster"))
     except ConfigError:  # it does not fit, or a flag is for GPUs, such as --kv-cache-dtype fp8_e4m3
         return plan
-    if on_cpu.context_length < min(plan.context_length, _wanted(wish)):
+    if on_cpu.context_length < min(plan.context_length, _context_goal(wish)):
         return plan
     options = [(each, each.context_length, _seconds(wish, each)) for each in (plan, on_cpu)]
-    return first_worth(options, _wanted(wish), WIDTH)
+    return first_worth(options, _context_goal(wish), WIDTH)
 
 
 def _least_tight(wish: Wish, device: Device) -> Plan:
@@ -81,7 +81,7 @@ def _least_tight(wish: Wish, device: Device) -> Plan:
         return _with_easy(wish, device, usual, room)
     tight_plans = _in_steps(wish, device, room)
     if not tight_plans:
-        return _given(_nearest(wish, device, room, usual))
+        return _plan_or_raise(_nearest(wish, device, room, usual))
     plans = {} if isinstance(usual, DoesNotFit) else {USUAL: usual}
     step = _first(wish, plans | tight_plans, WORTH)
     easy = (replace(each, running=step.running, chunk=step.chunk) for each in room.easy())
@@ -141,7 +141,7 @@ def _nearest(wish: Wish, device: Device, room: Room, usual: Plan | DoesNotFit) -
     return next((error for error in tighter if isinstance(error, RamTooSmall)), usual)
 
 
-def _given(usual: Plan | DoesNotFit) -> Plan:
+def _plan_or_raise(usual: Plan | DoesNotFit) -> Plan:
     if isinstance(usual, DoesNotFit):
         raise explained(usual)
     return usual
@@ -149,21 +149,21 @@ def _given(usual: Plan | DoesNotFit) -> Plan:
 
 def _cramped(wish: Wish, plan: Plan) -> str:
     """The plan's lack for want of memory; "": none."""
-    if plan.context_length < _wanted(wish):
+    if plan.context_length < _context_goal(wish):
         return f"a context of {plan.context_length} tokens would be what fits"
     return plan.gpu.cramped if plan.gpu is not None else ""
 
 
 def _first(wish: Wish, plans: dict[Tight, Plan], worth: float) -> Tight:
     options = [(tight, plan.context_length, _seconds(wish, plan)) for tight, plan in plans.items()]
-    return first_worth(options, _wanted(wish), worth)
+    return first_worth(options, _context_goal(wish), worth)
 
 
 def _seconds(wish: Wish, plan: Plan) -> float:
     return token_seconds(plan, wish.model, wish.stored, wish.machine)
 
 
-def _wanted(wish: Wish) -> int:
+def _context_goal(wish: Wish) -> int:
     return wanted_tokens(wish.config, wish.model)
 
 

@@ -28,13 +28,13 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
         log.append(
             Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
         )
-    running, drafts_on_gpu = request.max_running_requests, m.draft_experts or not draft_experts(model)
+    running, gpu_drafts = request.max_running_requests, m.draft_experts or not draft_experts(model)
     if draft_experts(model):
-        where = "GPU" if drafts_on_gpu else "CPU memory"
+        where = "GPU" if gpu_drafts else "CPU memory"
         log.append(Decision("draft experts", where, "all or none, after those asked for"))
     sizes = captured_sizes(config, model, running, request.guesses)
     why = graph_reason(config, model, running)
-    if sizes and not (drafts_on_gpu and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
+    if sizes and not (gpu_drafts and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
     if m.prompt_sizes and sizes:
