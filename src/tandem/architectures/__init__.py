@@ -59,7 +59,8 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
 def config_of(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
-    """Of a family of ours, else of one that Transformers' modules run. Raises ConfigError where neither can."""
+    """Model configuration by a family of ours, else by one that Transformers' modules run. Raises ConfigError where
+    neither can."""
     model_type = keys.get("model_type")
     if model_type is None:
         raise ConfigError("config.json names no model_type, so nobody knows what it is: copy the model's own file")

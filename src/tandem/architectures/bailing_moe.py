@@ -26,8 +26,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     router = softmax_router(keys, "num_experts", keys.optional("norm_topk_prob", True))
     experts = moe(router, width, width * keys.count("num_shared_experts", 2))
     unit_head = keys.optional("norm_head", False)
-    made = model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
-    return replace(made, unit_head=unit_head)
+    base = model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
+    return replace(base, unit_head=unit_head)
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:

@@ -105,9 +105,9 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
 
 def gguf_mistral(keys: GgufKeys, beta: float) -> dict[str, Any]:
     """Mistral's: a softmax, normalised, and queries that grow with their position. beta: what an absent key means."""
-    found = _gguf_sizes(keys)
-    rope = found["rope_parameters"] | {"llama_4_scaling_beta": keys.number("attention.temperature_scale", beta)}
-    return found | {"model_type": "mistral4", "norm_topk_prob": True, "rope_parameters": rope}
+    sizes = _gguf_sizes(keys)
+    rope = sizes["rope_parameters"] | {"llama_4_scaling_beta": keys.number("attention.temperature_scale", beta)}
+    return sizes | {"model_type": "mistral4", "norm_topk_prob": True, "rope_parameters": rope}
 
 
 def _gguf_sizes(keys: GgufKeys) -> dict[str, Any]:

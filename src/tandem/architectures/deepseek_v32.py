@@ -65,7 +65,7 @@ def _check_kinds(keys: JsonKeys) -> None:
 
 
 def _mixers(keys: JsonKeys, pairs: Pairs) -> list[Latent]:
-    """Of each layer."""
+    """Attention with an indexer, one for each layer. Raises ConfigError where `q_lora_rank` is null."""
     attention, index = latent(keys), _index(keys, pairs)
     if not attention.q_rank:
         raise ConfigError(
@@ -103,7 +103,7 @@ def _sources(keys: JsonKeys) -> list[int]:
 
 
 def _kinds(keys: JsonKeys) -> list[str]:
-    """Of each layer's indexer: as listed, as letters, or every so many layers from an offset on."""
+    """Kind of each layer's indexer, "full" or "shared": as listed, as letters, or by frequency from an offset on."""
     listed, pattern = keys.get("indexer_types"), keys.get("index_topk_pattern")
     every, offset = keys.count("index_topk_freq", 1), keys.count("index_skip_topk_offset", 2)
     listed = listed or (pattern if isinstance(pattern, list) else None)

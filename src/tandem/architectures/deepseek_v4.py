@@ -26,7 +26,7 @@ from tandem.spec.rope import Rope, read_rope
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = (SLIDING, SPARSE, HEAVY)
 RATIOS = {"0": SLIDING, "4": SPARSE, "128": HEAVY}
-"""Of `compress_ratios`, which has an entry for each layer, and for draft layers behind them."""
+"""Layer kinds by entries of `compress_ratios`, which has an entry for each layer, and for draft layers behind them."""
 
 STRIDES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 HASHED, SCORED = "hash_moe", "moe"
@@ -50,8 +50,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         for kind, router in zip(_kinds(keys, count), _routers(keys, count), strict=True)
     ]
     guessing = Drafts(pre_norm(attention[SLIDING], experts, norm, hyper), norm)
-    made = assembled(keys, generation, tuple(layers), norm)
-    return with_block(keys, made, guessing) if keys.get(BLOCK_SIZE) else _with_draft(keys, made, guessing)
+    base = assembled(keys, generation, tuple(layers), norm)
+    return with_block(keys, base, guessing) if keys.get(BLOCK_SIZE) else _with_draft(keys, base, guessing)
 
 
 def _refuse_others(keys: JsonKeys) -> None:
@@ -97,25 +97,25 @@ def _pool(keys: JsonKeys, kind: str) -> Pool:
 
 def _rope(keys: JsonKeys, compressed: bool) -> Rope:
     """Layers that pool turn by a base and a scaling of their own; no scaling changes the size of what turns."""
-    given = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
-    _check_nested(keys, given)
-    nested: dict[str, Any] = given.get("compress" if compressed else "main", {})
+    parameters = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
+    _check_nested(keys, parameters)
+    nested: dict[str, Any] = parameters.get("compress" if compressed else "main", {})
     if nested:
-        said = nested
+        own = nested
     elif compressed:
-        said = given | {"rope_theta": float(keys.optional("compress_rope_theta", 160000.0))}
+        own = parameters | {"rope_theta": float(keys.optional("compress_rope_theta", 160000.0))}
     else:
-        said = {"rope_theta": float(keys.optional("rope_theta", 10000.0)), "rope_type": "default"}
+        own = {"rope_theta": float(keys.optional("rope_theta", 10000.0)), "rope_type": "default"}
     keys.get("compress_rope_theta")
     rope = read_rope(
-        keys.overlaid({"rope_type": None, "type": None} | said), _rotary_dims(keys, said), "neighbours"
+        keys.overlaid({"rope_type": None, "type": None} | own), _rotary_dims(keys, own), "neighbours"
     )
-    return replace(rope, table_factor=said.get("attention_factor") or 1.0)
+    return replace(rope, table_factor=own.get("attention_factor") or 1.0)
 
 
-def _check_nested(keys: JsonKeys, given: dict[str, Any]) -> None:
+def _check_nested(keys: JsonKeys, parameters: dict[str, Any]) -> None:
     """As Transformers writes it: both kinds, and of YaRN that what turns keeps its size."""
-    kinds = [given.get(kind) for kind in ("main", "compress")]
+    kinds = [parameters.get(kind) for kind in ("main", "compress")]
     if any(kind is not None for kind in kinds) and not all(isinstance(kind, dict) for kind in kinds):
         raise ConfigError(
             f"{keys.where}: rope_parameters must have an object for main and one for compress, or neither"
@@ -127,9 +127,9 @@ def _check_nested(keys: JsonKeys, given: dict[str, Any]) -> None:
             )
 
 
-def _rotary_dims(keys: JsonKeys, said: dict[str, Any]) -> int:
+def _rotary_dims(keys: JsonKeys, parameters: dict[str, Any]) -> int:
     head = keys.optional("head_dim", 512)
-    share = said.get("partial_rotary_factor") or keys.optional("partial_rotary_factor", 0.0)
+    share = parameters.get("partial_rotary_factor") or keys.optional("partial_rotary_factor", 0.0)
     dims = int(head * share) if share else keys.optional("qk_rope_head_dim", head // 8)
     keys.get("qk_rope_head_dim"), keys.get("partial_rotary_factor")
     smallest = min(head, keys.optional("index_head_dim", 128))
@@ -187,14 +187,14 @@ def _experts(keys: JsonKeys) -> Moe:
     return moe(router, width, width).activated_by(Activation("swiglu_clamp", limit=limit))
 
 
-def _with_draft(keys: JsonKeys, made: ModelConfig, guessing: Drafts) -> ModelConfig:
+def _with_draft(keys: JsonKeys, base: ModelConfig, guessing: Drafts) -> ModelConfig:
     """With a NextN layer, where the checkpoint has one. One that pools tokens is not run."""
     layers, ratios = keys.count("num_nextn_predict_layers", 0), keys.get("compress_ratios")
-    count, made = len(made.layers), replace(made, unread_keys=keys.unread)
+    count, base = len(base.layers), replace(base, unread_keys=keys.unread)
     behind = ratios[count:] if isinstance(ratios, list) and len(ratios) == count + layers else []
     if pooled := [ratio for ratio in behind if ratio]:
-        return replace(made, draft=f"a draft layer (NextN) that pools {pooled[0]} tokens")
-    return replace(made, drafts=guessing) if layers else made
+        return replace(base, draft=f"a draft layer (NextN) that pools {pooled[0]} tokens")
+    return replace(base, drafts=guessing) if layers else base
 
 
 DRAFTS = DraftNames(

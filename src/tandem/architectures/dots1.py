@@ -34,9 +34,9 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
     """Files have no windows; no model of the family has one."""
-    found = glm4_moe.gguf_config(keys) | {"model_type": "dots1", "sliding_window": 0}
-    del found["use_qk_norm"], found["partial_rotary_factor"]
-    return found | {"norm_topk_prob": keys.flag("expert_weights_norm", False)}
+    entries = glm4_moe.gguf_config(keys) | {"model_type": "dots1", "sliding_window": 0}
+    del entries["use_qk_norm"], entries["partial_rotary_factor"]
+    return entries | {"norm_topk_prob": keys.flag("expert_weights_norm", False)}
 
 
 STEMS = glm4_moe.STEMS | {"ffn_norm": "post_attention_layernorm"}

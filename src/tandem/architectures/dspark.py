@@ -29,14 +29,14 @@ def with_block(keys: JsonKeys, made: ModelConfig, guessing: Drafts) -> ModelConf
     return replace(made, drafts=replace(guessing, block=GuessBlock(size, layers, unknown, reads, rank)))
 
 
-def _why_not(keys: JsonKeys, made: ModelConfig, reads: tuple[int, ...], layers: int) -> str:
-    """What of its layers is not computed here."""
-    count, ratios = len(made.layers), keys.get("compress_ratios")
+def _why_not(keys: JsonKeys, model: ModelConfig, reads: tuple[int, ...], layers: int) -> str:
+    """Reason that the layers that guess a block are not computed here; "": they are."""
+    count, ratios = len(model.layers), keys.get("compress_ratios")
     if not reads or list(reads) != sorted({*reads}) or not 0 <= reads[0] <= reads[-1] < count:
         return f"whose {KEYS}target_layer_ids {list(reads)} name no layers of the model in their order"
     behind = ratios[count:] if isinstance(ratios, list) and len(ratios) == count + layers else []
     if pooled := [ratio for ratio in behind if ratio]:
         return f"which pools {pooled[0]} tokens"
-    experts, used = made.moe.router.num_experts, made.moe.router.top_k
+    experts, used = model.moe.router.num_experts, model.moe.router.top_k
     own = keys.optional(f"{KEYS}n_routed_experts", experts), keys.optional(f"{KEYS}num_experts_per_tok", used)
     return "" if own == (experts, used) else f"with {own[0]} experts of its own, {own[1]} of which a token uses"

@@ -1,4 +1,4 @@
-"""What a family is: data over shared mechanisms, in one file each."""
+"""Interface of a family: data over shared mechanisms, in one file each."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class GgufKeys(Protocol):
     def number(self, key: str, default: float) -> float: ...
     def flag(self, key: str, default: bool) -> bool: ...
     def flags(self, key: str) -> list[bool]:
-        """Of bools, or of 0 and 1; [] when absent."""
+        """Bools of an array that has bools, or 0 and 1; [] when absent."""
         ...
 
     def numbers(self, key: str) -> list[float]:
-        """Of an array, or of a number alone; [] when absent."""
+        """Numbers of an array, or a single number; [] when absent."""
         ...
 
     def wholes(self, key: str) -> list[int]:

@@ -57,9 +57,9 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     body = _feed_forward(keys, norm)
     layers = tuple(_layer(_attention(keys, kind, i), body, norm) for i, kind in enumerate(kinds))
     cap, tied = keys.optional("final_logit_softcapping", 0.0), keys.optional("tie_word_embeddings", True)
-    found = assembled(keys, generation, layers, norm)
-    found = replace(found, embedding_scale=found.hidden**0.5, embedding_scale_rounded=True)
-    return replace(found, tied_embeddings=tied, logit_cap=cap)
+    base = assembled(keys, generation, layers, norm)
+    base = replace(base, embedding_scale=base.hidden**0.5, embedding_scale_rounded=True)
+    return replace(base, tied_embeddings=tied, logit_cap=cap)
 
 
 def _refuse_others(keys: JsonKeys) -> None:
@@ -109,15 +109,15 @@ def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:
 
 
 def _sizes(keys: JsonKeys, layer: int, own_heads: bool) -> dict[str, Any]:
-    """Of a layer that sees everything: as Transformers writes it, or as the hub does."""
+    """Attention keys of a layer that sees everything: as Transformers writes them, or as the hub does."""
     hub = {"head_dim": keys.optional("global_head_dim", 512)}
     heads = keys.optional("num_global_key_value_heads", 0)
     if keys.get("per_layer_config") is None:
         return hub | ({"num_key_value_heads": heads} if own_heads and heads else {})
-    said = keys.mapping("per_layer_config").get(str(layer), {})
-    if not isinstance(said, Mapping):
-        raise ConfigError(f"{keys.where}: per_layer_config.{layer} is {said!r}, not an object")
-    return {"head_dim": keys.optional("head_dim", 256)} | dict(said)
+    own = keys.mapping("per_layer_config").get(str(layer), {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{keys.where}: per_layer_config.{layer} is {own!r}, not an object")
+    return {"head_dim": keys.optional("head_dim", 256)} | dict(own)
 
 
 FAMILIES = (Family(("gemma4",), nested, (NAMES,)), Family(("gemma4_text",), config, (NAMES,), GEMMA4))

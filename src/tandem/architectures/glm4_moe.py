@@ -39,9 +39,9 @@ def ling(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
         keys.get(key)
     width, shared = keys.size("moe_intermediate_size", 1024), keys.get("num_shared_experts")
     keys.only("moe_shared_expert_intermediate_size", width, "a shared expert is as wide as a routed one")
-    said = {"n_routed_experts": keys.get("num_experts"), "n_shared_experts": shared}
-    found = keys.overlaid({key: value for key, value in said.items() if value is not None})
-    return _model(found, generation, keys.optional("use_qkv_bias", False), keys.optional("use_qk_norm", True))
+    counts = {"n_routed_experts": keys.get("num_experts"), "n_shared_experts": shared}
+    glm_keys = keys.overlaid({key: value for key, value in counts.items() if value is not None})
+    return _model(glm_keys, generation, keys.optional("use_qkv_bias", False), keys.optional("use_qk_norm", True))
 
 
 LING = {
@@ -69,14 +69,14 @@ def _model(
     width = keys.size("moe_intermediate_size", 1408)
     experts = moe(sigmoid_router(keys), width, width * keys.count("n_shared_experts", 1))
     first = keys.optional("first_k_dense_replace", dense)
-    made = model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
-    return with_drafts(keys, made)
+    base = model(keys, generation, lambda _: attention, experts, range(first, layer_count(keys)))
+    return with_drafts(keys, base)
 
 
 def gguf_ling(keys: GgufKeys) -> dict[str, Any]:
     experts = ("n_routed_experts", "n_shared_experts", "attention_bias")
-    found = {key: value for key, value in gguf_config(keys).items() if key not in experts}
-    return found | {
+    entries = {key: value for key, value in gguf_config(keys).items() if key not in experts}
+    return entries | {
         "model_type": "bailing_moe_v2",
         "num_experts": keys.need("expert_count"),
         "num_shared_experts": keys.optional("expert_shared_count", 1),

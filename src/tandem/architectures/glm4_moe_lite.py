@@ -16,8 +16,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     width = keys.size("moe_intermediate_size", 1536)
     experts = moe(sigmoid_router(keys, scale=1.8), width, width * keys.count("n_shared_experts", 1))
     attention = latent(keys)
-    made = model(keys, generation, lambda _: attention, experts, layers_after_dense(keys, 1))
-    return with_drafts(keys, made)
+    base = model(keys, generation, lambda _: attention, experts, layers_after_dense(keys, 1))
+    return with_drafts(keys, base)
 
 
 FAMILY = Family(("glm4_moe_lite",), config, (NAMES,))

@@ -45,8 +45,8 @@ def attention(keys: JsonKeys, kind: str) -> Gqa:
     if kind not in KINDS:
         raise ConfigError(f"{keys.where}: layer type {kind!r} is not supported; {' and '.join(KINDS)} are")
     bias, window = keys.optional("attention_bias", True), keys.size("sliding_window", 128)
-    seen = window if kind == KINDS[0] else 0
-    return replace(gqa(keys, qkv_bias=bias, out_bias=bias, window=seen), sinks=True)
+    span = window if kind == KINDS[0] else 0
+    return replace(gqa(keys, qkv_bias=bias, out_bias=bias, window=span), sinks=True)
 
 
 def experts_of(keys: JsonKeys) -> Moe:

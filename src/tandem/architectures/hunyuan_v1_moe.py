@@ -27,7 +27,7 @@ DESCRIBED = {
     "norm_type": "rms", "moe_drop_tokens": False, "moe_random_routing_dropped_token": False, "use_mla": False,
     "add_classification_head": False, "class_num": 0,
 }  # fmt: skip
-"""What keys of the hub's file say of every model of the family."""
+"""Keys of the hub's file with the same value in every model of the family."""
 
 UNUSED = ("attention_head_dim", "cla_share_factor", "moe_layer_num_skipped", "org_vocab_size", "pool_type",
           "position_embedding_xdrope", "group_limited_greedy", "num_media_embeds", "mask_init_id", "sep_token_id",
@@ -58,10 +58,10 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def _same(keys: JsonKeys, example: int, key: str, alias: str) -> int:
     """A number, or a list of the same for every layer."""
-    found = set(keys.integers(key)) or {keys.size(key, example, alias)}
-    if len(found) > 1:
+    numbers = set(keys.integers(key)) or {keys.size(key, example, alias)}
+    if len(numbers) > 1:
         raise ConfigError(f"{keys.where}: {key} differs between layers, which is not supported; try {example}")
-    return found.pop()
+    return numbers.pop()
 
 
 def _turning(keys: JsonKeys) -> JsonKeys:
@@ -78,7 +78,7 @@ def _turning(keys: JsonKeys) -> JsonKeys:
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
-    """What scales the rotation is in its base."""
+    """Keys of config.json from a GGUF file's; any scaling of the rotation is in its base already."""
     return {
         "model_type": "hunyuan_v1_moe",
         "attention_bias": keys.has_bias,

@@ -98,8 +98,8 @@ class Table:
 
 
 def read_table() -> Table:
-    found = json.loads(TABLE_FILE.read_text())
-    return Table(found["transformers"], tuple(Runs(**row) for row in found["types"]))
+    table = json.loads(TABLE_FILE.read_text())
+    return Table(table["transformers"], tuple(Runs(**row) for row in table["types"]))
 
 
 _OTHERS = ("DeepSeek-R1-Distill", "DeepSeek-R1-0528-Qwen3", "GLM-4.6V-Flash")
@@ -108,24 +108,24 @@ _OTHERS = ("DeepSeek-R1-Distill", "DeepSeek-R1-0528-Qwen3", "GLM-4.6V-Flash")
 
 def type_of_name(name: str) -> str | None:
     """The model type of "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", by the longest known name in it. None: not known."""
-    said = _words(name)
-    found = {
+    parts = _words(name)
+    matches = {
         len(words): model_type
         for model_type, names in (PUBLISHED | {None: _OTHERS}).items()
         for words in map(_words, names)
-        if any(said[at : at + len(words)] == words for at in range(len(said)))
+        if any(parts[at : at + len(words)] == words for at in range(len(parts)))
     }
-    return found[max(found)] if found else None
+    return matches[max(matches)] if matches else None
 
 
 def rows_called(table: Table, name: str) -> list[Runs]:
     """Those whose type, or a name published of it, begins as `name` does: "glm", "Qwen3"."""
-    said = _runs(name)
+    runs = _runs(name)
 
     def begins(row: Runs) -> bool:
-        return any(_begins(_runs(each), said) for each in (row.model_type, *PUBLISHED.get(row.model_type, ())))
+        return any(_begins(_runs(each), runs) for each in (row.model_type, *PUBLISHED.get(row.model_type, ())))
 
-    return [row for row in table.rows if said and begins(row)]
+    return [row for row in table.rows if runs and begins(row)]
 
 
 def _begins(whole: list[str], part: list[str]) -> bool:

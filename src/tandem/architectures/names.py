@@ -54,7 +54,7 @@ class Names:
     shared_gate: str = ""
 
     def at(self, index: int) -> str:
-        """What is in front of the modules of layer `index`."""
+        """Prefix of the modules of layer `index`."""
         return self.layer.format(layer=index)
 
 
@@ -112,11 +112,11 @@ class BlockNames:
     sure: str = "mtp.{last}.confidence_head.proj"
 
     def at(self, stage: int) -> str:
-        """What is in front of the modules of that layer."""
+        """Prefix of the modules of layer `stage`."""
         return self.layer.format(stage=stage)
 
     def of(self, layers: int) -> BlockNames:
-        """Of so many layers."""
+        """Names in a block of `layers` layers."""
         others = (part.format(last=layers - 1) for part in astuple(self)[1:])
         return BlockNames(self.layer, *others)
 

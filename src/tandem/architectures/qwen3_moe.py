@@ -26,12 +26,12 @@ def vision(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     """A token of text has one position in all three directions, so it turns as in Qwen3. Scores are normalised."""
     text = text_part(keys)
     text.only("norm_topk_prob", True, "scores are normalised")
-    made = config(text.overlaid({"norm_topk_prob": True}), generation)
-    return with_tower(keys, text, made, (24, 20, 20), deep=(8, 16, 24))
+    base = config(text.overlaid({"norm_topk_prob": True}), generation)
+    return with_tower(keys, text, base, (24, 20, 20), deep=(8, 16, 24))
 
 
 def omni(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
-    """What thinks; what speaks is not read."""
+    """Model configuration of the thinker; the talker is not read."""
     thinker = text_part(keys, "thinker_config")
     text = text_part(thinker)
     return with_tower(thinker, text, config(text, generation), (24, 20, 20), deep=(8, 16, 24))

@@ -31,8 +31,8 @@ def text_part(keys: JsonKeys, part: str = "text_config") -> JsonKeys:
     if not nested:
         return keys
     inside = one_rope(keys.inside(part)) if "rope_scaling" in nested else keys.inside(part)
-    said = keys.get("tie_word_embeddings")
-    return inside if said is None else inside.overlaid({"tie_word_embeddings": said})
+    tied = keys.get("tie_word_embeddings")
+    return inside if tied is None else inside.overlaid({"tie_word_embeddings": tied})
 
 
 def positive(keys: JsonKeys, key: str, usual: int) -> int:
@@ -74,7 +74,7 @@ def model(
 
 
 def assembled(keys: JsonKeys, generation: JsonKeys, layers: tuple[Layer, ...], norm: Norm) -> ModelConfig:
-    """What surrounds the layers of every family."""
+    """Model configuration around `layers`, with the keys that every family has."""
     return ModelConfig(
         model_type=keys["model_type"],
         hidden=keys.size("hidden_size", 2048),
@@ -100,13 +100,13 @@ def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
 def with_drafts(keys: JsonKeys, made: ModelConfig, *, count: int = 0) -> ModelConfig:
     """With a draft layer like the last one that looks back at tokens, where the checkpoint has some. Of several the
     first guesses all tokens. Its feed-forward may be dense. count: what absent keys mean."""
-    given = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
+    counts = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
     layers = [layer for layer in made.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
-    if not (max(given, default=count) and layers):
+    if not (max(counts, default=count) and layers):
         return replace(made, unread_keys=keys.unread)
     vocab = keys.count("draft_vocab_size", 0, most=made.vocab)
-    found = Drafts(_with_feed_forward(keys, layers[-1]), made.norm, 0 if vocab == made.vocab else vocab)
-    return replace(made, drafts=found, unread_keys=keys.unread)
+    drafts = Drafts(_with_feed_forward(keys, layers[-1]), made.norm, 0 if vocab == made.vocab else vocab)
+    return replace(made, drafts=drafts, unread_keys=keys.unread)
 
 
 def _with_feed_forward(keys: JsonKeys, layer: Layer) -> Layer:
@@ -122,11 +122,11 @@ def _with_feed_forward(keys: JsonKeys, layer: Layer) -> Layer:
 ACTIVATIONS: dict[str, ActivationKind] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
-"""Of gated feed-forwards, by the names that Transformers has for them."""
+"""Activations of gated feed-forwards, by the names that Transformers has for them."""
 
 
 def activation(keys: JsonKeys) -> Activation:
-    """What `hidden_act` names. ConfigError for one that no kernel computes."""
+    """Activation that `hidden_act` names. Raises ConfigError for one that no kernel computes."""
     name = keys.optional("hidden_act", "silu")
     if name not in ACTIVATIONS:
         raise ConfigError(
@@ -212,12 +212,12 @@ def sigmoid_router(
 
 def moe(router: Router, width: int, shared_width: int = 0, shared_gate: bool = False) -> Moe:
     """Raises ConfigError for a router that cannot choose so many."""
-    experts, top_k, groups, kept = router.num_experts, router.top_k, router.num_groups, router.top_groups
+    experts, top_k, groups, top_groups = router.num_experts, router.top_k, router.num_groups, router.top_groups
     if top_k > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {top_k} is more than the {experts} experts")
-    uneven = groups < 1 or experts % groups or not 1 <= kept <= groups
-    if uneven or top_k > kept * (experts // groups):
-        raise ConfigError(f"config.json: n_group {groups}, topk_group {kept} do not fit")
+    uneven = groups < 1 or experts % groups or not 1 <= top_groups <= groups
+    if uneven or top_k > top_groups * (experts // groups):
+        raise ConfigError(f"config.json: n_group {groups}, topk_group {top_groups} do not fit")
     if groups > 1 and experts // groups < 2:
         raise ConfigError(f"config.json: n_group {groups} leaves groups of one; try {experts // 2}")
     if shared_width < 0:
@@ -262,8 +262,10 @@ WINDOW, FULL = "sliding_attention", "full_attention"
 
 
 def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[int], bool]) -> list[Gqa]:
-    """Of each layer: `attention`, with the `sliding_window` in layers that have one. window and has_window: what absent
-    keys mean."""
+    """Attention of each layer: `attention`, with the `sliding_window` in layers that have one.
+
+    window and has_window: the meaning of absent keys.
+    """
     absent = "sliding_window" not in keys
     size = window if absent else keys.count("sliding_window", 0, most=1 << 31)
     kinds = layer_kinds(keys, lambda i: WINDOW if size and has_window(i) else FULL)
@@ -279,8 +281,10 @@ def windowed(keys: JsonKeys, attention: Gqa, window: int, has_window: Callable[[
 def turning_in_windows(
     keys: JsonKeys, attention: Gqa, kinds: list[str], window: int, *, without: bool = False
 ) -> list[Gqa]:
-    """Whether each layer turns: those with a window do. window: the meaning of an absent `sliding_window`;
-    without: whether all turn where it is null."""
+    """Attention of each layer, which turns only in layers with a window.
+
+    window: the meaning of an absent `sliding_window`; without: whether all turn where it is null.
+    """
     if unknown := sorted(set(kinds) - {WINDOW, FULL}):
         raise ConfigError(f"{keys.where}: layer type {unknown[0]!r} is not supported; {WINDOW} and {FULL} are")
     size = keys.count("sliding_window", 0, most=1 << 31) if "sliding_window" in keys else window

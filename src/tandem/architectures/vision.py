@@ -29,7 +29,7 @@ def with_tower(
         return replace(made, blind=str(error))
 
 
-def _tower(keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers, deep: Numbers) -> Tower:
+def _tower(keys: JsonKeys, text: JsonKeys, model: ModelConfig, sections: Numbers, deep: Numbers) -> Tower:
     """Raises ConfigError for what is not computed."""
     inner = JsonKeys(keys.mapping("vision_config"), f"{keys.where}: vision_config")
     inner.only("hidden_act", "gelu_pytorch_tanh", "no other activation is computed in a tower")
@@ -43,11 +43,11 @@ def _tower(keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers,
         heads=heads,
         width=inner.size("intermediate_size", 4304),
         side=_side(inner),
-        out=made.hidden,
+        out=model.hidden,
         placeholder=keys.need("image_token_id", 151655),
         start=keys.optional("vision_start_token_id", 151652),
         end=keys.optional("vision_end_token_id", 151653),
-        axes=_axes(text, made, sections),
+        axes=_axes(text, model, sections),
         deep=inner.integers("deepstack_visual_indexes") or deep,
         processor=_processor(inner),
     )
@@ -81,7 +81,7 @@ def _checked(keys: JsonKeys, tower: Tower) -> Tower:
     return tower
 
 
-def _axes(text: JsonKeys, made: ModelConfig, sections: Numbers) -> Numbers:
+def _axes(text: JsonKeys, model: ModelConfig, sections: Numbers) -> Numbers:
     """Which part of a position turns each pair: they alternate, as long as a section has pairs left; time has the
     rest."""
     turning = rope_keys(text)
@@ -89,6 +89,6 @@ def _axes(text: JsonKeys, made: ModelConfig, sections: Numbers) -> Numbers:
     own = turning.integers("mrope_section") or sections
     if len(own) != SIDES or min(own) < 0:
         raise ConfigError(f"{text.where}: mrope_section is {list(own)}; try {list(sections)}")
-    (pairs,) = {each.rope.dims // 2 for each in made.attentions}
+    (pairs,) = {each.rope.dims // 2 for each in model.attentions}
     turns = {i: axis for axis in (1, 2) for i in range(axis, own[axis] * SIDES, SIDES)}
     return tuple(turns.get(pair, 0) for pair in range(pairs))

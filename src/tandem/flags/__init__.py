@@ -1,1 +1,1 @@
-"""What was asked: every flag once, other engines' spellings, and what the environment says."""
+"""Flags: each of them once, other engines' spellings, and settings of the environment."""

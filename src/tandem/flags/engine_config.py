@@ -343,15 +343,16 @@ class EngineConfig:
 
     @classmethod
     def possible(cls, argv: Sequence[str]) -> tuple[EngineConfig | None, tuple[str, ...]]:
-        """What of a command line can be met, and why the rest cannot; None where no model is named."""
+        """Configuration of the flags of a command line that can be met, and reasons for all others; None where no model
+        is named."""
         words, reasons = flags.parse(FLAGS, argv)
-        given, refused = flags.checked(FLAGS, words, _MEAN_NOTHING)
+        fields, refused = flags.checked(FLAGS, words, _MEAN_NOTHING)
         reasons += refused
-        if given.get("model") and given.get("models"):
+        if fields.get("model") and fields.get("models"):
             reasons += ["MODEL and --models are both given: give one"]
-        if not given.get("model") and not given.get("models"):
+        if not fields.get("model") and not fields.get("models"):
             return None, ("no model is named; try `kt serve demo`, or --model DIRECTORY", *reasons)
-        return cls(**given, given=frozenset(given)), tuple(reasons)
+        return cls(**fields, given=frozenset(fields)), tuple(reasons)
 
     def without(self, fields: Iterable[str]) -> EngineConfig:
         """The same, with these as if they had not been given."""
@@ -361,8 +362,8 @@ class EngineConfig:
     @classmethod
     def from_keywords(cls, model: str, **keywords: Any) -> EngineConfig:
         """From Python keywords, aliases included (`tp=1`, `kt_amx_method="INT4"`). Raises ConfigError."""
-        given = flags.rename_keywords(FLAGS, keywords)
-        return cls(model=str(model), **given, given=frozenset(given))
+        fields = flags.rename_keywords(FLAGS, keywords)
+        return cls(model=str(model), **fields, given=frozenset(fields))
 
     def given_flags(self, names: Sequence[str]) -> list[str]:
         """Spellings of those of these fields that the user named or changed."""

@@ -63,8 +63,8 @@ def keep_kernels_where_possible() -> None:
     nearest = next(path for path in (place, *place.parents) if path.exists())
     if place.parts[0] != "~" and os.access(nearest, os.W_OK):  # without HOME Triton would make a folder of that name
         return
-    os.environ["TRITON_CACHE_DIR"] = made = tempfile.mkdtemp(prefix="tandem-kernels-")
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="tandem-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def tokenize_on_one_thread() -> None:

@@ -111,8 +111,10 @@ def _bind(name: str, default: Any, hint: Any, metadata: Mapping[str, Any]) -> Fl
 def checked(
     flags: Iterable[Flag], values: Mapping[str, Any], advice: Mapping[tuple[str, Any], str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Of these values by field: those that can be met, as their fields' types; and why the others cannot. advice: for
-    values inside a flag's range that mean nothing, what to give instead."""
+    """Values by field that can be met, as their fields' types, and reasons why the others cannot.
+
+    advice: for values inside a flag's range that mean nothing, the text that says what to give instead.
+    """
     met: dict[str, Any] = {}
     reasons: list[str] = []
     for f in flags:
@@ -182,7 +184,7 @@ def check_available(flag: Flag, value: Any) -> None:
 
 
 def notice(flag: Flag, value: Any) -> str | None:
-    """What start-up says about a given flag that changes nothing; None when it does change something."""
+    """Start-up's notice on a given flag that changes nothing; None when it does change something."""
     if flag.idle is None or not flag.neutral(value):
         return None
     shown = flag.spellings[0] if value is True else f"{flag.spellings[0]} {_shown(value)}"
@@ -209,9 +211,9 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], l
         parser.add_argument(*f.spellings, dest=f.name, **_argparse_options(f))
     known, left = parser.parse_known_args(list(argv))
     unknown = unknown_texts(left, [s for f in flags for s in f.spellings])
-    given, doubled = _with_positional(vars(known))
+    texts, doubled = _with_positional(vars(known))
     by_name = {f.name: f for f in flags}
-    typed, wrong = _typed([(by_name[name], words) for name, words in given.items()])
+    typed, wrong = _typed([(by_name[name], words) for name, words in texts.items()])
     return typed, wrong + (unknown or doubled)  # a word beside an unknown flag may be its value
 
 
@@ -221,11 +223,11 @@ def _argparse_options(flag: Flag) -> dict[str, Any]:
     return {"nargs": "+"} if flag.repeated else {}
 
 
-def _typed(given: Iterable[tuple[Flag, Any]]) -> tuple[dict[str, Any], list[str]]:
+def _typed(texts: Iterable[tuple[Flag, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Words as the flags' types; and what is wrong with those that are not."""
     typed: dict[str, Any] = {}
     wrong: list[str] = []
-    for flag, words in given:
+    for flag, words in texts:
         try:
             typed[flag.name] = [_number(flag, w) for w in words] if flag.repeated else _number(flag, words)
         except ValueError as error:
@@ -243,17 +245,17 @@ def _number(flag: Flag, word: Any) -> Any:
         raise ValueError(f"{flag.spellings[0]}: {word!r} is not {kind}{more}") from None
 
 
-def _with_positional(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    positional = given.pop("positional", None)
+def _with_positional(texts: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    positional = texts.pop("positional", None)
     if positional is None:
-        return given, []
-    if given.get("model", positional) != positional:
-        return given, [f"two models are named: {positional} and --model {given['model']}; name one"]
-    return {**given, "model": positional}, []
+        return texts, []
+    if texts.get("model", positional) != positional:
+        return texts, [f"two models are named: {positional} and --model {texts['model']}; name one"]
+    return {**texts, "model": positional}, []
 
 
 def unknown_texts(words: Iterable[str], known: Sequence[str]) -> list[str]:
-    """What is said about each flag that does not exist; the values that follow it are its own."""
+    """Messages on flags that do not exist, one for each; the values that follow such a flag are its own."""
     texts: list[str] = []
     for word in words:
         if word.startswith("-"):
@@ -267,25 +269,25 @@ def unknown_texts(words: Iterable[str], known: Sequence[str]) -> list[str]:
 
 def unknown_flag(name: str, known: Sequence[str]) -> str:
     """With what to type instead: where another engine has it, its equal here; else a flag spelt nearly so, if any."""
-    said = f"unknown flag {name}"
+    prefix = f"unknown flag {name}"
     if (instead := FOREIGN.get(name.replace("_", "-"))) is not None:
-        return f"{said}: {instead}"
+        return f"{prefix}: {instead}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=LEAST_ALIKE)
     hint = f"; the nearest known one is {near[0]}" if near else ""
-    return f"{said}{hint} (kt serve --help-all lists them)"
+    return f"{prefix}{hint} (kt serve --help-all lists them)"
 
 
 def rename_keywords(flags: Sequence[Flag], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Python keywords, aliases included, → fields. Raises ConfigError naming the nearest known keyword."""
     fields_by_keyword = {k: f.name for f in flags for k in f.keywords}
-    given: dict[str, Any] = {}
+    by_field: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword not in fields_by_keyword:
             near = difflib.get_close_matches(keyword, fields_by_keyword, n=1, cutoff=LEAST_ALIKE)
             hint = f"; the nearest known one is {near[0]}" if near else ""
             raise ConfigError(f"unknown keyword {keyword}{hint}")
         name = fields_by_keyword[keyword]
-        if name in given:
+        if name in by_field:
             raise ConfigError(f"{keyword} is given twice, once under another name of {name}")
-        given[name] = value
-    return given
+        by_field[name] = value
+    return by_field

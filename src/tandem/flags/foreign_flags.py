@@ -220,4 +220,4 @@ FOREIGN = {
     "--root-path": _PROXY,
     "--timeout": "give --request-timeout",
 }  # fmt: skip
-"""What follows "unknown flag --x: ". Dashes stand for underscores, too."""
+"""Texts that follow "unknown flag --x: ". Dashes stand for underscores, too."""

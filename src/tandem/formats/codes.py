@@ -67,15 +67,15 @@ def _bytes(codes: Tensor) -> Tensor:
 def _plain(scales: Tensor) -> Tensor:
     """fp8's scales in a type that kernels read and that holds them exactly."""
     scales = scales.detach()
-    kept = scales.dtype in (torch.bfloat16, torch.float8_e8m0fnu)
-    return scales.to(scales.dtype if kept else torch.float32).contiguous()
+    exact = scales.dtype in (torch.bfloat16, torch.float8_e8m0fnu)
+    return scales.to(scales.dtype if exact else torch.float32).contiguous()
 
 
 def kept_scales(scales: Tensor) -> Tensor:
     """Scales of integer codes likewise."""
     scales = scales.detach()
-    kept = scales.dtype in (torch.bfloat16, torch.float16)
-    return scales.to(scales.dtype if kept else torch.float32).contiguous()
+    exact = scales.dtype in (torch.bfloat16, torch.float16)
+    return scales.to(scales.dtype if exact else torch.float32).contiguous()
 
 
 def _exponents(scales: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def split_nibbles(codes: Tensor, depth: int) -> Tensor:
 
 
 def scale_tensors(codes: WeightCodes) -> dict[str, Tensor]:
-    """What there is beside the codes, by field."""
+    """Tensors that belong to the codes (scales, offsets, zero points, factors), by field; absent ones are left out."""
     fields = {
         "scales": codes.scales,
         "offsets": codes.offsets,

@@ -32,8 +32,8 @@ def rows_of(weight: Weight, rows: slice) -> Weight:
     block = weight.block_rows
     if step == 1 and start % block == 0 and (stop == weight.rows or stop % block == 0):
         return _scales_cut(weight, slice(start // block, -(-stop // block)), codes=weight.codes[rows])
-    apart = _row_scales(weight)
-    return _scales_cut(apart, rows, codes=apart.codes[rows])
+    by_row = _row_scales(weight)
+    return _scales_cut(by_row, rows, codes=by_row.codes[rows])
 
 
 def arranged(weight: Weight, pieces: Sequence[slice]) -> Weight:
@@ -42,7 +42,7 @@ def arranged(weight: Weight, pieces: Sequence[slice]) -> Weight:
 
 
 def together(pieces: Sequence[Weight]) -> Weight:
-    """Of one matrix, one after the other."""
+    """Matrix of these pieces, one after the other."""
     whole = stacked(pieces)
     if whole is None:  # zero points in the middle are no zero points, and some may have others
         whole = tuple(numbers(piece) for piece in pieces)
@@ -89,9 +89,9 @@ def _scale_columns(weight: WeightCodes, start: int, stop: int) -> dict[str, Tens
 
 def _rebuilt(like: WeightCodes, codes: Tensor, scales: dict[str, Tensor], depth: int) -> WeightCodes:
     """Other codes and scales in the format of `like`."""
-    kept = {name: tensor.contiguous() for name, tensor in scales.items()}
-    scale = kept.pop("scales")
-    return WeightCodes(codes.contiguous(), scale, like.fmt, like.group, depth, like.block_rows, **kept)
+    tensors = {name: tensor.contiguous() for name, tensor in scales.items()}
+    scale = tensors.pop("scales")
+    return WeightCodes(codes.contiguous(), scale, like.fmt, like.group, depth, like.block_rows, **tensors)
 
 
 def one_tensor(numbers: Tensor | Blocks) -> Tensor:
@@ -100,7 +100,7 @@ def one_tensor(numbers: Tensor | Blocks) -> Tensor:
 
 
 def form_of(weight: Weight) -> Hashable:
-    """What weights have in common that can be stacked."""
+    """Key that weights must share to be stacked: a dtype, or the layout of their codes."""
     if not isinstance(weight, WeightCodes):
         return weight.dtype
     return weight.fmt, weight.group, weight.scales.dtype, weight.depth, *scale_tensors(weight)
@@ -130,8 +130,8 @@ def _row_scales(weight: WeightCodes) -> WeightCodes:
     """The same weights with scales of their own for every row."""
     if weight.block_rows == 1:
         return weight
-    apart = torch.arange(weight.rows) // weight.block_rows
-    return replace(_scales_cut(weight, apart, codes=weight.codes), block_rows=1)
+    blocks = torch.arange(weight.rows) // weight.block_rows
+    return replace(_scales_cut(weight, blocks, codes=weight.codes), block_rows=1)
 
 
 def _scales_cut(weight: WeightCodes, index: slice | Tensor, codes: Tensor) -> WeightCodes:

@@ -1,4 +1,4 @@
-"""What the GPU kernels read of what the CPU kernels pack. The planner asks here before anything is loaded
+"""Packed formats of the CPU kernels that the GPU kernels read. The planner asks here before anything is loaded
 (`QuantFormat.gpu_readable`), the kernels once they see packed bytes (`kernels/gpu/panels.py`)."""
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def refusal(codes: str, scales: str, depth: int = 0, experts: bool = True) -> st
 
 
 def kind_is_read(kind: str, shifted: bool, experts: bool = False) -> bool:
-    """Of a stored kind that is packed as it is. shifted: with zero points; codes of 4 bits are then unsigned."""
+    """Whether GPU kernels read a stored kind that is packed as it is.
+
+    shifted: with zero points; codes of 4 bits are then unsigned.
+    """
     codes, scales = PACKED_KINDS[kind]
     if shifted:
         codes, scales = "uint4" if codes == "int4" else codes, f"{scales}+zeros"

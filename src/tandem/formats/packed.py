@@ -27,15 +27,15 @@ def word_bytes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def single_codes(joined: Tensor, bits: int, count: int) -> Tensor:
-    """What `word_bytes` returns, as one code per byte [rows, count]."""
+    """Codes that `word_bytes` returned, one per byte [rows, count]."""
     return split_nibbles(joined, count) if bits == 4 else joined
 
 
 def signed(codes: Tensor, bits: int, scales: Tensor, group: int, depth: int) -> Weight:
     """Codes [N, K or K / 2] of 4 or 8 bits in two's complement, scales [N or 1, groups]: symmetric."""
     rows = codes.shape[0] if scales.shape[0] == 1 else 1
-    found = WeightCodes(codes.contiguous(), kept_scales(scales), f"int{bits}", group, depth, rows)
-    return fitted(found)
+    weight = WeightCodes(codes.contiguous(), kept_scales(scales), f"int{bits}", group, depth, rows)
+    return fitted(weight)
 
 
 def unsigned(
@@ -54,8 +54,8 @@ def unsigned(
     if bool((wide[0] > 127).any()):  # GPTQ's first version can say 256
         shifted = codes.to(torch.int16) - _spread(zeros.to(torch.int16), group, codes.shape)
         return shifted.float() * _spread(scales.float(), group, codes.shape)
-    kept, bytes_of_zeros = kept_scales(wide[1]), wide[0].to(torch.int8).contiguous()
-    return fitted(WeightCodes((codes ^ 0x80).contiguous(), kept, "int8", group, depth, zeros=bytes_of_zeros))
+    exact_scales, bytes_of_zeros = kept_scales(wide[1]), wide[0].to(torch.int8).contiguous()
+    return fitted(WeightCodes((codes ^ 0x80).contiguous(), exact_scales, "int8", group, depth, zeros=bytes_of_zeros))
 
 
 def fitted(codes: WeightCodes) -> Weight:

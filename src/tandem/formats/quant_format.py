@@ -75,7 +75,7 @@ class QuantFormat:
 
     @property
     def bits(self) -> int:
-        """Of one code, without scales."""
+        """Bits of one code, without scales."""
         return BITS[self.kind]
 
     @property
@@ -124,7 +124,7 @@ class QuantFormat:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What users call it: values of --kt-method."""
+        """Users' names of the format: values of --kt-method."""
         if self.packing == "gptq" and self.kind == "int4":
             return ("GPTQ_INT4", "INT4")
         if self.packing == "gguf" and self.quantised:

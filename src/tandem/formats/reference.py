@@ -1,4 +1,4 @@
-"""What each packed weight format holds, in plain torch: the codes and scales that csrc/format/pack.cc must produce.
+"""Packed weight formats in plain torch: the codes and scales that csrc/format/pack.cc must produce.
 
 int8: symmetric, scale = max|w| / 127. int4: codes -8 to 7, scale = (weight of the largest magnitude) / -8, which uses
 all 16 codes. Scales of groups are bfloat16 (codes are made with the rounded scale), scales of rows float32.
@@ -96,7 +96,7 @@ def _spread(codes: WeightCodes, groups: Tensor) -> Tensor:
 
 
 def magnitudes(codes: WeightCodes) -> Tensor:
-    """What errors of a product are relative to: |code * scale| + |offset|, float32 [N, K]."""
+    """Magnitudes that a product's errors are relative to: |code * scale| + |offset|, float32 [N, K]."""
     size = (_values(codes) * _spread(codes, stored_codes.group_scales(codes))).abs()
     offsets = stored_codes.group_offsets(codes)
     return size if offsets is None else size + _spread(codes, offsets).abs()
@@ -167,8 +167,8 @@ def _stored_signed(weight: Tensor, group: int, bits: int) -> WeightCodes:
     groups = F.pad(weight, (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
     scales = (groups.abs().amax(-1) / top).clamp(min=2.0**-14).half()
     codes = (groups / scales.float()[..., None]).round().clamp(-top - 1, top).to(torch.int8)
-    kept = codes.flatten(1)[:, : weight.shape[1]].contiguous().view(torch.uint8)
-    return WeightCodes(kept, scales, f"int{bits}", group, weight.shape[1])
+    code_bytes = codes.flatten(1)[:, : weight.shape[1]].contiguous().view(torch.uint8)
+    return WeightCodes(code_bytes, scales, f"int{bits}", group, weight.shape[1])
 
 
 def stored(weight: Tensor, fmt: str, group: int = 128) -> WeightCodes:
@@ -179,7 +179,7 @@ def stored(weight: Tensor, fmt: str, group: int = 128) -> WeightCodes:
     if fmt in ("int6", "int3"):
         return _stored_signed(weight, group, int(fmt[-1]))
     if fmt.endswith("_zeros"):
-        made = _stored_zeros(weight, group, int(fmt[3]))
+        codes = _stored_zeros(weight, group, int(fmt[3]))
     else:
-        made = _stored_nvfp4(weight) if fmt == "nvfp4" else _stored_mx(weight, fmt)
-    return replace(made, depth=weight.shape[1])  # odd in tests only
+        codes = _stored_nvfp4(weight) if fmt == "nvfp4" else _stored_mx(weight, fmt)
+    return replace(codes, depth=weight.shape[1])  # odd in tests only

@@ -62,10 +62,10 @@ def fit_groups(
         codes = (relative * target).round().clamp(grid.low, grid.high)
         counted = codes * share
         along, square = ((counted * v).sum(-1, keepdim=True) for v in (relative, codes))
-        found = torch.where(square > 0, along / square, 0.0)
-        better = found * along > best
-        best = torch.where(better, found * along, best)
-        ratio = torch.where(better, found, ratio)
+        factor = torch.where(square > 0, along / square, 0.0)
+        better = factor * along > best
+        best = torch.where(better, factor * along, best)
+        ratio = torch.where(better, factor, ratio)
     scales = (extreme * ratio).to(torch.bfloat16)
     scales = torch.where(scales == 0, 1.0, scales)  # a group of zeros: any scale will do
     codes = (groups * (1 / scales.float())).round().clamp(grid.low, grid.high)

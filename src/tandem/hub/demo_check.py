@@ -1,4 +1,4 @@
-"""Whether the demo model was found whole before: reading its 829 MB anew takes seconds, and importing its builder too.
+"""Record that the demo model was whole before: reading its 829 MB anew takes seconds, and importing its builder too.
 
 A file whose size or time has changed is read again, and so is everything once the builder is another.
 """
@@ -21,14 +21,14 @@ _BUILDER = ("demo.py", "demo_source.py", "demo_text.py", "demo_weights.py")  # o
 def known_whole(directory: Path) -> bool:
     """Whether nothing in `directory` has changed since `remember_whole`."""
     try:
-        said = json.loads((directory / STAMP).read_text(encoding="utf-8"))
-        return bool(said == state_of(directory, said["files"]))
+        stamp = json.loads((directory / STAMP).read_text(encoding="utf-8"))
+        return bool(stamp == state_of(directory, stamp["files"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def state_of(directory: Path, names: Iterable[str]) -> dict[str, Any]:
-    """What `remember_whole` keeps: to be taken before the files are read. Raises OSError where one is missing."""
+    """State of the files, for `remember_whole`; call it before they are read. Raises OSError where one is missing."""
     stats = {name: (directory / name).stat() for name in names}
     return {"builder": _builder(), "files": {name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()}}
 

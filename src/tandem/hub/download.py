@@ -32,7 +32,7 @@ class Stopped(Exception):
 
 
 class Download:
-    """Of some files of one model."""
+    """Download of some files of one model."""
 
     def __init__(self, hub: Hub, model: RemoteModel, report: Report, say: Say) -> None:
         self._hub, self._model, self._report, self._say = hub, model, report, say
@@ -176,14 +176,14 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _digest(file: BinaryIO, wanted: RemoteFile) -> str:
+def _digest(file: BinaryIO, expected: RemoteFile) -> str:
     """SHA-256 of a large file's bytes; git's id of a small one's."""
-    found = hashlib.sha256() if wanted.is_sha256 else hashlib.sha1(f"blob {wanted.nbytes}\0".encode())
+    digest = hashlib.sha256() if expected.is_sha256 else hashlib.sha1(f"blob {expected.nbytes}\0".encode())
     file.flush()
     file.seek(0)
     while piece := file.read(PIECE_BYTES):
-        found.update(piece)
-    return found.hexdigest()
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _link(link: Path, blob: Path) -> None:

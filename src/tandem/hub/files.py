@@ -36,7 +36,7 @@ class RemoteFile:
 
 
 def small_files(files: Iterable[RemoteFile]) -> list[RemoteFile]:
-    """What is read before the weights: everything that describes the model or its text. Python code is left."""
+    """Files to read before the weights: all that describe the model or its text. Python code is left out."""
     return [
         file
         for file in files
@@ -80,8 +80,8 @@ def variant_of(models: Mapping[str, Sequence[T]], variant: str) -> list[str]:
     if stem in models:
         return [stem]
     word = re.compile(rf"(?:^|[-._/]){re.escape(variant)}(?:$|[-._/])", re.IGNORECASE)
-    found = [model for model in models if word.search(model.rsplit("/", 1)[-1])]
-    last = [model for model in found if model.lower().endswith(variant.lower())] or found
+    matches = [model for model in models if word.search(model.rsplit("/", 1)[-1])]
+    last = [model for model in matches if model.lower().endswith(variant.lower())] or matches
     exact = [model for model in last if not re.search(rf"UD-{re.escape(variant)}", model, re.IGNORECASE)]
     return exact or last
 

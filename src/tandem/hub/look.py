@@ -21,10 +21,10 @@ def safetensors_files(model: RemoteModel, directory: Path) -> list[RemoteFile]:
     """The weights that the index in `directory` names. Raises HubError where the repository lacks one."""
     names = {file.name: file for file in model.files}
     index = directory / INDEX
-    wanted = shards(names, index.read_bytes() if INDEX in names else None)
-    if absent := [name for name in wanted if name not in names]:
+    shard_names = shards(names, index.read_bytes() if INDEX in names else None)
+    if absent := [name for name in shard_names if name not in names]:
         raise HubError(f"{model.name} lacks {absent[0]}, which its {INDEX} lists: the repository is broken")
-    return [names[name] for name in wanted]
+    return [names[name] for name in shard_names]
 
 
 def gguf_files(model: RemoteModel) -> list[RemoteFile]:
@@ -42,18 +42,18 @@ def _gguf_names(model: RemoteModel) -> list[str]:
             f"{name.repo} holds neither *.safetensors nor *.gguf ({', '.join(kinds) or 'no large file'}): such weights "
             "are not read"
         )
-    found = variant_of(models, name.variant) if name.variant else list(models)
-    if len(found) != 1:
-        choices = ", ".join(f"{stem} ({_gigabytes(models[stem], sizes)})" for stem in sorted(found or models))
-        asked = (
+    matches = variant_of(models, name.variant) if name.variant else list(models)
+    if len(matches) != 1:
+        choices = ", ".join(f"{stem} ({_gigabytes(models[stem], sizes)})" for stem in sorted(matches or models))
+        problem = (
             "several"
             if not name.variant
             else f"no {name.variant}"
-            if not found
+            if not matches
             else f"several {name.variant}"
         )
-        raise HubError(f"{name.repo} has {asked}; say which: {name.repo}:Q4_K_M. It has {choices}")
-    files = models[found[0]]
+        raise HubError(f"{name.repo} has {problem}; say which: {name.repo}:Q4_K_M. It has {choices}")
+    files = models[matches[0]]
     if not is_whole(files):
         raise HubError(f"{name} lacks some of its files; it has {', '.join(files)}: the repository is broken")
     return files

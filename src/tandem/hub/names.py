@@ -1,4 +1,4 @@
-"""What a user types as MODEL, read as a name of the hub: `ORG/NAME`, `ORG/NAME:Q4_K_M`, `ORG/NAME@REVISION`.
+"""Names of the hub that a user types as MODEL: `ORG/NAME`, `ORG/NAME:Q4_K_M`, `ORG/NAME@REVISION`.
 
 Whatever may be meant as a path is one: a typing error in a path must never ask the network.
 """
@@ -44,13 +44,13 @@ def may_be_path(text: str) -> bool:
 
 
 def _parsed(text: str) -> HubName | None:
-    found = _NAME.fullmatch(text)
-    if found is None or found[1].lower().endswith(_FILE_ENDINGS):
+    match = _NAME.fullmatch(text)
+    if match is None or match[1].lower().endswith(_FILE_ENDINGS):
         return None
-    return HubName(found[1], found[2] or DEFAULT_REVISION, found[3] or "")
+    return HubName(match[1], match[2] or DEFAULT_REVISION, match[3] or "")
 
 
 def shown_name(model: str) -> str:
-    """What a model is called where the user does not say: the hub's name, or the directory's or file's."""
+    """Default name under which a model is served: the hub's name, or the directory's or file's."""
     name = hub_name(model)
     return Path(model).name or model if name is None else str(name)

@@ -97,17 +97,17 @@ class Hub:
     def read(self, model: RemoteModel, file: RemoteFile, nbytes: int) -> bytes:
         """A file's first bytes. Raises HubError."""
         url = f"{self.endpoint}/{model.name.repo}/resolve/{model.commit}/{file.name}"
-        headers, found = {"Range": f"bytes=0-{nbytes - 1}"}, bytearray()
+        headers, head = {"Range": f"bytes=0-{nbytes - 1}"}, bytearray()
         with (
             self._translated(model.name, self.endpoint),
             self._client.stream("GET", url, headers=headers) as response,
         ):
             self._check(response, model.name)
             for piece in response.iter_bytes():
-                found += piece
-                if len(found) >= nbytes:
+                head += piece
+                if len(head) >= nbytes:
                     break  # a server that knows no ranges sends the whole file
-        return bytes(found[:nbytes])
+        return bytes(head[:nbytes])
 
     @contextmanager
     def _translated(self, name: HubName, what: str) -> Iterator[None]:
@@ -152,8 +152,8 @@ class _Pauses:
         self._tries += 1
         if self._tries >= TRIES:
             return False
-        asked = (headers or {}).get("Retry-After", "")
-        seconds = float(asked) if asked.isdecimal() else FIRST_PAUSE_SECONDS * 2 ** (self._tries - 1)
+        delay = (headers or {}).get("Retry-After", "")
+        seconds = float(delay) if delay.isdecimal() else FIRST_PAUSE_SECONDS * 2 ** (self._tries - 1)
         time.sleep(min(seconds, LONGEST_PAUSE_SECONDS))
         return True
 

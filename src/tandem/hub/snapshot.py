@@ -1,4 +1,4 @@
-"""What of a model is in the cache: `models--ORG--NAME/{blobs,refs,snapshots}`, as huggingface_hub keeps it."""
+"""Files of a model in the cache: `models--ORG--NAME/{blobs,refs,snapshots}`, as huggingface_hub keeps them."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def read_snapshot(directory: Path, name: HubName) -> Snapshot:
     if CONFIG not in names:
         return _only_gguf(directory, names, name)
     index = (directory / INDEX).read_bytes() if INDEX in names else None
-    wanted = shards(names, index)
-    missing = tuple(shard for shard in wanted if shard not in names) if wanted else ("*.safetensors",)
+    shard_names = shards(names, index)
+    missing = tuple(shard for shard in shard_names if shard not in names) if shard_names else ("*.safetensors",)
     return Snapshot(directory, None if missing else directory, missing)
 
 
 def _gguf(directory: Path, names: list[str], name: HubName) -> Snapshot:
     models = gguf_variants(names)
-    found = variant_of(models, name.variant)
-    if len(found) > 1:
-        raise HubError(f"{name} may be any of {', '.join(found)}; give more of the file's name")
-    files = models[found[0]] if found else []
+    matches = variant_of(models, name.variant)
+    if len(matches) > 1:
+        raise HubError(f"{name} may be any of {', '.join(matches)}; give more of the file's name")
+    files = models[matches[0]] if matches else []
     model = directory / files[0] if is_whole(files) else None
     return Snapshot(directory, model, () if model else (f"*{name.variant}*.gguf",))
 

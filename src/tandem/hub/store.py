@@ -1,4 +1,4 @@
-"""What the cache holds: listed, and given back to the disk."""
+"""Models in the cache: listed, and removed from the disk."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def kept_models() -> Iterator[Kept]:
     for folder in sorted(cache_root().glob(f"{_PREFIX}*")):
         repo = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
         quantised = list(_quantised(repo, folder))
-        rest = disk_bytes(folder) - sum(kept.nbytes for kept in quantised)
+        rest = disk_bytes(folder) - sum(entry.nbytes for entry in quantised)
         if not quantised:
-            found = find_snapshot(HubName(repo))
-            yield Kept(repo, rest, found is not None and found.model is not None)
+            snapshot = find_snapshot(HubName(repo))
+            yield Kept(repo, rest, snapshot is not None and snapshot.model is not None)
         yield from quantised
 
 
@@ -45,7 +45,7 @@ def _quantised(repo: str, folder: Path) -> Iterator[Kept]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Of all files, each once: a snapshot's are links."""
+    """Bytes of all files in `folder`, each once: a snapshot's files are links."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 

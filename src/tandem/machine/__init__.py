@@ -1,1 +1,1 @@
-"""What the machine has: cores, memory nodes, memory, GPUs."""
+"""Hardware of the machine: cores, memory nodes, memory, GPUs."""

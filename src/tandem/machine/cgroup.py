@@ -1,4 +1,4 @@
-"""What the control groups (v1 and v2) allow this process: CPU quota and memory."""
+"""Limits of control groups (v1 and v2) on this process: CPU quota and memory."""
 
 from __future__ import annotations
 

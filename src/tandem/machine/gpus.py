@@ -48,13 +48,13 @@ def usable_gpus(present: Iterable[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
     present = tuple(present)
     if chosen is None:
         return tuple(sorted(present, key=lambda gpu: -(gpu.free_bytes >> 30)))
-    found: list[Gpu] = []
+    gpus: list[Gpu] = []
     for word in chosen.split(","):
         gpu = _named(present, word.strip())
         if gpu is None:
             break
-        found.append(gpu)
-    return tuple(dict.fromkeys(found))
+        gpus.append(gpu)
+    return tuple(dict.fromkeys(gpus))
 
 
 def _named(present: tuple[Gpu, ...], word: str) -> Gpu | None:
@@ -62,8 +62,8 @@ def _named(present: tuple[Gpu, ...], word: str) -> Gpu | None:
         return next((gpu for gpu in present if gpu.number == int(word)), None)
     if not word.startswith("GPU-"):
         return None
-    found = [gpu for gpu in present if gpu.uuid.startswith(word)]
-    return found[0] if len(found) == 1 else None
+    matches = [gpu for gpu in present if gpu.uuid.startswith(word)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def present_gpus() -> tuple[Gpu, ...]:

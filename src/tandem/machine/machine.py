@@ -21,7 +21,7 @@ _TIER_FEATURES = {
     "avx512_bf16": ("avx512_vnni", "avx512_bf16", "avx512vbmi"),
     "amx": ("avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
 }
-"""What each kernel tier needs, as /proc/cpuinfo names it, beyond the tier before it (CMakeLists.txt compiles these)."""
+"""Features that each kernel tier needs beyond the one before it, as in /proc/cpuinfo (CMakeLists.txt compiles them)."""
 
 TIERS = tuple(_TIER_FEATURES)
 
@@ -93,7 +93,7 @@ class Machine:
         return replace(self, cores=tuple(core for core in self.cores if core.node in set(nodes)))
 
     def of_rank(self, rank: int, ranks: int) -> Machine:
-        """What one of several equal processes may use: as many cores as the others, side by side, and memory."""
+        """Equal part of the machine for one of several processes: cores side by side, and memory."""
         each = len(self.cores) // ranks
         return replace(
             self, cores=self.cores[rank * each : (rank + 1) * each], total_memory=self.total_memory // ranks,

@@ -1,4 +1,4 @@
-"""Whether this process may bind memory to NUMA nodes. Docker's seccomp profile forbids mbind without CAP_SYS_NICE."""
+"""Permission to bind memory to NUMA nodes. Docker's seccomp profile forbids mbind without CAP_SYS_NICE."""
 
 from __future__ import annotations
 

@@ -26,22 +26,24 @@ def attention_backend(
     config: EngineConfig, mixers: tuple[Attention, ...], machine: Machine
 ) -> tuple[str, str]:
     """The backend's name, and why. Raises ConfigError when what was asked for cannot run."""
-    asked = "torch" if config.attention_backend == "torch_native" else config.attention_backend
+    backend = "torch" if config.attention_backend == "torch_native" else config.attention_backend
     if not mixers:
         return "triton", f"Transformers' modules ask for windows of their own; {FLAG} changes nothing"
-    if asked != "auto" and (why := own_kernels(mixers)):
+    if backend != "auto" and (why := own_kernels(mixers)):
         return "triton", f"{why}; {FLAG} changes nothing"
-    if asked in ("torch", "flashinfer") and any(each.sinks for each in keys_of(mixers)):
-        raise ConfigError(f"{FLAG} {asked} has no sinks, which this model's softmax counts; take {FLAG} triton")
-    if asked in ("torch", "flashinfer") and any(each.value_dim != each.dim for each in keys_of(mixers)):
-        raise ConfigError(f"{FLAG} {asked} needs values as wide as keys; this model's are narrower; take {FLAG} triton")
-    if asked == "torch":
+    if backend in ("torch", "flashinfer") and any(each.sinks for each in keys_of(mixers)):
+        raise ConfigError(f"{FLAG} {backend} has no sinks, which this model's softmax counts; take {FLAG} triton")
+    if backend in ("torch", "flashinfer") and any(each.value_dim != each.dim for each in keys_of(mixers)):
+        raise ConfigError(
+            f"{FLAG} {backend} needs values as wide as keys; this model's are narrower; take {FLAG} triton"
+        )
+    if backend == "torch":
         _check_torch(config, mixers, machine.torch)
-    if asked == "flashinfer":
+    if backend == "flashinfer":
         _check_flashinfer(mixers, machine.flashinfer)
-    if asked == "auto":
+    if backend == "auto":
         return "triton", "Tandem's own kernels; any page size"
-    return asked, FLAG
+    return backend, FLAG
 
 
 def own_kernels(mixers: Sequence[object]) -> str:
@@ -51,7 +53,7 @@ def own_kernels(mixers: Sequence[object]) -> str:
 
 
 def keys_of(mixers: Sequence[object]) -> list[KeyShape]:
-    """What each of them looks at."""
+    """Shapes of the keys that these mixers attend to; mixers without keys are left out."""
     return [keys for mixer in mixers if (keys := cost_of(mixer).keys) is not None]
 
 
@@ -115,8 +117,8 @@ def _listed(numbers: Sequence[object]) -> str:
 
 def release(version: str) -> tuple[int, int]:
     """(2, 13) of "2.13.0+cu130"; (0, 0) of what is no version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def why_unread(model: ModelConfig, most: int) -> str:

@@ -59,19 +59,19 @@ def _unless_better(wish: Wish, plan: Plan) -> Plan:
     """The plan, or one without the GPU where nobody asked for the GPU, and that is clearly faster or has the context
     that the GPU has no room for."""
     gpu, config = plan.gpu, wish.config
-    asked = needs_gpu(config) or config.given_flags(SHARE_FIELDS)
-    short = plan.context_length < _wanted(wish)
-    if gpu is None or asked or (gpu.experts >= wish.model.routed_experts and not short):
+    gpu_requested = needs_gpu(config) or config.given_flags(SHARE_FIELDS)
+    short = plan.context_length < _context_goal(wish)
+    if gpu is None or gpu_requested or (gpu.experts >= wish.model.routed_experts and not short):
         return plan
     less = f"on {gpu.name} a context of {plan.context_length} tokens would be what fits"
     try:
         on_cpu = _least_tight(wish, (None, less if short else f"without {gpu.name} it is faster"))
     except ConfigError:  # it does not fit, or a flag is for GPUs, such as --kv-cache-dtype fp8_e4m3
         return plan
-    if on_cpu.context_length < min(plan.context_length, _wanted(wish)):
+    if on_cpu.context_length < min(plan.context_length, _context_goal(wish)):
         return plan
     options = [(each, each.context_length, _seconds(wish, each)) for each in (plan, on_cpu)]
-    return first_worth(options, _wanted(wish), WIDTH)
+    return first_worth(options, _context_goal(wish), WIDTH)
 
 
 def _least_tight(wish: Wish, device: Device) -> Plan:
@@ -79,11 +79,11 @@ def _least_tight(wish: Wish, device: Device) -> Plan:
     usual, room = _attempt(wish, device, USUAL), _room(wish, device)
     if isinstance(usual, Plan) and not (why := _cramped(wish, usual)):
         return _with_easy(wish, device, usual, room)
-    found = _in_steps(wish, device, room)
-    if not found:
-        return _given(_nearest(wish, device, room, usual))
+    tight_plans = _in_steps(wish, device, room)
+    if not tight_plans:
+        return _plan_or_raise(_nearest(wish, device, room, usual))
     plans = {} if isinstance(usual, DoesNotFit) else {USUAL: usual}
-    step = _first(wish, plans | found, WORTH)
+    step = _first(wish, plans | tight_plans, WORTH)
     easy = (replace(each, running=step.running, chunk=step.chunk) for each in room.easy())
     plans |= dict(_attempts(wish, device, easy))
     best = _first(wish, plans, WORTH)
@@ -112,10 +112,10 @@ def _first_that_fits(wish: Wish, device: Device) -> Plan:
     usual = _attempt(wish, device, USUAL)
     if isinstance(usual, Plan):
         return usual
-    found = dict(_attempts(wish, device, _room(wish, device).tightest()))
-    if not found:
+    plans = dict(_attempts(wish, device, _room(wish, device).tightest()))
+    if not plans:
         raise usual
-    return next(iter(found.values()))
+    return next(iter(plans.values()))
 
 
 def _attempts(wish: Wish, device: Device, tights: Iterable[Tight]) -> Iterator[tuple[Tight, Plan]]:
@@ -141,7 +141,7 @@ def _nearest(wish: Wish, device: Device, room: Room, usual: Plan | DoesNotFit) -
     return next((error for error in tighter if isinstance(error, RamTooSmall)), usual)
 
 
-def _given(usual: Plan | DoesNotFit) -> Plan:
+def _plan_or_raise(usual: Plan | DoesNotFit) -> Plan:
     if isinstance(usual, DoesNotFit):
         raise explained(usual)
     return usual
@@ -149,21 +149,21 @@ def _given(usual: Plan | DoesNotFit) -> Plan:
 
 def _cramped(wish: Wish, plan: Plan) -> str:
     """The plan's lack for want of memory; "": none."""
-    if plan.context_length < _wanted(wish):
+    if plan.context_length < _context_goal(wish):
         return f"a context of {plan.context_length} tokens would be what fits"
     return plan.gpu.cramped if plan.gpu is not None else ""
 
 
 def _first(wish: Wish, plans: dict[Tight, Plan], worth: float) -> Tight:
     options = [(tight, plan.context_length, _seconds(wish, plan)) for tight, plan in plans.items()]
-    return first_worth(options, _wanted(wish), worth)
+    return first_worth(options, _context_goal(wish), worth)
 
 
 def _seconds(wish: Wish, plan: Plan) -> float:
     return token_seconds(plan, wish.model, wish.stored, wish.machine)
 
 
-def _wanted(wish: Wish) -> int:
+def _context_goal(wish: Wish) -> int:
     return wanted_tokens(wish.config, wish.model)
 
 
@@ -177,6 +177,6 @@ def _explained(plan: Plan, tight: Tight, otherwise: str) -> Plan:
     if tight == USUAL:
         return plan
     done, costs = zip(*tight.texts(), strict=True)
-    said = Decision("made to fit", ", ".join(done), f"{'; '.join(costs)}; else: {otherwise}")
+    decision = Decision("made to fit", ", ".join(done), f"{'; '.join(costs)}; else: {otherwise}")
     at = next(i for i, each in enumerate(plan.decisions) if each.name == "device") + 1
-    return replace(plan, decisions=(*plan.decisions[:at], said, *plan.decisions[at:]))
+    return replace(plan, decisions=(*plan.decisions[:at], decision, *plan.decisions[at:]))

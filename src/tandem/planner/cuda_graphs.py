@@ -1,4 +1,4 @@
-"""Of which numbers of rows decode steps are captured as CUDA graphs."""
+"""Sizes of CUDA graphs: the numbers of rows for which steps are captured."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def graph_sizes(config: EngineConfig, running: int, guesses: int = 0) -> tuple[i
     """Rows, ascending: no more than sequences run together, or than they have with so many guesses of each."""
     if config.disable_cuda_graph:
         return ()
-    asked = config.cuda_graph_bs
-    largest = min(running, config.cuda_graph_max_bs or (running if asked else DEFAULT_LARGEST_GRAPH))
-    asked = asked or (*_sizes_to(largest), largest)
+    sizes = config.cuda_graph_bs
+    largest = min(running, config.cuda_graph_max_bs or (running if sizes else DEFAULT_LARGEST_GRAPH))
+    sizes = sizes or (*_sizes_to(largest), largest)
     if guesses:
-        few = tuple(size for size in asked if size <= largest)
+        few = tuple(size for size in sizes if size <= largest)
         largest = max(largest, min(largest * (1 + guesses), MOST_GUESS_ROWS))
-        asked = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
-    return tuple(sorted({size for size in asked if size <= largest}))
+        sizes = (*few, *FEW_ROWS, *_sizes_to(largest), largest)
+    return tuple(sorted({size for size in sizes if size <= largest}))
 
 
 def settled_sizes(
     config: EngineConfig, model: ModelConfig, running: int, guesses: int = 0
 ) -> tuple[int, ...]:
-    """Of `captured_sizes`, those that are captured a second time where steps may guess: for steps that have no guesses
-    and follow none. Only what folds tokens into a memory has faster kernels then. Their last bits are others."""
+    """Rows of graphs that are captured a second time where steps may guess: for steps that have no guesses and follow
+    none. Only layers that fold tokens into a memory have faster kernels then. Their last bits are others."""
     settles = any(cost_of(mixer).settles for mixer in model.mixers)
     if not guesses or not settles or config.enable_deterministic_inference:
         return ()
@@ -75,8 +75,8 @@ def graph_reason(config: EngineConfig, model: ModelConfig, running: int) -> str:
         return "--disable-cuda-graph"
     if running > DEFAULT_LARGEST_GRAPH and not (config.cuda_graph_max_bs or config.cuda_graph_bs):
         return "decode steps are replayed whole; larger ones only with --cuda-graph-max-bs"
-    asked = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
-    if asked > running:
+    largest = max((config.cuda_graph_max_bs or 0, *(config.cuda_graph_bs or ())))
+    if largest > running:
         return f"decode steps are replayed whole; no more than {running} requests run together"
     return "decode steps are replayed whole"
 
@@ -107,7 +107,7 @@ def split_sizes(prompts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
-    """Of the graph that a chunk of so many rows is replayed in; 0: it fits none. sizes: ascending."""
+    """Rows of the graph that a chunk of `rows` rows is replayed in; 0: it fits none. sizes: ascending."""
     size = next((size for size in sizes if size >= rows), 0)
     return size if rows >= LEAST_FILLED * size else 0
 
@@ -115,7 +115,7 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
 def prompt_graph_bytes(
     model: ModelConfig, sizes: tuple[int, ...], parts: int, spared: int = 0, row_bytes: int = MOST_ROW_BYTES
 ) -> int:
-    """Of graphs of prompts, and of what they keep: rows between a chunk's kernels, and each size's logits. parts:
+    """GPU bytes of prompt graphs and their buffers: rows between a chunk's kernels, and each size's logits. parts:
     graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. spared:
     multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then. row_bytes: of
     experts' rows at a time, as the GPU has room for (`expert_row_bytes`)."""
@@ -129,7 +129,7 @@ def prompt_graph_bytes(
 
 
 def _chunk_bytes(model: ModelConfig, rows: int, row_bytes: int) -> int:
-    """Of rows between kernels. All sizes share them, and so do layers: experts and dense feed-forwards take turns."""
+    """GPU bytes of rows between kernels, which all sizes and all layers share: experts and dense parts take turns."""
     hidden = model.hidden
     experts = 0
     if model.moe_layers:

@@ -1,4 +1,4 @@
-"""What weights are packed as, and why."""
+"""Format that experts are packed in, and the reason for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPERT_FORMATS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4", "AMXINT8": "in
 
 
 def dtype_of(config: EngineConfig) -> str:
-    """Of activations, KV cache and dense weights."""
+    """Dtype of activations, KV cache and dense weights."""
     return "bfloat16" if config.dtype == "auto" else config.dtype
 
 

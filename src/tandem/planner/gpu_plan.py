@@ -45,7 +45,7 @@ GPU_FIELDS = ("device", *SHARE_FIELDS, "kt_enable_dynamic_expert_update")  # wis
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """What the GPU gets and how it is used."""
+    """Plan of one GPU: its experts, its CUDA graphs, and the kernels that it runs."""
 
     name: str
     experts: int  # (layer, expert) pairs there
@@ -121,7 +121,7 @@ def needs_gpu(config: EngineConfig) -> str:
 
 
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
-    """Of the GPU's memory."""
+    """Ledger of the GPU's memory."""
     experts, each, scratch = plan.experts, expert_bytes(request), scratch_bytes(request, plan.step_tokens)
     images = request.image_entries(gpu=True)
     fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + scratch_bytes(request)
@@ -159,10 +159,10 @@ def dense_bytes(
 
 
 def workspace_bytes(request: MemoryRequest) -> int:
-    """Of steps, and the float32 logits that every graph keeps."""
-    asked = request.config, request.model, request.max_running_requests, request.guesses
-    sizes = captured_sizes(*asked)
-    rows = sum(sizes) + sum(settled_sizes(*asked))
+    """GPU bytes of steps, and of the float32 logits that every graph keeps."""
+    arguments = request.config, request.model, request.max_running_requests, request.guesses
+    sizes = captured_sizes(*arguments)
+    rows = sum(sizes) + sum(settled_sizes(*arguments))
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side
         rows += 2 * max(sizes, default=1)
     shared = request.slot_bytes + request.rope_bytes + scratch_bytes(request)
@@ -178,7 +178,7 @@ def unpacking_bytes(gpu: Gpu, model: ModelConfig, tokens: int) -> int:
 
 
 def step_rows(request: MemoryRequest, tokens: int) -> int:
-    """Of a step, at most. tokens: if nothing was asked."""
+    """Rows of a step, at most. tokens: the default where no chunk size was asked for."""
     chunk = request.config.chunked_prefill_size
     return tokens if chunk is None else chunk if chunk > 0 else wanted_context(request)[0]
 
@@ -193,5 +193,5 @@ def scratch_bytes(request: MemoryRequest, tokens: int = GPU_PREFILL_TOKENS) -> i
 
 
 def decode_sums_bytes(model: ModelConfig, rows: int) -> int:
-    """Of so many rows that decode, which layers share."""
+    """GPU bytes of attention's partial sums for `rows` decoding rows, which layers share."""
     return max((cost_of(mixer).decode_sums_bytes(rows) for mixer in model.mixers), default=0)

@@ -1,6 +1,6 @@
-"""What a model on a GPU takes of CPU memory, beside its process: the only place that does this sum.
+"""CPU memory of a model on a GPU, in addition to its process: the only place that does this sum.
 
-What comes back from the GPU is left out: whole rows of logits (`engine/sampling/logits.py`), counts of experts
+Copies that come back from the GPU are left out: whole rows of logits (`engine/sampling/logits.py`), counts of experts
 (`experts/usage/expert_usage.py`), and the tables' image (`experts/slot_tables.py`).
 
 Loading takes two pinned buffers of 64 MiB more (`kernels/gpu/uploads.py`). They fit into what plans leave free, and are
@@ -27,7 +27,7 @@ INPUT_ALIGNED_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What decides it."""
+    """Input of the sum: sizes that CPU memory next to a GPU depends on."""
 
     gpu_experts: int  # (layer, expert) pairs
     expert_bytes: int
@@ -45,7 +45,7 @@ class HostShare:
 
     @property
     def graph_tokens(self) -> int:
-        """Of the largest graph."""
+        """Rows of the largest CUDA graph; 0: there is none."""
         return max(self.graph_sizes, default=0)
 
 
@@ -75,7 +75,7 @@ class HostMemory:
 
 
 def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
-    there = model.routed_experts - share.gpu_experts + share.drafts
+    ram_experts = model.routed_experts - share.gpu_experts + share.drafts
     inputs = sum(
         pinned_bytes(graph_input_bytes(size, share.pages, share.tables, model.vision is not None))
         + pinned_bytes(graph_mask_bytes(size))
@@ -83,9 +83,9 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     )
     graphs = GRAPH_BYTES if share.graph_sizes else 0
     embedding = pinned_bytes(share.embedding_bytes) if share.embedding_bytes else 0
-    if there <= 0:
+    if ram_experts <= 0:
         return HostMemory(0, 0, 0, 0, inputs, graphs, embedding)
-    packed = 0 if share.in_place else there
+    packed = 0 if share.in_place else ram_experts
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
         packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,
@@ -95,7 +95,7 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
 
 
 def _handoff_bytes(hidden: int, share: HostShare) -> int:
-    """Of `experts.handoff`: x, the chosen experts and their weights, and the result; of graphs in one block."""
+    """Pinned bytes of `experts.handoff`: x, chosen experts, their weights, and the result; of graphs in one block."""
     each = 2 * hidden, 4 * share.top_k, 4 * share.top_k, 4 * hidden
     outside = sum(pinned_bytes(share.step_tokens * nbytes) for nbytes in each)
     inside = share.graph_tokens * sum(each) * (2 if share.late else 1)
@@ -103,19 +103,22 @@ def _handoff_bytes(hidden: int, share: HostShare) -> int:
 
 
 def graph_input_bytes(size: int, pages: int, tables: int = 1, turning: bool = False) -> int:
-    """Of a graph's batch. Each row has a token, a position and a place in each table of pages, of 64 bits; then its
-    length, its slot, what is folded and its pages, of 32. One number of 32 is for all. turning: rows may turn by others
-    than their positions, which are one more of 64."""
+    """Input bytes of a graph's batch of `size` rows.
+
+    Each row has a token, a position and a place in each table of pages, of 64 bits. Its length, its slot, its count
+    to fold and its pages follow, of 32. One number of 32 is for all. turning: rows may turn by other numbers than
+    their positions, one more of 64.
+    """
     return graph_wide_bytes(size, tables + turning) + 4 * (size * (3 + tables * pages) + 1)
 
 
 def graph_mask_bytes(size: int) -> int:
-    """Of where the masks of a graph's rows are, and whether they are made."""
+    """Bytes of the places of masks of a graph's rows, and of whether each was computed."""
     return 8 * (size + 2)
 
 
 def graph_wide_bytes(size: int, tables: int = 1) -> int:
-    """Of its numbers of 64 bits, up to where the others begin."""
+    """Bytes of a graph's input numbers of 64 bits, with padding up to those of 32."""
     return -(-(2 + tables) * 8 * size // INPUT_ALIGNED_BYTES) * INPUT_ALIGNED_BYTES
 
 
@@ -132,7 +135,7 @@ _HOST_WORDS = {
 
 
 def host_ledger(host: HostMemory, config: EngineConfig, machine: Machine) -> Ledger:
-    """Of CPU memory beside a GPU."""
+    """Ledger of the CPU memory that a model on a GPU takes."""
     entries = [Entry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
     entries.append(Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
     return ledger(RAM, entries, int(machine.available_memory * ram_fraction(config)), machine.available_memory)

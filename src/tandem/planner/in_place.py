@@ -1,4 +1,4 @@
-"""Whether experts are used in the checkpoint's own pages, instead of being packed into memory of their own.
+"""Experts in place: used in the checkpoint's own pages, instead of being packed into memory of their own.
 
 Packed ones are read faster (large pages, one stream), so they are the rule. A checkpoint that lies in memory itself
 (/dev/shm, ramfs) is used where it is when there is no room for both; otherwise that has to be asked for.
@@ -33,18 +33,18 @@ def lie_in_memory(files: Sequence[Path]) -> bool:
 
 def _file_systems() -> dict[int, str]:
     """By device number; empty where the system does not tell."""
-    found = {}
+    kinds = {}
     for line in _MOUNTS.read_text().splitlines() if _MOUNTS.exists() else ():
         mount, _, kind = line.partition(" - ")
         major, minor = mount.split()[2].split(":")
-        found[os.makedev(int(major), int(minor))] = kind.split()[0]
-    return found
+        kinds[os.makedev(int(major), int(minor))] = kind.split()[0]
+    return kinds
 
 
 def against_in_place(
     config: EngineConfig, model: ModelConfig, expert_format: str, stored: StoredFormats
 ) -> str:
-    """What keeps experts from being used where they are, and what to do about it; "": nothing."""
+    """Reason that experts cannot be used where they are, and the way out; "": they can."""
     if not model.moe_layers:
         return "the model has no experts; take auto"
     if stored.experts.name != "bf16":

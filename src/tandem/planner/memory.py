@@ -84,18 +84,18 @@ class MemoryRequest:
 
     @cached_property
     def window_pages(self) -> int:
-        """Of layers that see a window, at most; 0: they keep all tokens."""
+        """Pages of layers that see a window, at most; 0: they keep all tokens."""
         layout = self.model.state_layout(self.dtype, self.page, self.guesses)
         if not layout.window or not self.step_tokens or keeps_all_tokens(self.config):
             return 0
         return layout.window_pages(self.max_running_requests, self.step_tokens)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of a cache of so many tokens."""
+        """Bytes of a KV cache of `tokens` tokens."""
         return self.kv_bytes_per_token * tokens - self._windows[1] * max(0, tokens - self._windows[0])
 
     def kv_tokens(self, nbytes: int) -> int:
-        """Of a cache of so many bytes."""
+        """Tokens that a KV cache of `nbytes` bytes holds."""
         (most, spared), each = self._windows, self.kv_bytes_per_token
         if not spared or nbytes <= most * each:
             return nbytes // each
@@ -109,12 +109,12 @@ class MemoryRequest:
 
     @cached_property
     def guesses(self) -> int:
-        """Of next tokens, of a sequence in a step, at most."""
+        """Guessed next tokens of a sequence in a step, at most."""
         return most_guesses(self.config, self.model)
 
     @property
     def num_slots(self) -> int:
-        """Of what is kept beside pages: nobody's, each running sequence's, its copy at the newest page border, and as
+        """Slots of state outside pages: nobody's, each running sequence's, its copy at the newest page border, and as
         many snapshots of prefixes."""
         if not self._each_slot_bytes:
             return 0
@@ -122,7 +122,7 @@ class MemoryRequest:
 
     @property
     def slot_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return self.num_slots * self._each_slot_bytes
 
     @cached_property
@@ -131,7 +131,7 @@ class MemoryRequest:
 
     @cached_property
     def rope_bytes(self) -> int:
-        """Of rotary tables, at most: for every position of the context that is wanted."""
+        """Bytes of rotary tables, at most: for every position of the planned context."""
         return rope_bytes(self.model, wanted_context(self)[0])
 
     @cached_property
@@ -147,7 +147,7 @@ class MemoryRequest:
         return self.experts_in_place and self.stored.in_memory
 
     def bytes_with(self, expert_format: str) -> int:
-        """Of all packed weights, with experts in that format."""
+        """Bytes of all packed weights, with experts in `expert_format`."""
         return self.model.weight_bytes(self.dtype, expert_format, self.stored)
 
     @property
@@ -169,8 +169,8 @@ class MemoryRequest:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """What a step takes beside weights and KV cache; its experts' results are kept until they are added up. With
-        what compiled grammars may take."""
+        """Bytes of a step in addition to weights and KV cache, compiled grammars included. Experts' outputs stay until
+        they are added up."""
         chunk = self.config.chunked_prefill_size or DEFAULT_PREFILL_TOKENS
         tokens = min(chunk, RESULT_TOKENS) if chunk > 0 else RESULT_TOKENS
         results = min(RESULT_BYTES, 4 * tokens * self.model.moe.router.top_k * self.model.expert_channels)
@@ -185,7 +185,7 @@ class MemoryRequest:
         return 0 if hyper is None else 5 * self.step_tokens * hyper.streams * self.model.hidden * 2
 
     def image_entries(self, gpu: bool) -> list[Entry]:
-        """What images take where steps are computed."""
+        """Ledger entries of images, on the device that computes steps."""
         return image_entries(self.config, self.model, self.dtype, self.step_tokens, gpu)
 
     @property
@@ -201,7 +201,7 @@ def changed(request: MemoryRequest, **changes: Any) -> MemoryRequest:
 
 
 def ram_fraction(config: EngineConfig) -> float:
-    """Of free CPU memory, beside a GPU: a smaller share that was asked for is the GPU's alone."""
+    """Share of free CPU memory that a model on a GPU may use. A smaller share that was asked for is only the GPU's."""
     return min(LARGEST_FRACTION, max(DEFAULT_FRACTION, config.mem_fraction_static or 0.0))
 
 
@@ -211,14 +211,14 @@ def keeps_all_tokens(config: EngineConfig) -> bool:
 
 
 def prefill_tokens(gpu: bool, deterministic: bool = False) -> int:
-    """Of a step, where nothing was asked."""
+    """Prompt tokens of a step, where no chunk size was asked for."""
     if gpu and deterministic:  # rows are computed as if they decoded, and keep as much meanwhile
         return DETERMINISTIC_PREFILL_TOKENS
     return GPU_PREFILL_TOKENS if gpu else DEFAULT_PREFILL_TOKENS
 
 
 def long_step_tokens(model: ModelConfig) -> int:
-    """Of a GPU's step that nobody waits for, or in which experts travel."""
+    """Tokens of a GPU's step that nobody waits for, or in which experts travel."""
     return LONG_PREFILL_TOKENS if model.hidden <= WIDE else LONG_PREFILL_TOKENS // 2
 
 
@@ -236,7 +236,7 @@ def size_memory(request: MemoryRequest) -> MemoryPlan:
 
 
 def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> Ledger:
-    """Of a model without a GPU."""
+    """Ledger of CPU memory for a model without a GPU."""
     dense = request.model.dense_bytes(request.dtype, request.stored)
     experts = (
         "page tables of experts in the file"
@@ -260,15 +260,15 @@ def memory_ledger(request: MemoryRequest, memory: MemoryPlan, kv_bytes: int) -> 
 
 
 def wanted_context(request: MemoryRequest) -> tuple[int, str]:
-    asked, limit = request.config.context_length, request.model.max_positions
-    if asked is None:
+    length, limit = request.config.context_length, request.model.max_positions
+    if length is None:
         return limit, "the model's own limit"
-    if asked > limit:
+    if length > limit:
         raise ConfigError(
-            f"--context-length is {asked}, but the model goes to {limit}; give at most that",
+            f"--context-length is {length}, but the model goes to {limit}; give at most that",
             fields=("context_length",),
         )
-    return asked, "--context-length"
+    return length, "--context-length"
 
 
 def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, str]:
@@ -285,14 +285,14 @@ def _kv_tokens(request: MemoryRequest, context: int, room: int) -> tuple[int, st
     return min(room, useful, max(share, context)), reason
 
 
-def _asked_tokens(request: MemoryRequest, asked: int, room: int) -> int:
-    if asked > room:
+def _asked_tokens(request: MemoryRequest, tokens: int, room: int) -> int:
+    if tokens > room:
         raise DoesNotFit(
-            f"--max-total-tokens {asked} needs {gib(request.kv_bytes(asked))} for the KV cache, "
+            f"--max-total-tokens {tokens} needs {gib(request.kv_bytes(tokens))} for the KV cache, "
             f"but {gib(request.kv_bytes(room))} are left after the weights; give at most {room}",
             fields=("max_total_tokens",),
         )
-    return asked
+    return tokens
 
 
 def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
@@ -313,7 +313,10 @@ def _check_fits(request: MemoryRequest, room: int, least: int) -> None:
 
 
 def _way_out(request: MemoryRequest, least: int) -> str:
-    """What loses nothing comes first. least: tokens of the smallest KV cache; one that was asked for may be larger."""
+    """Advice for a model that does not fit, lossless ways first.
+
+    least: tokens of the smallest KV cache; one that was asked for may be larger.
+    """
     tokens = max(least, request.config.max_total_tokens or 0, request.config.context_length or 0)
     ways = list(_ways_out(request, request.weight_bytes + request.workspace_bytes + request.kv_bytes(tokens)))
     if ways:

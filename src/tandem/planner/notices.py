@@ -1,4 +1,4 @@
-"""What start-up says beside the plan: flags, keys and GPUs that change nothing here, and why."""
+"""Notices at start-up, in addition to the plan: flags, keys and GPUs that change nothing here, and why."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def notices(
     config: EngineConfig, model: ModelConfig, machine: Machine, gpu: Gpu | None, no_gpu: str
 ) -> list[str]:
     """gpu: the one that is used; no_gpu: why none is."""
-    found = [*config.notices(), *_unread(model), *_foreign(config, model), *_overridden(config), *_pages(config, model)]
-    found += [*speculation_notices(config, model), *_tables(config, model)]
+    texts = [*config.notices(), *_unread(model), *_foreign(config, model), *_overridden(config), *_pages(config, model)]
+    texts += [*speculation_notices(config, model), *_tables(config, model)]
     if gpu is None:
-        return [*found, *_idle_on_cpu(config, no_gpu)]
-    return [*found, *_idle_flags(config, model), *_idle_gpus(machine, gpu)]
+        return [*texts, *_idle_on_cpu(config, no_gpu)]
+    return [*texts, *_idle_flags(config, model), *_idle_gpus(machine, gpu)]
 
 
 def _unread(model: ModelConfig) -> Iterator[str]:
@@ -52,12 +52,12 @@ def _unread(model: ModelConfig) -> Iterator[str]:
 def _foreign(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     if model.foreign is None:
         return
-    alone = why_alone(model)
-    how = "one sequence at a time, without shared prefixes" if alone else "with Tandem's attention"
+    reason = why_alone(model)
+    how = "one sequence at a time, without shared prefixes" if reason else "with Tandem's attention"
     yield f"{model.model_type} runs through Transformers' modules, {how} and Tandem's experts"
-    if alone:
+    if reason:
         yield (
-            f"{alone}; so each request waits for the one before, and its cache is planned as keys and values of "
+            f"{reason}; so each request waits for the one before, and its cache is planned as keys and values of "
             "every layer, which it may exceed"
         )
         if config.max_running_requests not in (None, 1):
@@ -114,12 +114,12 @@ def _idle_flags(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
             f"--init-expert-location changes nothing: --kt-expert-placement-strategy is {strategy}; "
             "only frequency reads statistics"
         )
-    asked = config.kt_num_gpu_experts
+    gpu_experts = config.kt_num_gpu_experts
     if config.kt_gpu_experts_ratio is not None:
-        if asked is not None:
+        if gpu_experts is not None:
             yield "--kt-num-gpu-experts changes nothing: --kt-gpu-experts-ratio beats it"
-    elif asked is not None and asked > experts:
-        yield f"--kt-num-gpu-experts {asked}: the model has {experts} per layer, so all of them are meant"
+    elif gpu_experts is not None and gpu_experts > experts:
+        yield f"--kt-num-gpu-experts {gpu_experts}: the model has {experts} per layer, so all of them are meant"
 
 
 def idle_gpus(gpus: Sequence[Gpu], why: str) -> str:

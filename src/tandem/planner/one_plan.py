@@ -110,7 +110,7 @@ def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
         radix_cache=_radix(config, model, log),
         fuse_shared_experts=_fuse_shared(request, gpu is not None, log),
         dense_codes=dense_codes,
-        decisions=(*log, *(Decision("speculation", *said) for said in speculation_texts(config, model))),
+        decisions=(*log, *(Decision("speculation", *entry) for entry in speculation_texts(config, model))),
         notices=(*_notices(wish, device, gpu_plan), *_about_threads(threads, machine)),
         gpu=gpu_plan,
         int8_activations=config.kt_int8_activations,
@@ -156,8 +156,8 @@ def _beside_gpu(
 
 def _notices(wish: Wish, device: Device, gpu: GpuPlan | None) -> list[str]:
     config, model = wish.config, wish.model
-    said = *deferral_notices(config, model, gpu), *cached_notices(config, device[0])
-    return [*notices(config, model, wish.machine, *device), *said]
+    lossy = *deferral_notices(config, model, gpu), *cached_notices(config, device[0])
+    return [*notices(config, model, wish.machine, *device), *lossy]
 
 
 def _about_threads(threads: Threads, machine: Machine) -> Iterator[str]:
@@ -175,7 +175,7 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: Device, log: list[D
     why = "what checkpoints are trained in, and half the memory traffic of float32"
     dtype = dtype_of(config)
     log.append(Decision("dtype", dtype, why if config.dtype == "auto" else "--dtype"))
-    log += [Decision("KV cache dtype", *said) for said in cached_text(config, model, dtype, *device)]
+    log += [Decision("KV cache dtype", *entry) for entry in cached_text(config, model, dtype, *device)]
     return dtype
 
 
@@ -193,7 +193,7 @@ def _check_last_bits(
 ) -> None:
     """Checks the flags for rounding and order."""
     _check_activations(config, expert_format, log)
-    log += [Decision("last bits", *said) for said in deterministic(config, model, tier)]
+    log += [Decision("last bits", *entry) for entry in deterministic(config, model, tier)]
 
 
 def _check_activations(config: EngineConfig, expert_format: str, log: list[Decision]) -> None:

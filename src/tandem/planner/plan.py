@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def guesses(self) -> int:
-        """Of a sequence in a step, at most."""
+        """Guessed tokens of a sequence in a step, at most."""
         return 0 if self.speculation is None else self.speculation.most_guesses
 
     @property

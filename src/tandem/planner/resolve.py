@@ -95,5 +95,5 @@ def _resolve(wish: Wish, planner: Planner) -> Plan:
         return planner(replace(wish, in_place=True))
     if against or config.context_length is not None or packed.context_length >= model.max_positions:
         return packed
-    there = planner(replace(wish, in_place=True))
-    return there if there.context_length > packed.context_length else packed
+    in_place_plan = planner(replace(wish, in_place=True))
+    return in_place_plan if in_place_plan.context_length > packed.context_length else packed

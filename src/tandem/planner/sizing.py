@@ -84,7 +84,7 @@ class GpuRoom:
 
     @cached_property
     def workspace(self) -> int:
-        """Of long steps, where nothing was asked."""
+        """Bytes of the workspace, in long steps where no chunk size was asked for."""
         return workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
 
     @cached_property
@@ -124,10 +124,10 @@ def fits(room: GpuRoom, taken: int = 0, **changes: Any) -> GpuMemory | None:
 def size_gpu(request: MemoryRequest, gpu: Gpu) -> GpuMemory:
     """Raises GpuTooSmall with the numbers when the GPU or the CPU memory beside it is too small."""
     room = GpuRoom(request, gpu)
-    found = fits(room) or _short_steps(room)
+    memory = fits(room) or _short_steps(room)
     check_gpu_drafts(request.config, request.model)
-    if found.experts >= request.model.routed_experts:
-        return _with_long_steps(room, found)
+    if memory.experts >= request.model.routed_experts:
+        return _with_long_steps(room, memory)
     if why_not := streams_not(request, gpu):
         return replace(_short_steps(room), ring_reason=why_not)
     return _with_ring(room)
@@ -141,16 +141,16 @@ def _short_steps(room: GpuRoom) -> GpuMemory:
 def _with_ring(room: GpuRoom) -> GpuMemory:
     """With a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
     ring, tokens = ring_for(room.request, room.gpu).nbytes, long_step_tokens(room.request.model)
-    taken = ring + room.scratch_beyond(tokens)
-    beside = fits(room, taken)
-    if beside is None:
+    extra = ring + room.scratch_beyond(tokens)
+    memory = fits(room, extra)
+    if memory is None:
         why = f"{gib(ring)} of GPU memory for experts that travel are not there"
         return replace(_short_steps(room), ring_reason=why, cramped=why)
-    found = replace(beside, ring_bytes=ring, ring_reason="", step_tokens=tokens)
-    return _with_prompt_graphs(room, found, taken, tokens)
+    with_ring = replace(memory, ring_bytes=ring, ring_reason="", step_tokens=tokens)
+    return _with_prompt_graphs(room, with_ring, extra, tokens)
 
 
-def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
+def _with_long_steps(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
     """For prompts that are alone, if experts, context and graphs of prompts keep their room. Not where prompts can be
     no graphs: steps are not cut there, and who comes would wait for a whole one. Ranks have none, and take long steps:
     they start kernel by kernel what then takes longer than starting it."""
@@ -161,7 +161,7 @@ def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
     if request.config.chunked_prefill_size is not None or not prompt_sizes(request.config, whole):
         return short
     more = room.scratch_beyond(tokens)
-    long = _undisturbed(fits(room, more), found)
+    long = _undisturbed(fits(room, more), usual)
     if long is not None:
         why = f"default, for a prompt alone; {GPU_PREFILL_TOKENS} of prompts that others wait for"
         long = replace(long, step_tokens=tokens, step_reason=why, shared_tokens=GPU_PREFILL_TOKENS)
@@ -174,21 +174,21 @@ def _with_long_steps(room: GpuRoom, found: GpuMemory) -> GpuMemory:
     return replace(short, step_reason=why)
 
 
-def _with_prompt_graphs(room: GpuRoom, found: GpuMemory, taken: int = 0, streamed: int = 0) -> GpuMemory:
+def _with_prompt_graphs(room: GpuRoom, memory: GpuMemory, extra: int = 0, streamed: int = 0) -> GpuMemory:
     """And graphs of prompts, if they fit. streamed: rows of steps that bring experts."""
     config = room.request.config
     sizes, spared = prompt_sizes(config, room.request.model, streamed), config.spared_multiprocessors
     graphs = graph_bytes(room.request, room.gpu, sizes, streamed > 0, spared)
-    beside = _undisturbed(fits(room, taken + graphs), found)
-    return found if beside is None else replace(beside, prompt_sizes=sizes)
+    smaller = _undisturbed(fits(room, extra + graphs), memory)
+    return memory if smaller is None else replace(smaller, prompt_sizes=sizes)
 
 
-def _undisturbed(smaller: GpuMemory | None, found: GpuMemory) -> GpuMemory | None:
-    """`found` in the smaller memory; None: experts lose their places there, or the context is shorter."""
-    if smaller is None or smaller.experts < found.experts:
+def _undisturbed(smaller: GpuMemory | None, larger: GpuMemory) -> GpuMemory | None:
+    """The larger plan in the smaller memory; None: experts lose their places there, or the context is shorter."""
+    if smaller is None or smaller.experts < larger.experts:
         return None
-    shorter = smaller.memory.context_length < found.memory.context_length
-    return None if shorter else replace(found, memory=smaller.memory)
+    shorter = smaller.memory.context_length < larger.memory.context_length
+    return None if shorter else replace(larger, memory=smaller.memory)
 
 
 class RamTooSmall(GpuTooSmall):
@@ -208,69 +208,69 @@ def explained(error: DoesNotFit) -> DoesNotFit:
     return GpuTooSmall("; ".join([str(error), *ways]))
 
 
-def _divided(room: GpuRoom, taken: int) -> GpuMemory:
+def _divided(room: GpuRoom, extra: int) -> GpuMemory:
     """Raises ConfigError where something does not fit, or was asked for in vain."""
     request = room.request
-    model, left = request.model, room.budget - room.dense - room.workspace - taken
+    model, left = request.model, room.budget - room.dense - room.workspace - extra
     context, context_reason = wanted_context(request)
-    asked, expert_reason = _experts_asked(request)
-    kv_room = left - (asked or 0) * room.each
+    experts, expert_reason = _experts_asked(request)
+    kv_room = left - (experts or 0) * room.each
     drafts = _draft_bytes(request, kv_room)
     kv_room -= drafts
     if kv_room < request.kv_bytes(min(context, LEAST_CONTEXT)):
-        raise GpuTooSmall(_too_small(room, taken, left, asked or 0))
+        raise GpuTooSmall(_too_small(room, extra, left, experts or 0))
     least, way_out = _least_tokens(request, context, kv_room), ""
-    if asked is None:
+    if experts is None:
         way_out = "; --context-length takes it from experts"
-        asked = min(model.routed_experts, (kv_room - request.kv_bytes(least)) // room.each)
+        experts = min(model.routed_experts, (kv_room - request.kv_bytes(least)) // room.each)
         expert_reason = "what fits beside dense weights and KV cache"
-        kv_room -= asked * room.each
+        kv_room -= experts * room.each
     tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
     if tokens < context:
         context, context_reason = tokens, _shortened(request, context, tokens) + way_out
-    if short := short_of_ram(request, asked, bool(drafts)):
-        raise RamTooSmall(short, room, asked)
-    weights = room.dense + asked * expert_bytes(request) + drafts
+    if short := short_of_ram(request, experts, bool(drafts)):
+        raise RamTooSmall(short, room, experts)
+    weights = room.dense + experts * expert_bytes(request) + drafts
     memory = MemoryPlan(weights, room.budget, context, tokens, context_reason, kv_reason)
-    return GpuMemory(asked, expert_reason, memory, draft_experts=bool(drafts))
+    return GpuMemory(experts, expert_reason, memory, draft_experts=bool(drafts))
 
 
 def _draft_bytes(request: MemoryRequest, room: int) -> int:
     """Bytes of a draft layer's experts, if they are to be on the GPU: each guess uses them. They leave room for one
     request, or for what was asked for."""
-    asked, context = request.config.max_total_tokens, wanted_context(request)[0]
+    max_tokens, context = request.config.max_total_tokens, wanted_context(request)[0]
     nbytes = draft_experts(request.model) * expert_bytes(request)
-    least = min(context, DEFAULT_CONTEXT) if asked is None else asked
-    there = nbytes + request.kv_bytes(least) <= room
+    least = min(context, DEFAULT_CONTEXT) if max_tokens is None else max_tokens
+    has_room = nbytes + request.kv_bytes(least) <= room
     return (
-        nbytes if there and not experts_kept_off(request.model, request.expert_format, request.stored) else 0
+        nbytes if has_room and not experts_kept_off(request.model, request.expert_format, request.stored) else 0
     )
 
 
 def _experts_asked(request: MemoryRequest) -> tuple[int | None, str]:
     """0 where the GPU cannot have any. Raises ConfigError if it should."""
-    asked, reason = asked_experts(request.config, request.model)
+    experts, reason = asked_experts(request.config, request.model)
     why_not = experts_kept_off(request.model, request.expert_format, request.stored)
-    if why_not and asked:
+    if why_not and experts:
         raise ConfigError(
             f"{reason}: {why_not}; leave the flag out to have the experts computed on the CPU, or convert them while "
             "loading with --kt-method INT8 or INT4",
             fields=SHARE_FIELDS,
         )
-    return (0, f"{why_not}, so the CPU computes them") if why_not else (asked, reason)
+    return (0, f"{why_not}, so the CPU computes them") if why_not else (experts, reason)
 
 
 def _least_tokens(request: MemoryRequest, context: int, room: int) -> int:
     """Least tokens of the KV cache, before there are experts. Raises ConfigError if a flag asks for more than fits."""
-    asked = request.config.max_total_tokens
-    if asked is not None:
-        if request.kv_bytes(asked) > room:
+    max_tokens = request.config.max_total_tokens
+    if max_tokens is not None:
+        if request.kv_bytes(max_tokens) > room:
             raise DoesNotFit(
-                f"--max-total-tokens {asked} needs {gib(request.kv_bytes(asked))} of GPU memory; "
+                f"--max-total-tokens {max_tokens} needs {gib(request.kv_bytes(max_tokens))} of GPU memory; "
                 f"give at most {request.kv_tokens(room)}",
                 fields=("max_total_tokens",),
             )
-        return asked
+        return max_tokens
     one = context
     if request.config.context_length is None:
         one = max(request.kv_tokens(room // 2), min(WANTED_CONTEXT, request.kv_tokens(room)))
@@ -299,11 +299,11 @@ def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
     return f"what the KV cache holds (the model could do {context})"
 
 
-def _too_small(room: GpuRoom, taken: int, left: int, experts: int) -> str:
+def _too_small(room: GpuRoom, extra: int, left: int, experts: int) -> str:
     none = "no KV cache fits beside them"
     most = f"at most {max(0, left) // room.each} experts fit without a KV cache"
     rest = f", {experts} experts {gib(experts * room.each)}; {most}" if experts else f"; {none}"
     return (
         f"{room.gpu.name} is too small: {gib(room.budget)} may be used, dense weights take {gib(room.dense)}, "
-        f"workspace {gib(room.workspace + taken)}{rest}"
+        f"workspace {gib(room.workspace + extra)}{rest}"
     )

@@ -101,16 +101,16 @@ def room_of(config: EngineConfig, model: ModelConfig, running: int, gpu: bool) -
 
 def wanted_tokens(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens of context for which something is given up."""
-    asked = config.context_length or min(WANTED_CONTEXT, config.max_total_tokens or WANTED_CONTEXT)
-    return min(asked, model.max_positions)
+    context = config.context_length or min(WANTED_CONTEXT, config.max_total_tokens or WANTED_CONTEXT)
+    return min(context, model.max_positions)
 
 
 def token_seconds(plan: Plan, model: ModelConfig, stored: StoredFormats, machine: Machine) -> float:
     """The geometric mean of seconds of a token, of a prompt and of an answer: both count alike. On an idle machine of
     common speeds, since a start knows no others."""
     speeds = wished_speeds(MachineWish(), machine, None)
-    found = predict(Case(model, stored, plan, speeds), (1,))
-    return float((found.prompt.middle * found.decode[1].middle) ** -0.5)
+    prediction = predict(Case(model, stored, plan, speeds), (1,))
+    return float((prediction.prompt.middle * prediction.decode[1].middle) ** -0.5)
 
 
 Option = tuple[T, int, float]

@@ -1,4 +1,4 @@
-"""What images take: bytes of the tower and of what it computes, tokens of an image, operations."""
+"""Costs of images: bytes of the tower and of its activations, tokens of an image, operations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LATER_ATTENTION = 6e10  # of later tiers: 2 Zen 5 cores have 1.3e11
 
 
 def image_tokens(config: EngineConfig, tower: Tower, gpu: bool) -> int:
-    """Of an image, at most."""
+    """Tokens of an image, at most."""
     usual = GPU_IMAGE_TOKENS if gpu else CPU_IMAGE_TOKENS
     return min(config.image_max_tokens or usual, tower.processor.max_pixels // tower.processor.side**2)
 
 
 def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, gpu: bool) -> list[Entry]:
-    """Of a ledger: all of it lies where steps are computed; nothing where no image is read."""
+    """Ledger entries of images, all on the device that computes steps; [] where no image is read."""
     tower = model.vision
     if tower is None:
         return []
@@ -50,13 +50,15 @@ def tower_params(tower: Tower) -> int:
 
 
 def feature_bytes(tower: Tower, dtype: str) -> int:
-    """Of a token."""
+    """Feature bytes of one image token."""
     return tower.out * tower.levels * DTYPE_BYTES[dtype]
 
 
 def scratch_bytes(tower: Tower, tokens: int, dtype: str, gpu: bool) -> int:
-    """Of an image's pass where it is widest: as pixels, in a block's attention, or in its feed-forward. A GPU computes
-    all patches at once, a CPU a tile of them."""
+    """Scratch bytes of an image's pass at its widest: as pixels, in a block's attention, or in its feed-forward.
+
+    A GPU computes all patches at once, a CPU a tile of them.
+    """
     p, each, hidden = tower.processor, DTYPE_BYTES[dtype], tower.hidden
     patches, pixel = tokens * p.merge**2, 3 * p.patch**2
     tile = patches if gpu else min(patches, CPU_PATCHES)
@@ -67,12 +69,12 @@ def scratch_bytes(tower: Tower, tokens: int, dtype: str, gpu: bool) -> int:
 
 
 def turn_bytes(tower: Tower, step_tokens: int) -> int:
-    """Of rows of rotary tables behind the context's."""
+    """Bytes of the rows of rotary tables that images add behind the context's."""
     return image_turns(tower, step_tokens) * len(tower.axes) * 2 * DTYPE_BYTES["float32"]
 
 
 def image_flops(tower: Tower, pixels: int = MEGAPIXEL) -> tuple[float, float]:
-    """Of products with weights, and of attention."""
+    """Operations of an image of `pixels` pixels: of products with weights, and of attention."""
     patches = pixels / tower.processor.patch**2
     together = tower.processor.merge**2
     wide = tower.hidden * together
@@ -82,7 +84,7 @@ def image_flops(tower: Tower, pixels: int = MEGAPIXEL) -> tuple[float, float]:
 
 
 def image_seconds(tower: Tower, tier: str, threads: int, gpu: str) -> float:
-    """Of an image of a megapixel, about. gpu: its name; "": the CPU computes."""
+    """Seconds of an image of a megapixel, about. gpu: its name; "": the CPU computes."""
     linear, attention = image_flops(tower)
     if gpu:
         known = gpu_model(gpu)

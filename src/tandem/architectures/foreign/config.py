@@ -30,7 +30,10 @@ NORM = Norm(1e-6)  # whose numbers nobody asks: Transformers' modules have their
 
 
 def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConfig:
-    """Of config.json. Raises ConfigError naming what is missing: the package, the family, or a mechanism."""
+    """Model configuration from config.json's `values`, for a model that Transformers' modules run.
+
+    Raises ConfigError naming what is missing: the package, the family, or a mechanism.
+    """
     why = why_not_installed()
     if why:
         raise ConfigError(why)
@@ -39,18 +42,18 @@ def foreign_config(values: Mapping[str, Any], generation: JsonKeys) -> ModelConf
     experts = expert_modules(model)
     if not experts:
         raise ConfigError(_why_no_experts(model))
-    found = observe(model)
+    observation = observe(model)
     part = model.config.get_text_config()
     return ModelConfig(
         model_type=str(values["model_type"]),
         hidden=part.hidden_size,
         vocab=model.get_input_embeddings().weight.shape[0],
-        layers=_layers(model, experts, found),
+        layers=_layers(model, experts, observation),
         norm=NORM,
         tied_embeddings=bool(getattr(part, "tie_word_embeddings", False)),
         max_positions=getattr(part, "max_position_embeddings", None) or LONGEST,
         eos_ids=generation.integers("eos_token_id") or JsonKeys(values).integers("eos_token_id"),
-        foreign=ForeignCode(text, found.alone),
+        foreign=ForeignCode(text, observation.alone),
     )
 
 
@@ -62,15 +65,15 @@ def _why_no_experts(model: Any) -> str:
     return f"Transformers computes its experts in code of its own ({kinds[0]}), where Tandem's cannot stand in"
 
 
-def _layers(model: Any, experts: dict[str, Any], found: Observation) -> tuple[Layer, ...]:
-    count, moe = model.config.get_text_config().num_hidden_layers, _moe(model, experts, found)
+def _layers(model: Any, experts: dict[str, Any], observation: Observation) -> tuple[Layer, ...]:
+    count, moe = model.config.get_text_config().num_hidden_layers, _moe(model, experts, observation)
     sparse = {layer_of(name) for name in experts}
     weights = _weights(model, experts)
-    kept = _kept(model, found, count)
+    states = _states(model, observation, count)
     layers, hidden = [], hidden_size(model)
     for index in range(count):  # a block's norm is counted with it, a router with its experts
-        beside = 2 * hidden + moe.params(hidden) if index in sparse else hidden
-        code = Foreign(max(0, weights[index] - beside), kept[index])
+        extra = 2 * hidden + moe.params(hidden) if index in sparse else hidden
+        code = Foreign(max(0, weights[index] - extra), states[index])
         blocks = (Block(code, NORM), Block(moe, NORM)) if index in sparse else (Block(code, NORM),)
         layers.append(Layer(blocks))
     return tuple(layers)
@@ -80,20 +83,20 @@ def hidden_size(model: Any) -> int:
     return int(model.config.get_text_config().hidden_size)
 
 
-def _kept(model: Any, found: Observation, count: int) -> list[tuple[State, ...]]:
-    """What each layer keeps. Where Transformers' own cache runs, pages are never written: they stand for what it takes,
-    and a slot keeps the answers of one request apart."""
-    if found.alone:
+def _states(model: Any, observation: Observation, count: int) -> list[tuple[State, ...]]:
+    """States of each layer. Where Transformers' own cache runs, pages are never written: they stand for its bytes, and
+    a slot separates the answers of each request."""
+    if observation.alone:
         part = model.config.get_text_config()
         heads = getattr(part, "num_key_value_heads", None) or part.num_attention_heads
         size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
         pages = Pages((Array("transformers", (2, heads, size)),))
         own = Fold((Array("transformers", (1,), "float32"),))
         return [(pages, own), *[(pages,)] * (count - 1)]
-    kept: dict[int, tuple[State, ...]] = defaultdict(tuple)
-    for call in found.attention:
-        kept[layer_of(call.module)] += (pages_of(call),)
-    return [kept[index] for index in range(count)]
+    states: dict[int, tuple[State, ...]] = defaultdict(tuple)
+    for call in observation.attention:
+        states[layer_of(call.module)] += (pages_of(call),)
+    return [states[index] for index in range(count)]
 
 
 def pages_of(call: AttentionCall) -> Pages:
@@ -101,7 +104,7 @@ def pages_of(call: AttentionCall) -> Pages:
 
 
 def _weights(model: Any, experts: dict[str, Any]) -> dict[int, int]:
-    """Of each layer outside its experts."""
+    """Parameters of each layer outside its experts, by its index."""
     inside, sums = tuple(f"{name}." for name in experts), defaultdict[int, int](int)
     for name, parameter in model.named_parameters():
         if not name.startswith(inside) and layer_of(name) >= 0:
@@ -109,23 +112,23 @@ def _weights(model: Any, experts: dict[str, Any]) -> dict[int, int]:
     return sums
 
 
-def _moe(model: Any, experts: dict[str, Any], found: Observation) -> Moe:
+def _moe(model: Any, experts: dict[str, Any], observation: Observation) -> Moe:
     shapes = {_shape(name, module) for name, module in experts.items()}
     if len(shapes) > 1:
         raise ConfigError("its experts differ between layers, which is not supported")
     count, width, hidden = shapes.pop()
-    each = max(found.top_k.values(), default=0) or _top_k(model.config.get_text_config())
+    each = max(observation.top_k.values(), default=0) or _top_k(model.config.get_text_config())
     name, module = next(iter(experts.items()))
     latent = 0 if hidden == hidden_size(model) else hidden
     return Moe(Router(count, each), Experts(count, width, _activation(name, module), latent=latent))
 
 
 def _top_k(part: Any) -> int:
-    """What its configuration calls by one of several names."""
+    """Experts of a token, which a configuration calls by one of several names. Raises ConfigError where it has none."""
     names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
     for name in names:
-        if isinstance(found := getattr(part, name, None), int):
-            return found
+        if isinstance(number := getattr(part, name, None), int):
+            return number
     raise ConfigError("its configuration does not say how many experts a token uses")
 
 

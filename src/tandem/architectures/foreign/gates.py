@@ -19,17 +19,17 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 
 
 def activation_of(module: Any) -> Activation | None:
-    """What becomes of gate and up, or of up where there is no gate; None: of no known kind."""
+    """Activation that combines gate and up, or is applied to up where there is no gate; None: no known kind."""
     if not module.has_gate:
         return _of_up(module)
     gate, up = (each.flatten() for each in torch.meshgrid(_values(), _values(), indexing="ij"))
     try:
-        got = _asked(module, gate, up)
+        got = _outputs(module, gate, up)
     except Exception:  # an activation with weights of its own, for example
         return None
     for activation, formula in _candidates(got):
-        wanted = formula(gate, up)
-        if bool((got - wanted).abs().max() <= CLOSE * wanted.abs().max()):
+        expected = formula(gate, up)
+        if bool((got - expected).abs().max() <= CLOSE * expected.abs().max()):
             return activation
     return None
 
@@ -49,7 +49,7 @@ def _values() -> Tensor:
     return torch.tensor(VALUES, dtype=torch.float64)
 
 
-def _asked(module: Any, gate: Tensor, up: Tensor) -> Tensor:
+def _outputs(module: Any, gate: Tensor, up: Tensor) -> Tensor:
     """As the module lays out its rows: gate, then up, or by turns."""
     both = torch.cat((gate, up)) if module.is_concatenated else torch.stack((gate, up), dim=1).flatten()
     with torch.no_grad():

@@ -15,7 +15,7 @@ NAME = "tandem"  # of our entry in each registry
 
 
 class Hooks(Protocol):
-    """What answers while a module of Transformers runs."""
+    """Callbacks that a module of Transformers reaches while it runs."""
 
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
@@ -24,7 +24,7 @@ class Hooks(Protocol):
         ...
 
     def mask(self, arguments: dict[str, Any]) -> Any:
-        """What `attend` is to be given as its mask, of what a mask is made from."""
+        """Mask that `attend` gets, from the arguments of Transformers' mask functions."""
         ...
 
     def experts(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ QUERIES = (1 << 22, (1 << 22) + 7, (1 << 22) + 1023)
 
 
 class Seen(NamedTuple):
-    """What a mask lets a token see. window: how many last tokens, its own included; 0: all. wrong: why neither."""
+    """Tokens that a mask lets a token see. window: the last so many, its own included; 0: all. wrong: why neither."""
 
     window: int
     wrong: str = ""
@@ -32,7 +32,7 @@ def seen_through(visible: Callable[[int, int, Tensor, Tensor], Any]) -> Seen:
 
 
 def _distances(visible: Callable[[int, int, Tensor, Tensor], Any], query: int) -> Tensor:
-    """Whether the key at distance -1, 0, 1, … is seen."""
+    """Visibility of the keys at distances -1, 0, 1, … from `query`, a bool tensor with one entry for each."""
     keys = torch.arange(query + 1, query - FARTHEST, -1)
     return torch.as_tensor(visible(0, 0, torch.full_like(keys, query), keys)).expand(len(keys)).bool()
 

@@ -1,4 +1,4 @@
-"""What a model does in a pass: which layers attend, with which arguments, and what else they keep.
+"""Observation of a model's pass: layers that attend, their arguments, and other states that they keep.
 
 The pass runs on the meta device: shapes are real, numbers are not. A layer that keeps anything but the keys and values
 that it hands to attention cannot be paged.
@@ -36,7 +36,7 @@ ASKED_FREELY = frozenset((
     "is_compileable", "is_sliding", "is_linear", "is_dummy", "is_initialized", "layers", "layer_class_to_replicate",
     "offloading",
 ))  # fmt: skip
-"""What of Transformers' cache says nothing about states of other kinds."""
+"""Attributes of Transformers' cache that say nothing about states of other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ class Observation:
 
 def observe(model: Any) -> Observation:
     """One pass of a skeleton."""
-    seen = _Watch(model)
+    watch = _Watch(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.enter_context(_Ran(seen.found.ran, name, module))
-        stack.enter_context(answering(seen))
+            stack.enter_context(_Ran(watch.found.ran, name, module))
+        stack.enter_context(answering(watch))
         try:
-            seen.run(model)
+            watch.run(model)
         except Unsupported as error:
-            seen.found.alone = str(error)
+            watch.found.alone = str(error)
         except Exception as error:  # a family's code may do anything
-            seen.found.alone = f"its modules cannot be watched ({type(error).__name__}: {_first_line(error)})"
-    seen.found.alone = _known(model.config) or seen.found.alone or seen.left_out(model)
-    return seen.found
+            watch.found.alone = f"its modules cannot be watched ({type(error).__name__}: {_first_line(error)})"
+    watch.found.alone = _known(model.config) or watch.found.alone or watch.left_out(model)
+    return watch.found
 
 
 def _first_line(error: Exception) -> str:
@@ -86,7 +86,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Unsupported(Exception):
-    """What attention was asked for, and ours does not do."""
+    """Attention that a model calls for, and that ours does not compute."""
 
 
 class _Ran:
@@ -173,16 +173,16 @@ class _Marker:
         self.seen = seen
 
 
-def _window(name: str, mask: Any, said: int | None) -> int:
-    """Of the mask, which the argument must not contradict."""
+def _window(name: str, mask: Any, argument: int | None) -> int:
+    """Window of the mask, in tokens, which the argument must not contradict; 0: none."""
     if mask is None:
-        return said or 0
+        return argument or 0
     if not isinstance(mask, _Marker):
         raise Unsupported(f"{name} makes a mask of its own")
     if mask.seen.wrong:
         raise Unsupported(f"{name} has {mask.seen.wrong}")
-    if said and said != mask.seen.window:
-        raise Unsupported(f"{name} says sliding_window={said}, but its mask has {mask.seen.window}")
+    if argument and argument != mask.seen.window:
+        raise Unsupported(f"{name} says sliding_window={argument}, but its mask has {mask.seen.window}")
     return mask.seen.window
 
 
@@ -205,8 +205,10 @@ def _layer_count(model: Any) -> int:
 
 
 def _known(config: Any) -> str:
-    """What a configuration says itself. Some rotations depend on the longest sequence of a pass, which is another one's
-    in a packed batch."""
+    """Reason in a configuration that its layers cannot be paged; "": none.
+
+    Some rotations depend on the longest sequence of a pass, which is another one's in a packed batch.
+    """
     text = config.get_text_config()
     kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind not in PAGED_LAYERS}
     if kinds:

@@ -1,4 +1,4 @@
-"""What the installed Transformers has."""
+"""Registry of the installed Transformers: its version and its families."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def installed_version() -> str:
 
 
 def why_not_installed() -> str:
-    """What keeps the installed Transformers from being used; "": nothing."""
-    found = installed_version()
-    if not found:
+    """Reason that no Transformers can be used, and the way out; "": one can."""
+    installed = installed_version()
+    if not installed:
         return f"other families run through Transformers, which is not installed: {INSTALL}"
-    if tuple(int(part) for part in found.split(".")[:2]) < LEAST:
-        return f"other families run through Transformers 5.10 or newer, this is {found}: {INSTALL}"
+    if tuple(int(part) for part in installed.split(".")[:2]) < LEAST:
+        return f"other families run through Transformers 5.10 or newer, this is {installed}: {INSTALL}"
     return ""
 
 

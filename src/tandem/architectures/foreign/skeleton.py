@@ -60,8 +60,8 @@ def _special_float(value: dict[str, Any]) -> Any:
 
 def layer_of(name: str) -> int:
     """The decoder layer that a module or tensor belongs to, by its name; -1: none."""
-    found = _NUMBER.search(name)
-    return int(found[1]) if found else -1
+    match = _NUMBER.search(name)
+    return int(match[1]) if match else -1
 
 
 def expert_modules(model: Any) -> dict[str, Any]:

@@ -130,10 +130,10 @@ def hybrid_config(keys: GgufKeys) -> dict[str, Any]:
 
 def _key_heads(keys: GgufKeys) -> int:
     """Key heads of layers with attention; Ollama's converter lists all layers, and writes 0 for the others."""
-    found = set(keys.layers("attention.head_count_kv", keys.depth)) - {0}
-    if len(found) != 1:
+    counts = set(keys.layers("attention.head_count_kv", keys.depth)) - {0}
+    if len(counts) != 1:
         raise keys.refuse("attention.head_count_kv", "differs between layers, which is not supported")
-    return found.pop()
+    return counts.pop()
 
 
 def _layer_types(keys: GgufKeys) -> list[str]:

@@ -91,8 +91,8 @@ def _as_transformers(keys: JsonKeys) -> JsonKeys:
         keys.only(key, value, "as in every Ling 3")
     for key in UNUSED:
         keys.get(key)
-    said: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
-    return keys.overlaid({"rope_theta": keys.optional("rope_theta", 6e6)} | said)
+    overlay: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
+    return keys.overlaid({"rope_theta": keys.optional("rope_theta", 6e6)} | overlay)
 
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:
@@ -174,7 +174,7 @@ RENAMES = Renames(
     },
     signs=(".attention.f_proj.",),
 )  # fmt: skip
-"""Of the hub's files."""
+"""Names in the hub's files, and ours."""
 
 NAMES = Names(recurrent="self_attn", shared="mlp.shared_experts")
 GGUF = Gguf("bailingmoe3", gguf_config, STEMS, parts)

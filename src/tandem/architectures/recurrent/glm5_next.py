@@ -46,7 +46,7 @@ from tandem.spec.norm import Norm
 from tandem.spec.rope import still
 
 SPARSE = "deepseek_sparse_attention", "indexed_attention", FULL
-"""Of the hub, of Transformers, and of older files: all mean the same."""
+"""Layer kinds of the hub, of Transformers, and of older files: all mean the same."""
 
 DESCRIBED = {
     "mla_use_nope": True, "qk_rope_head_dim": 0, "index_kpool_compress": True, "index_kpool_always_select_tail": True,
@@ -89,19 +89,19 @@ def _as_transformers(keys: JsonKeys) -> JsonKeys:
         "linear_num_heads": "num_heads", "linear_head_dim": "head_dim",
         "linear_conv_kernel_dim": "short_conv_kernel_size", "linear_lower_bound": "gate_lower_bound",
     }  # fmt: skip
-    said: dict[str, Any] = {ours: inner[theirs] for ours, theirs in names.items() if theirs in inner}
-    if inner and said.get("linear_lower_bound") is None and inner.get("safe_gate", True):
-        said["linear_lower_bound"] = -5.0
+    overlay: dict[str, Any] = {ours: inner[theirs] for ours, theirs in names.items() if theirs in inner}
+    if inner and overlay.get("linear_lower_bound") is None and inner.get("safe_gate", True):
+        overlay["linear_lower_bound"] = -5.0
     if keys.get("layer_types") is None and isinstance(full := inner.get("full_attn_layers"), list):
-        said["layer_types"] = [SPARSE[0] if i in full else RECURRENT for i in range(layer_count(keys))]
-    return keys.overlaid(said)
+        overlay["layer_types"] = [SPARSE[0] if i in full else RECURRENT for i in range(layer_count(keys))]
+    return keys.overlaid(overlay)
 
 
 def _experts(keys: JsonKeys) -> Moe:
     activation(keys)
     width = keys.size("moe_intermediate_size", 2048)
-    found = moe(sigmoid_router(keys, scale=2.5), width, width * keys.count("n_shared_experts", 1))
-    return found.activated_by(Activation("swiglu_clamp", limit=keys.optional("swiglu_limit", 10.0)))
+    experts = moe(sigmoid_router(keys, scale=2.5), width, width * keys.count("n_shared_experts", 1))
+    return experts.activated_by(Activation("swiglu_clamp", limit=keys.optional("swiglu_limit", 10.0)))
 
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:
@@ -159,9 +159,9 @@ def gguf_config(keys: GgufKeys) -> dict[str, Any]:
         raise keys.refuse("attention.indexer.kpool_select_tail", "is false, which is not supported")
     own = keys.flags("attention.indexer.types")
     key_heads = keys.layers("attention.head_count_kv", keys.depth)
-    found = deepseek_gguf(keys)
-    del found["rope_parameters"]
-    return found | {
+    entries = deepseek_gguf(keys)
+    del entries["rope_parameters"]
+    return entries | {
         "model_type": "glm5_next_text",
         "layer_types": [SPARSE[0] if each else RECURRENT for each in key_heads],
         "num_key_value_heads": keys.need("attention.head_count"),
@@ -192,7 +192,7 @@ RENAMES = Renames(
     {f".hc_{block}_{part}": f".{block}_hc.{part}" for block in ("attn", "ffn") for part in ("fn", "base", "scale")},
     signs=(".self_attn.indexer.index_kpool_compress_ape",),
 )
-"""Of the hub's files."""
+"""Names in the hub's files, and ours."""
 
 NAMES = Names(recurrent="self_attn", shared="mlp.shared_experts")
 GGUF = Gguf("glm5-next", gguf_config, STEMS, decays)

@@ -85,8 +85,8 @@ def hybrid(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def _attention(keys: JsonKeys) -> Gqa:
     bias = keys.optional("attention_bias", False)
-    found = gqa(keys, qkv_bias=bias, out_bias=bias)
-    return replace(found, factor=float(keys.optional("attention_multiplier", 1.0)))
+    attention = gqa(keys, qkv_bias=bias, out_bias=bias)
+    return replace(attention, factor=float(keys.optional("attention_multiplier", 1.0)))
 
 
 def _space(keys: JsonKeys) -> StateSpace:
@@ -122,8 +122,8 @@ def _model(keys: JsonKeys, generation: JsonKeys, mixers: list[Mixer]) -> ModelCo
     if not (scale > 0 and logits > 0):
         raise ConfigError(f"{keys.where}: residual_multiplier and logits_scaling must be above 0; try 1.0")
     norm, body = Norm(epsilon(keys) / scale**2), _feed_forward(keys)
-    made = assembled(keys, generation, tuple(pre_norm(mixer, body, norm) for mixer in mixers), norm)
-    return replace(made, embedding_scale=embedding / scale, logit_scale=1 / logits)
+    base = assembled(keys, generation, tuple(pre_norm(mixer, body, norm) for mixer in mixers), norm)
+    return replace(base, embedding_scale=embedding / scale, logit_scale=1 / logits)
 
 
 def _feed_forward(keys: JsonKeys) -> Moe | Dense:
@@ -182,7 +182,7 @@ SPACE_STEMS = {
     "ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_dt": "dt_bias", "ssm_a": "A_log", "ssm_d": "D",
     "ssm_norm": "norm", "ssm_out": "out_proj",
 }  # fmt: skip
-"""Of a state space, below its module."""
+"""Tensors of a state space, below its module."""
 MATRICES = ("gate", "up", "down")
 STEMS = (
     GGUF_DECODER

@@ -40,7 +40,7 @@ RENAMES = Renames(
     {f".block_sparse_moe.{matrix}_proj.": f".mlp.{matrix}_proj." for matrix in ("gate", "up", "down")},
     signs=(".block_sparse_moe.shared_experts.",),
 )
-"""Of dense layers, as Transformers saves them."""
+"""Names of dense layers, as Transformers saves them."""
 
 SAME = {
     "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize", "n_group": "num_expert_group",
@@ -58,8 +58,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     for key, value in DESCRIBED.items():
         keys.only(key, value, "as in every Kimi-Linear")
     keys.get("head_dim"), keys.get("rope_parameters")
-    said: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
-    keys = keys.overlaid(said | _delta_keys(keys) | {"rope_theta": keys.optional("rope_theta", 1e4)})
+    overlay: dict[str, Any] = {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
+    keys = keys.overlaid(overlay | _delta_keys(keys) | {"rope_theta": keys.optional("rope_theta", 1e4)})
     check_convolutions(keys)
     mixers = _mixers(keys)
     width = keys.size("moe_intermediate_size", 1024)
@@ -69,16 +69,19 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 
 def _delta_keys(keys: JsonKeys) -> dict[str, Any]:
-    """What the hub's file has in an object of its own, in Transformers' words. It counts layers from 1."""
+    """Delta attention's keys, which the hub's file has in an object of its own, in Transformers' words.
+
+    That object counts layers from 1.
+    """
     inner = keys.mapping("linear_attn_config")
     names = {
         "linear_head_dim": "head_dim", "linear_num_heads": "num_heads",
         "linear_conv_kernel_dim": "short_conv_kernel_size",
     }  # fmt: skip
-    said = {ours: inner[theirs] for ours, theirs in names.items() if theirs in inner}
+    overlay = {ours: inner[theirs] for ours, theirs in names.items() if theirs in inner}
     if isinstance(full := inner.get("full_attn_layers"), list) and keys.get("layer_types") is None:
-        said["layer_types"] = [FULL if i + 1 in full else RECURRENT for i in range(layer_count(keys))]
-    return said
+        overlay["layer_types"] = [FULL if i + 1 in full else RECURRENT for i in range(layer_count(keys))]
+    return overlay
 
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:
@@ -95,7 +98,7 @@ def _mixers(keys: JsonKeys) -> list[Mixer]:
 
 
 def floor_of(keys: JsonKeys, key: str, floor: float) -> float:
-    """Of decays' logarithms, as `key` says. Raises ConfigError for one that is no floor."""
+    """Lower bound of decays' logarithms, checked: `floor`, named `key`. Raises ConfigError where it is not below 0."""
     if floor >= 0:
         raise ConfigError(f"{keys.where}: {key} is {floor}, and must be below 0; try -5.0")
     return floor

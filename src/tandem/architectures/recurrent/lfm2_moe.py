@@ -35,13 +35,13 @@ RENAMES = Renames(
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
-    said = {
+    overlay = {
         "rms_norm_eps": keys.optional("norm_eps", 1e-5),
         "tie_word_embeddings": keys.optional("tie_embedding", keys.optional("tie_word_embeddings", True)),
     }
     if keys.get("rope_parameters") is None:
-        said["rope_theta"] = keys.optional("rope_theta", 1e6)
-    keys = keys.overlaid(said)
+        overlay["rope_theta"] = keys.optional("rope_theta", 1e6)
+    keys = keys.overlaid(overlay)
     mixers, first = _mixers(keys), keys.count("num_dense_layers", 2)
     router = replace(
         sigmoid_router(keys, "num_experts"), epsilon=1e-6, float32_logits=False,

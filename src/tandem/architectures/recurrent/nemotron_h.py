@@ -22,7 +22,7 @@ from tandem.spec.rope import still
 
 LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 WORDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Of the hub, and Transformers'."""
+"""Kinds of layers: the hub's letters, and Transformers' words."""
 
 NAMES = Names(
     norms=("norm",), attention="mixer", recurrent="mixer", dense="mixer", router="mixer.gate",
@@ -49,8 +49,8 @@ UNUSED = (
     "hidden_act", "intermediate_size", "sliding_window", "num_hidden_layers", "rope_theta",
     "partial_rotary_factor", "mamba_proj_bias", "num_nextn_predict_layers",
 )  # fmt: skip
-"""Of training, of other code, and of what attention does not have. Time steps have no limit here, as where the model
-was trained; Transformers has one for those of prompts."""
+"""Keys of training, of other code, and of features that attention does not have. Time steps have no limit here,
+as where the model was trained; Transformers has one for those of prompts."""
 
 
 def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -93,8 +93,8 @@ def _body(keys: JsonKeys, kind: str) -> Body:
     if kind == "mlp":
         return Dense(_width(keys, "intermediate_size", 21504), SQUARED)
     shared = _width(keys, "moe_shared_expert_intermediate_size", 3712) if keys.count("n_shared_experts", 1) else 0
-    found = moe(sigmoid_router(keys), _width(keys, "moe_intermediate_size", 1856), shared).activated_by(SQUARED)
-    return replace(found, experts=replace(found.experts, latent=keys.optional("moe_latent_size", 0)))
+    experts = moe(sigmoid_router(keys), _width(keys, "moe_intermediate_size", 1856), shared).activated_by(SQUARED)
+    return replace(experts, experts=replace(experts.experts, latent=keys.optional("moe_latent_size", 0)))
 
 
 def _width(keys: JsonKeys, key: str, example: int) -> int:

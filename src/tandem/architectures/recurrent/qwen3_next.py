@@ -38,8 +38,8 @@ RECURRENT, FULL = "linear_attention", "full_attention"
 def qwen3_next(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     normalise = keys.optional("norm_topk_prob", True)
     layout: Layout = "kinds" if keys.optional(APART, False) else "heads"
-    made = _model(keys, generation, layout, normalise, sparse_step_layers(keys))
-    return with_drafts(keys, made, count=1)  # config.json does not say
+    base = _model(keys, generation, layout, normalise, sparse_step_layers(keys))
+    return with_drafts(keys, base, count=1)  # config.json does not say
 
 
 def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
@@ -49,9 +49,9 @@ def qwen3_5_moe(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     text.only("attn_output_gate", True, "attention is gated")
     text.only("mlp_only_layers", [], "every layer has experts")
     text.get("mamba_ssm_dtype")  # states are float32 here
-    made = _model(text, generation, "kinds", True, range(layer_count(text)))
-    made = with_drafts(text, made, count=text.count("mtp_num_hidden_layers", 0))
-    return with_tower(keys, text, made, (11, 11, 10))
+    base = _model(text, generation, "kinds", True, range(layer_count(text)))
+    base = with_drafts(text, base, count=text.count("mtp_num_hidden_layers", 0))
+    return with_tower(keys, text, base, (11, 11, 10))
 
 
 def _model(

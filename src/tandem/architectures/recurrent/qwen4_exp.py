@@ -44,7 +44,7 @@ from tandem.spec.stored import Table
 
 RECURRENT = "linear_attention"
 CHOOSING = FULL, "indexed_attention", "qwen_sparse_attention"
-"""Of the hub, of Transformers, and of others: all mean the same."""
+"""Layer kinds of the hub, of Transformers, and of others: all mean the same."""
 
 MOST_BASE = 1 << 26  # of what primes are looked for above
 
@@ -73,8 +73,8 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 def _experts(keys: JsonKeys) -> Moe:
     router = softmax_router(keys, "num_experts", keys.optional("norm_topk_prob", True))
     shared = keys.size("shared_expert_intermediate_size", 640)
-    found = moe(router, keys.size("moe_intermediate_size", 640), shared, shared_gate=True)
-    return found.activated_by(activation(keys))
+    experts = moe(router, keys.size("moe_intermediate_size", 640), shared, shared_gate=True)
+    return experts.activated_by(activation(keys))
 
 
 def _mixers(keys: JsonKeys) -> list[Mixer]:
@@ -101,13 +101,13 @@ def _gate(keys: JsonKeys) -> Literal["silu", "sigmoid"]:
 
 def _attention(keys: JsonKeys) -> Gqa:
     bias = keys.optional("attention_bias", False)
-    found = gqa(keys, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=1.0, plus_one=True)
+    attention = gqa(keys, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=1.0, plus_one=True)
     keys.only("indexer_kv_heads", 1, "all heads of an indexer share one key")
     index = MeanIndex(
         keys.size("indexer_n_heads", 4), keys.size("indexer_head_dim", 128), keys.size("indexer_budget", 2048),
-        found.rope, found.norm, keys.size("indexer_compress_ratio", 4, most=4096),
+        attention.rope, attention.norm, keys.size("indexer_compress_ratio", 4, most=4096),
     )  # fmt: skip
-    return replace(found, gate=True, index=index)
+    return replace(attention, gate=True, index=index)
 
 
 def _ngrams(keys: JsonKeys, streams: int, norm: Norm) -> dict[int, Ngram]:
@@ -147,12 +147,12 @@ def _rows(keys: JsonKeys, at: int, hashes: int) -> int:
 @lru_cache(16)
 def primes(above: int, skipped: int, count: int) -> tuple[int, ...]:
     """So many primes above a number, behind the first `skipped`."""
-    found, number = list[int](), above
-    while len(found) < skipped + count:
+    numbers, number = list[int](), above
+    while len(numbers) < skipped + count:
         number += 1
         if _is_prime(number):
-            found.append(number)
-    return tuple(found[skipped:])
+            numbers.append(number)
+    return tuple(numbers[skipped:])
 
 
 def _is_prime(number: int) -> bool:
@@ -162,7 +162,7 @@ def _is_prime(number: int) -> bool:
 
 
 RENAMES = Renames({"model.hyper_connection_mixer.hc_norm.": "model.norm."}, signs=("hyper_connection_mixer.hc_norm",))
-"""What sums the streams up has the last norm in front of it, not behind."""
+"""The last norm is in front of the sum of the streams, not behind it."""
 
 NAMES = Names(
     norms=("attn_hyper_connection.hc_norm", "mlp_hyper_connection.hc_norm"),

@@ -58,8 +58,8 @@ def _experts(keys: JsonKeys) -> Moe:
     scale = keys.optional("route_scale", 1.0)
     router = sigmoid_router(keys.overlaid({"routed_scaling_factor": scale}), "num_experts")
     width = keys.size("moe_intermediate_size", 1408)
-    found = moe(replace(router, float32_logits=False), width, width * keys.count("num_shared_experts", 2))
-    return found.activated_by(activation(keys))
+    experts = moe(replace(router, float32_logits=False), width, width * keys.count("num_shared_experts", 2))
+    return experts.activated_by(activation(keys))
 
 
 def _attention(keys: JsonKeys, norm: Norm) -> Gqa:

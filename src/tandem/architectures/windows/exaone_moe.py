@@ -41,14 +41,14 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
 
 def _pattern(keys: JsonKeys) -> list[str]:
     """`sliding_window_pattern`: every so many layers one that sees all, or "LLLG", again and again."""
-    said, count = keys.get("sliding_window_pattern"), layer_count(keys)
-    if said is None:
-        said = 4
-    if isinstance(said, int) and said > 0:
-        return [FULL if (i + 1) % said == 0 else WINDOW for i in range(count)]
-    if not isinstance(said, str) or not said or set(said) - set("LG"):
-        raise ConfigError(f"{keys.where}: sliding_window_pattern {said!r} is not supported; try 4, or 'LLLG'")
-    return [WINDOW if said[i % len(said)] == "L" else FULL for i in range(count)]
+    pattern, count = keys.get("sliding_window_pattern"), layer_count(keys)
+    if pattern is None:
+        pattern = 4
+    if isinstance(pattern, int) and pattern > 0:
+        return [FULL if (i + 1) % pattern == 0 else WINDOW for i in range(count)]
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set("LG"):
+        raise ConfigError(f"{keys.where}: sliding_window_pattern {pattern!r} is not supported; try 4, or 'LLLG'")
+    return [WINDOW if pattern[i % len(pattern)] == "L" else FULL for i in range(count)]
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:

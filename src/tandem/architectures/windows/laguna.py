@@ -29,7 +29,7 @@ IN_MEMORY = Names(shared="mlp.shared_experts")
 """As Transformers 5 holds it."""
 
 GATES: dict[Any, Literal["head", "channel"]] = {"per-head": "head", "per-element": "channel"}
-"""Of attention, by the words of config.json."""
+"""Gates of attention, by the words of config.json."""
 
 ROPE: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
@@ -70,8 +70,8 @@ def _attention(keys: JsonKeys, kind: str, heads: int) -> Gqa:
         {"partial_rotary_factor": 1.0, "rope_parameters": dict(own), "num_attention_heads": heads}
     )  # each kind says for itself what turns
     attention = gqa(of_kind, qkv_bias=bias, out_bias=bias, qk_norm="head", rotary_share=1.0)
-    seen, each = window if kind == WINDOW else 0, GATES.get(keys.get("gating"), "head")
-    return replace(attention, window=seen, own_gate="softplus", gates_each=each)
+    span, each = window if kind == WINDOW else 0, GATES.get(keys.get("gating"), "head")
+    return replace(attention, window=span, own_gate="softplus", gates_each=each)
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def _gguf_kinds(keys: GgufKeys, count: int) -> list[str]:
 def _gguf_ropes(keys: GgufKeys) -> dict[str, Any]:
     head, full = keys.size("attention.key_length"), keys.rope()
     dims = keys.optional("rope.dimension_count", head)
-    said = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
-    for name, key in said.items() if full["rope_type"] == "yarn" else ():
+    scaling = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+    for name, key in scaling.items() if full["rope_type"] == "yarn" else ():
         if keys.has(f"rope.scaling.yarn_{key}"):
             full[name] = keys.number(f"rope.scaling.yarn_{key}", 0.0)
     near = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", full["rope_theta"])}

@@ -56,13 +56,13 @@ def _as_transformers(keys: JsonKeys) -> JsonKeys:
         keys.only(f"swa_{same}", keys.get(same), "layers of both kinds have heads alike")
     for key in DESCRIBED:
         keys.get(key)
-    said: dict[str, Any] = {"rms_norm_eps": keys.optional("layernorm_epsilon", 1e-5)}
-    said |= {"rms_norm_eps": keys["rms_norm_eps"]} if keys.get("rms_norm_eps") is not None else {}
+    overlay: dict[str, Any] = {"rms_norm_eps": keys.optional("layernorm_epsilon", 1e-5)}
+    overlay |= {"rms_norm_eps": keys["rms_norm_eps"]} if keys.get("rms_norm_eps") is not None else {}
     if (before := keys.count("sliding_window_size", 0, most=1 << 31)) > 0:
-        said["sliding_window"] = before + 1  # so many before the token itself
-    said |= _pattern(keys, "hybrid_layer_pattern", "layer_types", (FULL, WINDOW))
-    said |= _pattern(keys, "moe_layer_freq", "mlp_layer_types", ("dense", "sparse"))
-    return keys.overlaid(said)
+        overlay["sliding_window"] = before + 1  # so many before the token itself
+    overlay |= _pattern(keys, "hybrid_layer_pattern", "layer_types", (FULL, WINDOW))
+    overlay |= _pattern(keys, "moe_layer_freq", "mlp_layer_types", ("dense", "sparse"))
+    return keys.overlaid(overlay)
 
 
 def _pattern(keys: JsonKeys, key: str, meaning: str, words: tuple[str, str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ DESCRIBED = {
     "moe_every_n_layer": 1, "use_mfa": False, "mlp_bias": False, "use_bidirectional_attention": False,
     "attention_bias": False, "hidden_act": "silu", "att_impl_type": "GQA", "sink": False,
 }  # fmt: skip
-"""What the keys of the hub's file say of every model of the family."""
+"""Keys of the hub's file with the same value in every model of the family."""
 
 UNUSED = ("need_fp32_gate", "fp32_gate", "max_seq_len", "yarn_only_types", "mtp_layer_types", "mtp_mlp_layer_types",
           "rope_scaling", "query_pre_attn_scalar", "per_layer_config")  # fmt: skip
@@ -89,15 +89,15 @@ def _as_transformers(keys: JsonKeys) -> JsonKeys:
         keys.get(key)
     if not all(keys.get("use_rope_layers") or ()):
         raise ConfigError(f"{keys.where}: use_rope_layers: layers that do not turn are not supported")
-    said: dict[str, Any] = {"rms_norm_eps": keys.optional("rms_norm_eps", 1e-5)}
-    said |= {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
+    overlay: dict[str, Any] = {"rms_norm_eps": keys.optional("rms_norm_eps", 1e-5)}
+    overlay |= {ours: keys.get(theirs) for ours, theirs in SAME.items() if keys.get(theirs) is not None}
     other = keys.mapping("attention_other_setting")
     groups = other.get("num_attention_groups", keys.get("num_attention_groups"))
     if groups != keys.get("num_attention_groups"):
         raise ConfigError(f"{keys.where}: attention_other_setting.num_attention_groups {groups!r} is not supported")
     if "num_attention_heads" in other:
-        said["num_sliding_attention_heads"] = other["num_attention_heads"]
-    return keys.overlaid(said)
+        overlay["num_sliding_attention_heads"] = other["num_attention_heads"]
+    return keys.overlaid(overlay)
 
 
 def _sparse(keys: JsonKeys, count: int) -> set[int]:
@@ -116,8 +116,8 @@ def _sparse(keys: JsonKeys, count: int) -> set[int]:
 def _experts(keys: JsonKeys, clamped: bool) -> Moe:
     """Scores are divided by their sum alone."""
     router = replace(sigmoid_router(keys), epsilon=0.0, float32_logits=False)
-    found = moe(router, keys.size("moe_intermediate_size", 1280), keys.count("share_expert_dim", 1280))
-    return replace(found, apart=clamped)
+    experts = moe(router, keys.size("moe_intermediate_size", 1280), keys.count("share_expert_dim", 1280))
+    return replace(experts, apart=clamped)
 
 
 def _attention(keys: JsonKeys, kind: str, layer: int) -> Gqa:

@@ -1,1 +1,1 @@
-"""What was chosen for a plan, and why: one file for each choice."""
+"""Choices of a plan and their reasons: one file for each choice."""

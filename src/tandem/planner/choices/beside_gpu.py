@@ -19,9 +19,10 @@ def host_share(
 ) -> HostShare:
     """pages: of the longest sequence; fused: shared experts are computed as routed ones."""
     top_k = model.moe.router.top_k + (model.moe.fusible_shared if fused else 0)
-    sizes, late = gpu.graph_sizes, gpu.deferred > 0
+    sizes, has_deferred = gpu.graph_sizes, gpu.deferred > 0
     drafts = 0 if gpu.draft_experts else draft_experts(model)
     return HostShare(
-        gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, late, drafts=drafts,
+        gpu.experts, expert_bytes, workers, step_tokens, sizes, pages, top_k, gpu.live, in_place, has_deferred,
+        drafts=drafts,
         embedding_bytes=embedding_bytes(model, "bfloat16") if gpu.embedding_in_ram else 0,
     )  # fmt: skip

@@ -34,11 +34,11 @@ def _layer(layer: Layer) -> Layer:
 def cached_text(
     config: EngineConfig, model: ModelConfig, dtype: str, gpu: Gpu | None, why_no_gpu: str
 ) -> list[tuple[str, str]]:
-    """What the plan says of it; nothing where nothing was asked. Raises ConfigError where it cannot be."""
-    asked = config.kv_cache_dtype
-    if asked in ("bf16", "bfloat16") and dtype != "bfloat16":
+    """The plan's line on an FP8 KV cache; [] where none was asked for. Raises ConfigError where it cannot be."""
+    cache_dtype = config.kv_cache_dtype
+    if cache_dtype in ("bf16", "bfloat16") and dtype != "bfloat16":
         raise _refused(f"the KV cache has the activations' dtype, {dtype}; leave it out, or take --dtype bfloat16")
-    if asked != FP8:
+    if cache_dtype != FP8:
         return []
     if gpu is None:
         raise _refused(f"the CPU reads keys in the activations' dtype ({why_no_gpu}); leave it out")
@@ -54,7 +54,7 @@ def cached_text(
 
 
 def cached_notices(config: EngineConfig, gpu: Gpu | None) -> Iterator[str]:
-    """What start-up says of it."""
+    """Start-up's warning that an FP8 KV cache is lossy."""
     if config.kv_cache_dtype == FP8 and gpu is not None:
         yield f"{FLAG} {FP8} is lossy; what it does to answers says: kt quality {config.model} {FLAG} {FP8}"
 

@@ -11,7 +11,7 @@ FLAG = "--enable-deterministic-inference"
 
 
 def tier_reason(tier: str, deterministic: bool) -> str:
-    """What a kernel tier does to an answer's last bits."""
+    """Reason in the plan that names a kernel tier's effect on an answer's last bits; "": it has none."""
     if tier != "amx":
         return ""
     if deterministic:
@@ -20,7 +20,10 @@ def tier_reason(tier: str, deterministic: bool) -> str:
 
 
 def deterministic(config: EngineConfig, model: ModelConfig, tier: str) -> list[tuple[str, str]]:
-    """What the plan says of it; nothing where it was not asked for. Raises ConfigError where it cannot be kept."""
+    """The plan's line on deterministic answers; [] where none were asked for.
+
+    Raises ConfigError where they cannot be kept.
+    """
     if not config.enable_deterministic_inference:
         return []
     if config.kt_enable_dynamic_expert_update:

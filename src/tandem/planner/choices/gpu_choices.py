@@ -19,7 +19,7 @@ from tandem.spec.model_config import draft_experts
 
 
 def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
-    """What the GPU gets and how it is used; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
+    """Plan the GPU's memory and its use; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
     config, model = request.config, request.model
     m = size_gpu(request, gpu)
     everyone = model.routed_experts
@@ -28,12 +28,13 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
         log.append(
             Decision("placement", config.kt_expert_placement_strategy, "--kt-expert-placement-strategy")
         )
-    running, alone = request.max_running_requests, m.draft_experts or not draft_experts(model)
+    running, gpu_drafts = request.max_running_requests, m.draft_experts or not draft_experts(model)
     if draft_experts(model):
-        log.append(Decision("draft experts", "GPU" if alone else "CPU memory", "all or none, after those asked for"))
+        where = "GPU" if gpu_drafts else "CPU memory"
+        log.append(Decision("draft experts", where, "all or none, after those asked for"))
     sizes = captured_sizes(config, model, running, request.guesses)
     why = graph_reason(config, model, running)
-    if sizes and not (alone and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
+    if sizes and not (gpu_drafts and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
     log.append(Decision("CUDA graphs", ", ".join(map(str, sizes)) or "off", why))
     if m.prompt_sizes and sizes:
@@ -54,14 +55,14 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     threshold = config.kt_gpu_prefill_token_threshold
     if m.experts < everyone:
         log.append(_streaming(threshold, m.ring_reason))
-    late, why_late = deferred_experts(config, model, m.experts, sizes)
-    if late:
-        log.append(Decision("late experts", f"up to {late} of a token's {model.moe.router.top_k}", why_late))
+    deferred, why_late = deferred_experts(config, model, m.experts, sizes)
+    if deferred:
+        log.append(Decision("late experts", f"up to {deferred} of a token's {model.moe.router.top_k}", why_late))
     if not foresight:
         log.append(Decision("expert foresight", "off", "--disable-expert-foresight"))
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
-        threshold if m.ring_bytes else 0, m.ring_bytes, late, m.prompt_sizes if sizes else (), m.draft_experts,
+        threshold if m.ring_bytes else 0, m.ring_bytes, deferred, m.prompt_sizes if sizes else (), m.draft_experts,
         settled_sizes(config, model, running, request.guesses) if sizes else (), spared,
         m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped,
     )  # fmt: skip
@@ -87,7 +88,7 @@ def statistics_file(config: EngineConfig, needed: bool) -> str | None:
 
 
 def _streaming(threshold: int | None, why_not: str) -> Decision:
-    """Of experts in CPU memory."""
+    """The plan's line on streaming experts from CPU memory. threshold: rows of a step; None: as measured."""
     if why_not:
         return Decision("streamed experts", "off", why_not)
     if threshold is None:

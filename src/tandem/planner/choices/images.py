@@ -1,4 +1,4 @@
-"""Whether images are read, and what the plan says of it."""
+"""Image input: whether it is read, and the plan's line on it."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def with_images(plan: Plan, config: EngineConfig, model: ModelConfig) -> Plan:
     tokens = image_tokens(config, tower, plan.gpu is not None)
     where, gpu = ("CPU", "") if plan.gpu is None else ("GPU", plan.gpu.name)
     seconds = image_seconds(tower, plan.tier, len(plan.cpus), gpu)
-    said = f"the tower is on the {where}, and takes about {seconds:.2g} s for a megapixel"
-    decision = Decision("images", f"{tokens} tokens each at most", said)
+    reason = f"the tower is on the {where}, and takes about {seconds:.2g} s for a megapixel"
+    decision = Decision("images", f"{tokens} tokens each at most", reason)
     return replace(plan, image_tokens=tokens, decisions=(*plan.decisions, decision))

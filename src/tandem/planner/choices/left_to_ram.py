@@ -30,10 +30,10 @@ def short_of_ram(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -
     needed = _needed(request, gpu_experts, drafts_there)
     if needed <= budget:
         return ""
-    beside = f", less {gib(steps)} for steps" if steps else ""
+    reserve = f", less {gib(steps)} for steps" if steps else ""
     return (
         f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
-        f"({fraction:g} of what is free{beside})"
+        f"({fraction:g} of what is free{reserve})"
     )
 
 
@@ -56,10 +56,10 @@ class WouldFit(Protocol):
 
 
 def ways_out(request: MemoryRequest, gpu_experts: int, would_fit: WouldFit) -> Iterator[str]:
-    """What loses nothing comes first. Each is tried."""
-    asked, flag = asked_experts(request.config, request.model)
+    """Changes of flags that would fit, lossless ones first. Each is tried."""
+    experts, flag = asked_experts(request.config, request.model)
     places = f"{gpu_experts} of {request.model.routed_experts} are on the GPU"
-    if asked is None:
+    if experts is None:
         yield f"{places}, as many as fit there"
     elif would_fit(kt_gpu_experts_ratio=None, kt_num_gpu_experts=None):
         yield f"{places}: without {flag} there are more, and it fits"
@@ -80,7 +80,7 @@ def ways_out(request: MemoryRequest, gpu_experts: int, would_fit: WouldFit) -> I
 
 
 def expert_bytes(request: MemoryRequest) -> int:
-    """Of one routed expert, as packed."""
+    """Bytes of one routed expert, as packed."""
     return request.model.expert_bytes(request.expert_format, request.stored.experts)
 
 

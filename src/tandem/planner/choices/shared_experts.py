@@ -1,4 +1,4 @@
-"""Whether shared experts are computed as routed ones that every token chooses: the only place that decides it."""
+"""Fusion of shared experts: computed as routed ones that every token chooses. The only place that decides it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.spec.stored import StoredFormats
 
 
 def why_apart(request: MemoryRequest, gpu: bool) -> str:
-    """What keeps them apart; "": nothing.
+    """Reason that shared experts are not fused with routed ones; "": they are.
 
     Shared experts that count as routed ones are where every token is computed: on the GPU, if there is one.
     """

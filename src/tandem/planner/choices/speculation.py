@@ -50,21 +50,21 @@ def check_algorithm(name: str) -> str:
 
 def speculation(config: EngineConfig, model: ModelConfig) -> SpeculationPlan | None:
     """None where no algorithm is asked for, or the model decodes one token a step. Raises ConfigError."""
-    asked = config.speculative_algorithm
-    if asked is None:
+    algorithm = config.speculative_algorithm
+    if algorithm is None:
         return None
     most = _most_guesses(config, model)
     least, longest = _match(config)
-    if _why_none(asked, model):
+    if _why_none(algorithm, model):
         return None
-    if asked in DRAFT_ALGORITHMS and model.drafts is None:
-        raise ConfigError(_no_layer(asked), fields=_ALGORITHM)
-    if asked == "DSPARK" and _block(model) is None:
+    if algorithm in DRAFT_ALGORITHMS and model.drafts is None:
+        raise ConfigError(_no_layer(algorithm), fields=_ALGORITHM)
+    if algorithm == "DSPARK" and _block(model) is None:
         raise ConfigError(
             "--speculative-algorithm DSPARK: the checkpoint's draft layer guesses one token after the other; take "
             "NEXTN", fields=_ALGORITHM,
         )  # fmt: skip
-    return SpeculationPlan(_taken_as(asked, model), most, not config.disable_speculative_governor, least, longest)
+    return SpeculationPlan(_taken_as(algorithm, model), most, not config.disable_speculative_governor, least, longest)
 
 
 def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
@@ -76,20 +76,20 @@ def drafting(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 def check_gpu_drafts(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError where the kernels that are asked for cannot compute a draft layer's rows."""
-    asked, kernels = config.speculative_algorithm, config.attention_backend
+    algorithm, kernels = config.speculative_algorithm, config.attention_backend
     if own_kernels(model.attentions):
         return
     if model.drafter is not None and kernels not in ("auto", "triton"):
         raise ConfigError(
             f"--attention-backend {kernels} plans its steps, and a draft layer's passes are none: leave it out, or "
-            f"take --speculative-algorithm NGRAM instead of {asked}",
+            f"take --speculative-algorithm NGRAM instead of {algorithm}",
             fields=("attention_backend",),
         )
 
 
-def _taken_as(asked: str, model: ModelConfig) -> str:
-    if asked not in DRAFT_ALGORITHMS:
-        return asked
+def _taken_as(algorithm: str, model: ModelConfig) -> str:
+    if algorithm not in DRAFT_ALGORITHMS:
+        return algorithm
     return "NEXTN" if _block(model) is None else "DSPARK"
 
 
@@ -97,43 +97,43 @@ def _block(model: ModelConfig) -> GuessBlock | None:
     return None if model.drafts is None else model.drafts.block
 
 
-def _no_layer(asked: str) -> str:
+def _no_layer(algorithm: str) -> str:
     return (
-        f"--speculative-algorithm {asked}: the checkpoint has no draft layer that is known; take NGRAM, which needs "
-        "none, or leave it out"
+        f"--speculative-algorithm {algorithm}: the checkpoint has no draft layer that is known; take NGRAM, which "
+        "needs none, or leave it out"
     )
 
 
-def _why_none(asked: str, model: ModelConfig) -> str:
+def _why_none(algorithm: str, model: ModelConfig) -> str:
     """Why nothing is guessed, though it is asked for."""
-    if asked in DRAFT_ALGORITHMS and model.draft and model.drafts is None:
+    if algorithm in DRAFT_ALGORITHMS and model.draft and model.drafts is None:
         return f"the checkpoint has {model.draft}, which Tandem does not run yet; NGRAM needs none"
     return why_one_token(model)
 
 
 def most_guesses(config: EngineConfig, model: ModelConfig) -> int:
-    """Of a sequence in a step; 0 where nothing is guessed. Raises ConfigError."""
+    """Guessed tokens of a sequence in a step, at most; 0 where nothing is guessed. Raises ConfigError."""
     plan = speculation(config, model)
     return 0 if plan is None else plan.most_guesses
 
 
 def speculation_texts(config: EngineConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What was decided and why, for the plan; nothing where no algorithm is asked for. Raises ConfigError."""
+    """The plan's line on speculation, with its reason; none where no algorithm is asked for. Raises ConfigError."""
     if config.speculative_algorithm is None:
         return
     if why := _why_none(config.speculative_algorithm, model):
         yield "off", why
         return
-    taken = _taken_as(config.speculative_algorithm, model)
-    how = f"{taken}, up to {_most_guesses(config, model)} guesses a step"
+    algorithm = _taken_as(config.speculative_algorithm, model)
+    how = f"{algorithm}, up to {_most_guesses(config, model)} guesses a step"
     always = config.disable_speculative_governor
     yield how, "--disable-speculative-governor: all of them" if always else "in each step as many as pay"
 
 
 def why_one_token(model: ModelConfig) -> str:
     """Why rows of guesses are not possible; "": they are."""
-    if alone := why_alone(model):
-        return f"Transformers' own cache cannot forget wrong guesses: {alone}"
+    if reason := why_alone(model):
+        return f"Transformers' own cache cannot forget wrong guesses: {reason}"
     if not all(map(_takes_back, model.states)):
         return "part of its state holds several tokens together, and wrong guesses could not be taken back"
     return ""
@@ -145,34 +145,35 @@ def _takes_back(state: State) -> bool:
 
 def speculation_notices(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     """Flags that change nothing, and why."""
-    asked = config.speculative_algorithm
-    if asked is None:
+    algorithm = config.speculative_algorithm
+    if algorithm is None:
         for flag in config.given_flags(SPECULATION_FIELDS):
             yield f"{flag} changes nothing: no --speculative-algorithm is given"
-    elif why := _why_none(asked, model):
-        yield f"--speculative-algorithm {asked} changes nothing: {why}"
-    elif asked in DRAFT_ALGORITHMS:
-        yield from _draft_notices(asked, config, model)
+    elif why := _why_none(algorithm, model):
+        yield f"--speculative-algorithm {algorithm} changes nothing: {why}"
+    elif algorithm in DRAFT_ALGORITHMS:
+        yield from _draft_notices(algorithm, config, model)
     else:
         for flag in config.given_flags(_DRAFT_FLAGS):
-            yield f"{flag} changes nothing: {asked} has no draft model"
+            yield f"{flag} changes nothing: {algorithm} has no draft model"
 
 
-def _draft_notices(asked: str, config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    taken, block = _taken_as(asked, model), _block(model)
-    if asked != taken:
-        yield f"--speculative-algorithm {asked} is taken as {taken}: the checkpoint's own draft layer guesses"
+def _draft_notices(algorithm: str, config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    draft_algorithm, block = _taken_as(algorithm, model), _block(model)
+    if algorithm != draft_algorithm:
+        why = "the checkpoint's own draft layer guesses"
+        yield f"--speculative-algorithm {algorithm} is taken as {draft_algorithm}: {why}"
     if block is not None and (most := _asked_guesses(config) or 0) > block.size:
         yield f"{most} guesses a step are asked for: DSPARK makes {block.size} at once, and no more"
     for flag in config.given_flags(_NGRAM_FLAGS):
-        yield f"{flag} changes nothing: {taken} looks nothing up"
+        yield f"{flag} changes nothing: {draft_algorithm} looks nothing up"
 
 
 def _most_guesses(config: EngineConfig, model: ModelConfig) -> int:
-    asked, block = _asked_guesses(config), _block(model)
+    limit, block = _asked_guesses(config), _block(model)
     if config.speculative_algorithm in DRAFT_ALGORITHMS and block is not None:
-        return min(asked or block.size, block.size)
-    return asked or default_guesses(config.speculative_algorithm)
+        return min(limit or block.size, block.size)
+    return limit or default_guesses(config.speculative_algorithm)
 
 
 def _asked_guesses(config: EngineConfig) -> int | None:
@@ -188,7 +189,7 @@ def _asked_guesses(config: EngineConfig) -> int | None:
 
 
 def default_guesses(algorithm: str | None) -> int:
-    """Of a sequence in a step."""
+    """Guessed tokens of a sequence in a step, where no number was asked for."""
     if algorithm == "DSPARK":
         return DEFAULT_BLOCK
     return DEFAULT_DRAFTS if algorithm in DRAFT_ALGORITHMS else DEFAULT_GUESSES

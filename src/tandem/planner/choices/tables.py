@@ -18,17 +18,17 @@ def table_bytes(request: MemoryRequest) -> int:
 
 def where_tables(request: MemoryRequest) -> str:
     """As `--tables` asks; else in memory where a usual context still fits beside them, which experts come before."""
-    asked, nbytes = request.config.tables, table_bytes(request)
-    if asked != "auto" or not nbytes:
-        return MAPPED if asked == "auto" else asked
+    mode, nbytes = request.config.tables, table_bytes(request)
+    if mode != "auto" or not nbytes:
+        return MAPPED if mode == "auto" else mode
     room = replace(request, table_bytes=nbytes).kv_room_bytes
     context = min(wanted_context(request)[0], WANTED_CONTEXT)
-    alone = request.model.shard.ranks == 1  # each rank would have its own
-    return IN_RAM if alone and room >= request.kv_bytes(context) else MAPPED
+    single_rank = request.model.shard.ranks == 1  # each rank would have its own
+    return IN_RAM if single_rank and room >= request.kv_bytes(context) else MAPPED
 
 
 def table_text(request: MemoryRequest, where: str) -> tuple[str, str]:
-    """What the plan says of it."""
-    asked, nbytes = request.config.tables, table_bytes(request)
-    reason = "--tables" if asked != "auto" else "they fit beside all else" if where == IN_RAM else "memory is short"
+    """The plan's line on n-gram tables: their size, their place and the reason."""
+    mode, nbytes = request.config.tables, table_bytes(request)
+    reason = "--tables" if mode != "auto" else "they fit beside all else" if where == IN_RAM else "memory is short"
     return f"{gib(nbytes)} {_WORDS[where]}", f"{reason}; n-grams, a few rows of which each token reads"

@@ -27,11 +27,11 @@ def plan_threads(config: EngineConfig, machine: Machine) -> Threads:
     nodes = _nodes(config, machine)
     usable = machine.spread(len(machine.cores), nodes)
     limit = min(machine.max_threads, len(usable))
-    asked = config.kt_cpuinfer
-    cores = machine.spread(limit if asked is None else min(asked, limit), nodes)
+    threads = config.kt_cpuinfer
+    cores = machine.spread(limit if threads is None else min(threads, limit), nodes)
     cpus = machine.pinned(cores)
     (parts, part_nodes), notice = _parts(config.kt_threadpool_count, machine, cores)
-    reason = f"{_reason(machine, asked, limit, cpus)}{_division(parts)}"
+    reason = f"{_reason(machine, threads, limit, cpus)}{_division(parts)}"
     return Threads(cpus, parts, part_nodes, reason, notice)
 
 
@@ -51,40 +51,40 @@ def _nodes(config: EngineConfig, machine: Machine) -> tuple[int, ...]:
 _Parts = tuple[tuple[int, ...], tuple[int, ...]]  # parts, part_nodes
 
 
-def _parts(asked: int | None, machine: Machine, cores: tuple[Core, ...]) -> tuple[_Parts, str]:
+def _parts(count: int | None, machine: Machine, cores: tuple[Core, ...]) -> tuple[_Parts, str]:
     """And a notice where as many parts as asked for are not possible: the number that other machines want does no
     harm on this one."""
     nodes = machine.memory_nodes(cores)
     by_node = tuple(nodes.index(core.node) for core in cores) if nodes else ()
-    if asked == 1:
+    if count == 1:
         return ((), ()), ""
-    if asked in (None, len(nodes)):
+    if count in (None, len(nodes)):
         return (by_node, nodes), ""
-    assert asked is not None
+    assert count is not None
     here = {core.node for core in cores}
-    if len(here) > 1 or asked > len(cores):
-        return (by_node, nodes), _not_divided_so(asked, machine, cores, nodes)
-    return (tuple(i * asked // len(cores) for i in range(len(cores))), ()), ""  # one node: to try it out
+    if len(here) > 1 or count > len(cores):
+        return (by_node, nodes), _not_divided_so(count, machine, cores, nodes)
+    return (tuple(i * count // len(cores) for i in range(len(cores))), ()), ""  # one node: to try it out
 
 
-def _not_divided_so(asked: int, machine: Machine, cores: tuple[Core, ...], nodes: tuple[int, ...]) -> str:
+def _not_divided_so(count: int, machine: Machine, cores: tuple[Core, ...], nodes: tuple[int, ...]) -> str:
     here = {core.node for core in cores}
-    said = f"--kt-threadpool-count {asked} changes nothing: "
+    prefix = f"--kt-threadpool-count {count} changes nothing: "
     if nodes:
-        return f"{said}weights are divided among the {len(nodes)} NUMA nodes of the threads' cores"
+        return f"{prefix}weights are divided among the {len(nodes)} NUMA nodes of the threads' cores"
     if len(here) > 1:
-        return f"{said}under the CPU quota threads are not pinned to NUMA nodes, so weights are not divided"
-    return f"{said}there are only {len(cores)} threads on one NUMA node, so weights are not divided"
+        return f"{prefix}under the CPU quota threads are not pinned to NUMA nodes, so weights are not divided"
+    return f"{prefix}there are only {len(cores)} threads on one NUMA node, so weights are not divided"
 
 
-def _reason(machine: Machine, asked: int | None, limit: int, cpus: tuple[int, ...]) -> str:
+def _reason(machine: Machine, threads: int | None, limit: int, cpus: tuple[int, ...]) -> str:
     room = f"{limit} physical cores may be used"
     if machine.cpu_quota is not None and machine.max_threads < len(machine.cores):
         room = f"the control group's quota is {machine.cpu_quota:g} CPUs"
     pinned = "not pinned" if -1 in cpus else f"pinned to CPUs {cpu_list_text(cpus)}"
-    if asked is None:
+    if threads is None:
         return f"{room}; {pinned}"
-    more = f"--kt-cpuinfer {asked}" + (f", but {room}" if asked > limit else "")
+    more = f"--kt-cpuinfer {threads}" + (f", but {room}" if threads > limit else "")
     return f"{more}; {pinned}"
 
 

@@ -57,7 +57,7 @@ def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
 
 
 def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, spared: int) -> int:
-    """Of graphs of prompts. streamed: experts travel."""
+    """GPU bytes of CUDA graphs of prompts. streamed: experts travel."""
     parts = 0
     if streamed:
         ring, places = ring_for(request, gpu), request.model.moe.router.num_experts

@@ -1,1 +1,1 @@
-"""What a plan will take and how fast it will be, before anything is loaded: for this machine and for others."""
+"""Memory and speed of a plan before anything is loaded: for this machine and for others."""

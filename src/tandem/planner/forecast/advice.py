@@ -47,7 +47,7 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned: a model, the flags, the machine and how fast it is."""
+    """Input of a plan: a model, the flags, the machine and its speeds."""
 
     config: EngineConfig
     model: ModelConfig
@@ -69,8 +69,8 @@ class Question:
     def changed(self, changes: Changes) -> EngineConfig:
         """A flag with its default value counts as one that was not given."""
         left_out = {name for name, value in changes.items() if value == _DEFAULTS[name]}
-        given = (self.config.given | set(changes)) - left_out
-        return dataclasses.replace(self.config, **changes, given=given)
+        field_names = (self.config.given | set(changes)) - left_out
+        return dataclasses.replace(self.config, **changes, given=field_names)
 
     def predicted(
         self, plan: Plan, batches: tuple[int, ...] = (1,), context: int = CONTEXT, prompt: int = PROMPT
@@ -115,8 +115,8 @@ def ways_to_fit(question: Question) -> list[Way]:
     tried = _best(_not_slower(_tried(question, _fitting_changes(question))))
     more = [] if any(not each.way.lossy for each in tried) else [*_more_memory(question, False)]
     more += [] if tried else [*_more_memory(question, True)]
-    found = [dataclasses.replace(each.way, brings=f"fits; {_rate(each.predicted)}") for each in tried]
-    return sorted([*found, *more], key=lambda way: way.lossy)
+    ways = [dataclasses.replace(each.way, brings=f"fits; {_rate(each.predicted)}") for each in tried]
+    return sorted([*ways, *more], key=lambda way: way.lossy)
 
 
 def _rate(predicted: Prediction) -> str:
@@ -126,9 +126,9 @@ def _rate(predicted: Prediction) -> str:
 
 def _not_slower(tried: Iterable[_Tried]) -> list[_Tried]:
     """Without those that are slower than a flag that is merely left out."""
-    found = list(tried)
-    left = [each.speed for each in found if _leaves_out(each.way.changes)]
-    return [each for each in found if _leaves_out(each.way.changes) or each.speed >= max(left, default=0.0)]
+    options = list(tried)
+    left = [each.speed for each in options if _leaves_out(each.way.changes)]
+    return [each for each in options if _leaves_out(each.way.changes) or each.speed >= max(left, default=0.0)]
 
 
 def _leaves_out(changes: Changes) -> bool:
@@ -138,21 +138,21 @@ def _leaves_out(changes: Changes) -> bool:
 def _best(tried: Iterable[_Tried]) -> list[_Tried]:
     """Lossless ways first, and of those the fastest; no more than MOST_WAYS. One that changes more than another is
     there only if it is WORTH times as fast."""
-    found: list[_Tried] = []
+    best: list[_Tried] = []
     for each in sorted(tried, key=lambda each: (each.way.lossy, len(each.way.changes))):
-        less = (other for other in found if other.way.changes.items() <= each.way.changes.items())
+        less = (other for other in best if other.way.changes.items() <= each.way.changes.items())
         if all(each.speed >= WORTH * other.speed for other in less):
-            found.append(each)
-    return sorted(found, key=lambda each: (each.way.lossy, -each.speed))[:MOST_WAYS]
+            best.append(each)
+    return sorted(best, key=lambda each: (each.way.lossy, -each.speed))[:MOST_WAYS]
 
 
 def _tried(question: Question, options: Iterable[tuple[dict[str, Any], bool]]) -> Iterator[_Tried]:
     """Those that can be planned, each once."""
-    seen: list[Changes] = []
+    attempts: list[Changes] = []
     for changes, lossy in options:
-        if changes in seen:
+        if changes in attempts:
             continue
-        seen.append(changes)
+        attempts.append(changes)
         try:
             plan = question.plan(**changes)
         except ConfigError:
@@ -172,11 +172,11 @@ def _more_memory(question: Question, lossy: bool) -> Iterator[Way]:
 
 
 def _fitting_changes(question: Question) -> Iterator[tuple[dict[str, Any], bool]]:
-    config, asked = question.config, _asked(question)
+    config, removals = question.config, _flag_removals(question)
     more: dict[str, Any] = {"mem_fraction_static": LARGEST_FRACTION}
-    yield from ((changes, False) for changes in asked)
+    yield from ((changes, False) for changes in removals)
     yield more, False
-    yield from ((changes | more, False) for changes in asked if "mem_fraction_static" not in changes)
+    yield from ((changes | more, False) for changes in removals if "mem_fraction_static" not in changes)
     if (config.chunked_prefill_size or 0) > DEFAULT_PREFILL_TOKENS:
         yield {"chunked_prefill_size": DEFAULT_PREFILL_TOKENS}, False
     if (config.context_length or 0) > SHORT_CONTEXT:
@@ -196,13 +196,13 @@ def _other_ranks(question: Question) -> Iterator[dict[str, Any]]:
     yield from ({"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if now != ranks <= equal)
 
 
-def _asked(question: Question) -> list[dict[str, Any]]:
+def _flag_removals(question: Question) -> list[dict[str, Any]]:
     """Each flag that was given left out, and those that share experts out together."""
     config = question.config
-    given = [name for name in LEFT_OUT if getattr(config, name) != _DEFAULTS[name]]
-    found: list[dict[str, Any]] = [{name: _DEFAULTS[name]} for name in given if name not in SHARES]
-    shares = [name for name in SHARES if name in given]
-    return [*found, dict.fromkeys(shares)] if shares else found
+    names = [name for name in LEFT_OUT if getattr(config, name) != _DEFAULTS[name]]
+    removals: list[dict[str, Any]] = [{name: _DEFAULTS[name]} for name in names if name not in SHARES]
+    shares = [name for name in SHARES if name in names]
+    return [*removals, dict.fromkeys(shares)] if shares else removals
 
 
 def _smaller_methods(question: Question) -> list[str]:
@@ -240,12 +240,12 @@ def least_ram(question: Question, changes: Changes = MappingProxyType({})) -> in
 def ways_to_go_faster(question: Question, plan: Plan) -> list[Way]:
     """Beside what the plan does: at least WORTH times as many tokens per second, of answers or of prompts, and not
     clearly fewer of the other."""
-    now, found = question.predicted(plan), list[_Tried]()
+    now, faster = question.predicted(plan), list[_Tried]()
     for each in _tried(question, _faster_changes(question, plan)):
         decode, prompt = _gains(each.predicted, now)
         if max(decode, prompt) >= WORTH and min(decode, prompt) >= LEAST_KEPT:
-            found.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=_brings(decode, prompt))))
-    return [each.way for each in _best(found)]
+            faster.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=_brings(decode, prompt))))
+    return [each.way for each in _best(faster)]
 
 
 def _gains(new: Prediction, now: Prediction) -> tuple[float, float]:
@@ -253,13 +253,13 @@ def _gains(new: Prediction, now: Prediction) -> tuple[float, float]:
 
 
 def _brings(decode: float, prompt: float) -> str:
-    """What stays as fast is not mentioned."""
+    """Gains of a change as text; a speed that stays within 2 % is not mentioned. decode, prompt: ratios of speed."""
     changed = {"decoding": decode, "prompts": prompt}
     return ", ".join(f"{what} {times:.2f} times as fast" for what, times in changed.items() if abs(times - 1) > 0.02)
 
 
 def _faster_changes(question: Question, plan: Plan) -> Iterator[tuple[dict[str, Any], bool]]:
-    yield from ((changes, False) for changes in _asked(question) if not set(changes) & set(WISHES))
+    yield from ((changes, False) for changes in _flag_removals(question) if not set(changes) & set(WISHES))
     yield from ((changes, False) for changes in _other_ranks(question))
     if question.machine.gpus and plan.context_length > SHORT_CONTEXT:
         yield {"context_length": SHORT_CONTEXT}, False
@@ -275,14 +275,14 @@ def ways_to_use_gpu(question: Question, plan: Plan) -> list[Way]:
     and say so."""
     if plan.gpu is not None or not question.machine.gpus:
         return []
-    now, found = question.predicted(plan), list[_Tried]()
+    now, options = question.predicted(plan), list[_Tried]()
     for each in _tried(question, _gpu_changes(question)):
         gains = _gains(each.predicted, now)
         if each.plan.gpu is not None and gains[0] * gains[1] >= 1.0:
             brings = ", ".join(filter(None, [_brings(*gains), _shorter(each.plan, plan)]))
-            found.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=brings)))
-    short = [each for each in found if _shorter(each.plan, plan)]
-    ways = [each.way for each in _best(each for each in found if each not in short)]
+            options.append(dataclasses.replace(each, way=dataclasses.replace(each.way, brings=brings)))
+    short = [each for each in options if _shorter(each.plan, plan)]
+    ways = [each.way for each in _best(each for each in options if each not in short)]
     larger = [] if any(not way.lossy for way in ways) else [*_larger_gpu(question)]
     return [*ways, *larger, *(each.way for each in _best(short))]
 

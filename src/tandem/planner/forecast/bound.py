@@ -1,4 +1,4 @@
-"""What a decode step must read, and the least time that takes: one bound, of plans and of benchmarks.
+"""Least time of a decode step, by the bytes it must read: one bound, of plans and of benchmarks.
 
 Experts on both sides are read at the same time, each as fast as its memory.
 """

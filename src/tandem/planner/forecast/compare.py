@@ -31,7 +31,7 @@ class Row:
 
 
 def compare(question: Question) -> list[Row]:
-    """What can be done first, the fastest on top."""
+    """Rows of the comparison: possible settings first, the fastest on top, then impossible ones with their reasons."""
     shares: tuple[float | None, ...] = (None, *SHARES) if question.machine.gpus else (None,)
     methods: tuple[str | None, ...] = (None, *roundings(question.stored))
     rows = [_row(question, method, share) for method in methods for share in shares]
@@ -55,9 +55,9 @@ def _row(question: Question, method: str | None, share: float | None) -> Row:
             fits=not isinstance(error, DoesNotFit),
         )
     predicted = question.predicted(plan)
-    taken = {ledger.place: ledger.total_bytes for ledger in plan.ledgers}
+    totals = {ledger.place: ledger.total_bytes for ledger in plan.ledgers}
     return Row(
-        name, share, _planned_share(question, plan), taken.get(VRAM, 0), taken.get(RAM, 0), predicted.decode[1],
+        name, share, _planned_share(question, plan), totals.get(VRAM, 0), totals.get(RAM, 0), predicted.decode[1],
         predicted.prompt, method is not None,
     )  # fmt: skip
 

@@ -44,7 +44,10 @@ ANY_VERSION = "999.0"  # of packages: they can be installed on the machine that 
 
 @dataclass(frozen=True, slots=True)
 class MachineWish:
-    """What was said, as typed; None: as this machine is. gpus: names or sizeswith commas between; "2x4090"; "none"."""
+    """Flags that describe another machine, as typed; None: as this machine is.
+
+    gpus: names or sizes, with commas between; "2x4090"; "none".
+    """
 
     gpus: str | None = None
     ram: str | None = None
@@ -84,26 +87,26 @@ def wished_machine(wish: MachineWish, here: Machine) -> Machine:
 
 
 def system_bytes(total: int) -> int:
-    """Of so much RAM, what other programs keep on a machine that nobody has."""
+    """Bytes of RAM that other programs keep, on a machine that is only described. total: bytes of all its RAM."""
     return max(SYSTEM_BYTES, int(total * SYSTEM_SHARE))
 
 
 def wished_speeds(wish: MachineWish, machine: Machine, here: Speeds | None) -> Speeds:
     """here: as measured on this machine; None: nothing was. What is neither said nor measured is assumed."""
     tier = machine.tiers[-1]
-    found = Speeds().having(
+    speeds = Speeds().having(
         ASSUMED, dram_gbps=DRAM_GBPS, cpu_flops=CORE_FLOPS[tier] * machine.max_threads, pcie_gbps=PCIE_GBPS
     )
     if here is not None and not wish.other_cpu:
         for name in ("dram_gbps", "cpu_flops", "cpu_attention_flops"):
-            found = _as_read(found, here, name)
+            speeds = _as_read(speeds, here, name)
     if wish.bandwidth is not None:
-        found = found.having(GIVEN, dram_gbps=read_rate(wish.bandwidth, "--bandwidth"))
+        speeds = speeds.having(GIVEN, dram_gbps=read_rate(wish.bandwidth, "--bandwidth"))
     if machine.gpus:
-        found = _gpu_speeds(wish, machine.gpus[0], found, here)
+        speeds = _gpu_speeds(wish, machine.gpus[0], speeds, here)
     if wish.pcie is not None:
-        found = found.having(GIVEN, pcie_gbps=read_rate(wish.pcie, "--pcie"))
-    return found
+        speeds = speeds.having(GIVEN, pcie_gbps=read_rate(wish.pcie, "--pcie"))
+    return speeds
 
 
 def assumed_text(wish: MachineWish, machine: Machine, speeds: Speeds) -> str:
@@ -128,22 +131,22 @@ def assumed_text(wish: MachineWish, machine: Machine, speeds: Speeds) -> str:
     return f"Not said: {'; '.join([*parts, *rates])}" if parts or rates else ""
 
 
-def _gpu_speeds(wish: MachineWish, gpu: Gpu, found: Speeds, here: Speeds | None) -> Speeds:
+def _gpu_speeds(wish: MachineWish, gpu: Gpu, speeds: Speeds, here: Speeds | None) -> Speeds:
     if not wish.other_gpu and here is not None and here.gpu_gbps:
         for name in ("gpu_gbps", "gpu_flops", "pcie_gbps", "kernel_seconds", "launch_seconds"):
-            found = _as_read(found, here, name)
-        return found
+            speeds = _as_read(speeds, here, name)
+        return speeds
     known = gpu_model(gpu.name)
     if known is None:
-        found = found.having(ASSUMED, gpu_gbps=GPU_GBPS, gpu_flops=GPU_FLOPS)
+        speeds = speeds.having(ASSUMED, gpu_gbps=GPU_GBPS, gpu_flops=GPU_FLOPS)
     else:
-        found = found.having("the maker's", gpu_gbps=known.gbps, gpu_flops=known.flops)
+        speeds = speeds.having("the maker's", gpu_gbps=known.gbps, gpu_flops=known.flops)
     _, _, rate = gpu.name.partition("@")
-    return found.having(GIVEN, gpu_gbps=read_rate(rate, "--gpu")) if rate else found
+    return speeds.having(GIVEN, gpu_gbps=read_rate(rate, "--gpu")) if rate else speeds
 
 
-def _as_read(found: Speeds, here: Speeds, name: str) -> Speeds:
-    return found.having(here.sources.get(name, ASSUMED), **{name: getattr(here, name)})
+def _as_read(speeds: Speeds, here: Speeds, name: str) -> Speeds:
+    return speeds.having(here.sources.get(name, ASSUMED), **{name: getattr(here, name)})
 
 
 def _with_cpu(wish: MachineWish, here: Machine) -> Machine:
@@ -188,11 +191,11 @@ def _gpu(word: str, number: int, pcie: str) -> Gpu:
         read_rate(rate, "--gpu")
     known = gpu_model(what)
     if known is not None:
-        return _made(what, known, number, pcie, rate)
+        return _gpu_of_model(what, known, number, pcie, rate)
     if why := _of_another_maker(what) or _too_old(what):
         raise ConfigError(f"--gpu {what!r}: {why}; plan without it: --gpu none")
     size = _gpu_gib(what)
-    return _made(
+    return _gpu_of_model(
         f"a GPU of {size:g} GiB", GpuModel(size, GPU_GBPS, GPU_FLOPS, CAPABILITY), number, pcie, rate
     )
 
@@ -211,7 +214,10 @@ def _too_old(what: str) -> str:
 
 
 def _gpu_gib(what: str) -> float:
-    """Of its memory. The name of a GPU that is not in the table may look like a size: "1080", "2080ti"."""
+    """GiB of a GPU's memory. Raises ConfigError for a GPU that is not known.
+
+    The name of a GPU that is not in the table may look like a size: "1080", "2080ti".
+    """
     try:
         size = read_size(what, "--gpu") / GIB
     except ConfigError:
@@ -223,7 +229,7 @@ def _gpu_gib(what: str) -> float:
     return size
 
 
-def _made(name: str, model: GpuModel, number: int, pcie: str, rate: str) -> Gpu:
+def _gpu_of_model(name: str, model: GpuModel, number: int, pcie: str, rate: str) -> Gpu:
     total = int(model.gib * GIB)
     shown = f"{name}@{rate}" if rate else name
     return Gpu(shown, total, int(total * GPU_FREE_SHARE), pcie, number, "", model.capability)

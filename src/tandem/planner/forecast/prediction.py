@@ -58,7 +58,7 @@ GPU_ATTENTION_SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is predicted: a model as it is stored, the plan for it, and the machine's speeds."""
+    """Input of a prediction: a model as it is stored, the plan for it, and the machine's speeds."""
 
     model: ModelConfig
     stored: StoredFormats
@@ -94,13 +94,13 @@ class Case:
 
     @property
     def dram_share(self) -> float:
-        """Of DRAM's reading speed that the experts reach: their codes are decoded meanwhile."""
+        """Share of DRAM's reading speed that experts reach: their codes are decoded in the same time."""
         floats = self.plan.expert_format == STORED and "fp" in self.stored.experts.name
         return FLOAT_CODES_DRAM_SHARE if floats else DRAM_SHARE
 
     @property
     def gpu_share(self) -> float:
-        """Of the routed experts."""
+        """Share of the routed experts that is on the GPU."""
         everyone = self.model.routed_experts
         return 0.0 if self.plan.gpu is None or not everyone else self.plan.gpu.experts / everyone
 
@@ -193,20 +193,20 @@ def _gpu_decode(case: Case, batch: int, context: int) -> dict[str, float]:
     dense = (
         case.dense_bytes / speeds.gpu_gbps / 1e9 + sum(map(_kernels, model.layers)) * speeds.kernel_seconds
     )
-    there = gpu_reads * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
-    there += moe * EXPERT_KERNELS * speeds.kernel_seconds if case.gpu_share else 0.0
-    here = cpu_reads * case.expert_bytes / speeds.dram_gbps / 1e9 / case.dram_share
-    here += moe * HANDOFF_LAYER_SECONDS if case.gpu_share < 1 and moe else 0.0
-    side = "experts in CPU memory" if here > there else "experts on the GPU"
+    gpu_seconds = gpu_reads * case.expert_bytes / speeds.gpu_gbps / 1e9 / _gpu_experts_share(case)
+    gpu_seconds += moe * EXPERT_KERNELS * speeds.kernel_seconds if case.gpu_share else 0.0
+    cpu_seconds = cpu_reads * case.expert_bytes / speeds.dram_gbps / 1e9 / case.dram_share
+    cpu_seconds += moe * HANDOFF_LAYER_SECONDS if case.gpu_share < 1 and moe else 0.0
+    side = "experts in CPU memory" if cpu_seconds > gpu_seconds else "experts on the GPU"
     return {
         "dense layers": dense * (1 + GPU_ROWS_GROWTH * doublings) + STEP_LAUNCHES * speeds.launch_seconds,
         "KV cache": case.state_bytes(batch, context) / speeds.gpu_gbps / 1e9,
-        side: max(here, there),
+        side: max(cpu_seconds, gpu_seconds),
     }
 
 
 def _kernels(layer: Layer) -> int:
-    """Of a decode step in a graph."""
+    """Kernels of a layer, for a decode step in a CUDA graph."""
     return GRAPH_KERNELS + _stream_kernels(layer) + (0 if layer.mixer is None else cost_of(layer.mixer).kernels)
 
 
@@ -256,7 +256,7 @@ def _gpu_chunk(case: Case, rows: int, attention_flops: float, on_cpu: float) -> 
     seconds that the CPU would take for those. A graph computes all of its rows, and the host starts nothing."""
     model, speeds, replayed = case.model, case.speeds, _replayed(case, rows)
     rows = replayed or rows
-    travelling, elsewhere = _elsewhere(case, rows, on_cpu)
+    travelling, ram_seconds = _ram_experts(case, rows, on_cpu)
     shared = 0.0 < travelling < 1.0 and _may_be_shared(case, rows)
     starts = 0.0 if replayed or shared else sum(map(_eager_kernels, model.layers)) * speeds.launch_seconds
     dense_flops = 2.0 * rows * (model.dense_params - model.vocab * model.hidden)
@@ -266,11 +266,11 @@ def _gpu_chunk(case: Case, rows: int, attention_flops: float, on_cpu: float) -> 
         "attention": attention_flops / speeds.gpu_flops / GPU_ATTENTION_SHARE
         + sum(cost_of(mixer).prompt_seconds(rows, speeds.gpu_gbps) for mixer in model.mixers),
     }
-    there = case.gpu_share + (1 - case.gpu_share) * travelling
+    gpu_share = case.gpu_share + (1 - case.gpu_share) * travelling
     ways = [
-        others | {"experts on the GPU": _gpu_experts(case, rows, there)},
+        others | {"experts on the GPU": _gpu_experts(case, rows, gpu_share)},
         {"starting kernels": starts},
-        {"experts over the bus": elsewhere} if travelling == 1.0 else others | {"experts in CPU memory": elsewhere},
+        {"experts over the bus": ram_seconds} if travelling == 1.0 else others | {"experts in CPU memory": ram_seconds},
     ]
     longest = max(ways, key=lambda parts: sum(parts.values()))
     return longest | {"its start and end": GPU_CHUNK_SECONDS}
@@ -282,8 +282,8 @@ def _replayed(case: Case, rows: int) -> int:
     return 0 if gpu is None or case.gpu_share < 1.0 else prompt_graph_rows(gpu.prompt_sizes, rows)
 
 
-def _elsewhere(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
-    """Of experts in CPU memory the share that travels, and seconds until all are computed."""
+def _ram_experts(case: Case, rows: int, on_cpu: float) -> tuple[float, float]:
+    """Share of the experts in CPU memory that travels to the GPU, and seconds until all are computed."""
     plan, moe = case.plan, len(case.model.moe_layers)
     if case.gpu_share == 1.0 or not moe or plan.gpu is None:
         return 0.0, 0.0
@@ -310,14 +310,14 @@ def _gpu_experts(case: Case, rows: int, share: float) -> float:
     model, speeds = case.model, case.speeds
     used = share * distinct_experts(model, rows) * len(model.moe_layers)
     flops = 2.0 * rows * model.moe.router.top_k * model.expert_params * len(model.moe_layers) * share
-    there = 2.0 * model.expert_params * used
+    bf16_bytes = 2.0 * model.expert_params * used
     between = rows * model.moe.router.top_k * share * len(model.moe_layers)
     between *= 4.0 * model.expert_channels + 6.0 * model.moe.experts.width
     pairs = rows * model.moe.router.top_k / model.moe.router.num_experts
     if pairs <= CODES_PAIRS and case.expert_bytes <= CODE_BYTES * model.expert_params:
         read = (used * case.expert_bytes + between / BETWEEN_SHARE) / 1e9
         return read / speeds.gpu_gbps + flops / speeds.gpu_flops * CODES_PRODUCTS
-    unpacked = (used * case.expert_bytes + there + there / GROUPED_READ_SHARE + between / BETWEEN_SHARE) / 1e9
+    unpacked = (used * case.expert_bytes + bf16_bytes + bf16_bytes / GROUPED_READ_SHARE + between / BETWEEN_SHARE) / 1e9
     return unpacked / speeds.gpu_gbps + flops / speeds.gpu_flops * GROUPED_PRODUCTS
 
 

@@ -28,7 +28,7 @@ ENOUGH_TOKENS = 4096  # of KV cache, where a model does not fit and nothing was 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is predicted: tokens that a decoding sequence has, tokens of a prompt, sequences decoded together."""
+    """Sizes to predict for: tokens that a decoding sequence has, tokens of a prompt, sequences decoded together."""
 
     context: int = CONTEXT
     prompt: int = PROMPT
@@ -93,7 +93,7 @@ def report(name: str, question: Question, refused: tuple[str, ...] = (), asked: 
 
 
 def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
-    """What it would take with as much RAM as it wants, beside what may be used, and notices; nothing where more RAM
+    """Ledgers with as much RAM as the model needs, next to the RAM that may be used, and notices; empty where more RAM
     does not help."""
     machine, config = question.machine, question.config
     enough = config.max_total_tokens or min(
@@ -105,11 +105,11 @@ def _needs(question: Question) -> tuple[tuple[Ledger, ...], tuple[str, ...]]:
         plan = dataclasses.replace(question, machine=roomy).plan(max_total_tokens=enough, **where)
     except ConfigError:
         return (), ()
-    ledgers = tuple(_beside(ledger, machine) if ledger.place == RAM else ledger for ledger in plan.ledgers)
+    ledgers = tuple(_on_machine(ledger, machine) if ledger.place == RAM else ledger for ledger in plan.ledgers)
     return ledgers, (*plan.notices, *filter(None, [plan.idle]))
 
 
-def _beside(roomy: Ledger, machine: Machine) -> Ledger:
+def _on_machine(roomy: Ledger, machine: Machine) -> Ledger:
     """The same, beside what this machine has."""
     share = machine.available_memory / LARGEST_RAM
     return dataclasses.replace(
@@ -134,7 +134,7 @@ def _ledger_dict(ledger: Ledger) -> dict[str, Any]:
 
 def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
     return {
-        "decode": {str(batch): dataclasses.asdict(found) for batch, found in predicted.decode.items()},
+        "decode": {str(batch): dataclasses.asdict(estimate) for batch, estimate in predicted.decode.items()},
         "prompt": dataclasses.asdict(predicted.prompt),
         "context": predicted.context, "prompt_tokens": predicted.prompt_tokens,
     }  # fmt: skip

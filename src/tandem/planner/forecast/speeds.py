@@ -104,8 +104,8 @@ def gpu_model(name: str) -> GpuModel | None:
     if "laptop" in words:
         return None
     known = {"".join(words[i : i + count]) for i in range(len(words)) for count in (1, 2, 3)}
-    found = [key for key in GPU_MODELS if key in known]
-    return GPU_MODELS[max(found, key=len)] if found else None
+    names = [key for key in GPU_MODELS if key in known]
+    return GPU_MODELS[max(names, key=len)] if names else None
 
 
 def read_size(text: str, flag: str) -> int:
@@ -121,9 +121,9 @@ def read_rate(text: str, flag: str) -> float:
 
 
 def _split(text: str, flag: str, example: str) -> tuple[float, str]:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", text.strip().lower())
-    unit = found[2] if found else ""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", text.strip().lower())
+    unit = match[2] if match else ""
     unit = "gb" if unit in ("", "g") else unit if unit.endswith("b") else unit + "b"
-    if found is None or unit not in _UNITS or float(found[1]) <= 0:
+    if match is None or unit not in _UNITS or float(match[1]) <= 0:
         raise ConfigError(f"{flag} {text!r} is no size; try {example}")
-    return float(found[1]), unit
+    return float(match[1]), unit

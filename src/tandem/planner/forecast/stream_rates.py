@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 
 GAIN = 1.1
 HOST_SECONDS = 2.5e-3
-"""Of a layer in which the CPU has a part, beside that: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B, int4:
-experts travel in three parts)."""
+"""Seconds of a layer in which the CPU has a part, in addition: 2.7 ms at 512 rows, 2.4 at 2048 (H100, Qwen3-30B-A3B,
+int4: experts travel in three parts)."""
 LEAST_PARTS, PART_SECONDS = 3, 5e-4  # so many are in that; each more takes so long: counted by launches, not timed
 HOST_BASE, HOST_ROW = 5e-4, 4e-6
 """Likewise, where nothing travels: 0.9 ms at 64 rows and 3 at 512, of which a share is on the GPU (as above)."""
 SPLIT_SECONDS = 1e-3  # that a layer takes longer than its bus where both compute: 5.2 ms instead of 4.1 at 512 rows
 WHOLE = 0.8  # for less than the rest the CPU is left out: it slows the bus, by a tenth at most where measured
 GRAPH_BASE, GRAPH_ROW = 4e-4, 4e-7
-"""Of a layer that is a graph and in which the CPU has a part, beside that: attention, and rows on their way. 0.7 ms at
-512 rows, 1.2 at 2048 (as above)."""
+"""Seconds of a layer that is a graph and in which the CPU has a part, in addition: attention, and rows on their way.
+0.7 ms at 512 rows, 1.2 at 2048 (as above)."""
 BUS_BESIDE = 1.12  # times as long as alone the bus takes beside a CPU that computes: 7.0 ms instead of 6.25 (as above)
 SLOWER, FASTER, NEWEST = 4.0, 0.25, 0.3  # how far, and how soon, measured times correct those of the start
 HOPED = tuple((1 - i / 10) ** 3 for i in range(11))  # of the rows left: few experts have most of them
@@ -50,8 +50,8 @@ class StreamRates:
         return HOST_SECONDS + max(0.0, share * self.parts - LEAST_PARTS) * PART_SECONDS
 
     def share(self, rows: int, in_graphs: bool = False) -> float:
-        """Of the experts in CPU memory, that travel in a step of so many rows: 0 for none. in_graphs: so the layers
-        are given, and no host delays the CPU."""
+        """Share of the experts in CPU memory that travels in a step of so many rows; 0.0: none. in_graphs: layers are
+        in CUDA graphs, where no host delays the CPU."""
         if self.forced is not None:
             return self.forced
         if self.least_rows is not None and rows < max(1, self.least_rows):
@@ -110,8 +110,8 @@ class StreamRates:
         if share == 1.0 and size in self.factors:
             self.factors[size] = factor + FORGOTTEN * (1.0 - factor)
         elif expected > 0 and seconds > 0:
-            wanted = factor * (1 + NEWEST * (seconds / expected - 1))
-            self.factors[size] = min(SLOWER, max(FASTER, wanted))
+            target = factor * (1 + NEWEST * (seconds / expected - 1))
+            self.factors[size] = min(SLOWER, max(FASTER, target))
 
     def text(self, most: int) -> str:
         """For the log: from which steps on, and what was measured."""

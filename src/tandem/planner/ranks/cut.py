@@ -19,10 +19,10 @@ from tandem.spec.stored import UNQUANTISED, StoredFormats
 def cut(
     model: ModelConfig, shard: Shard, expert_unit: int = 1, stored: StoredFormats = UNQUANTISED
 ) -> ModelConfig:
-    """What rank `shard` has of the model. expert_unit: weights of an expert's width that belong together as stored;
-    stored: what says the same of all other matrices.
+    """Part of the model that rank `shard` holds.
 
-    Raises ConfigError with what cannot be divided, and the numbers of ranks that can be.
+    expert_unit: weights of an expert's width that belong together as stored; stored: the same for all other matrices.
+    Raises ConfigError with the size that cannot be divided, and the numbers of ranks that can be.
     """
     check_ranks(model, shard.ranks, expert_unit, stored)
     if shard.ranks == 1:
@@ -79,12 +79,12 @@ def _body(body: Body, ranks: int) -> Body:
 def _limits(model: ModelConfig, expert_unit: int, stored: StoredFormats) -> list[Limit]:
     drafter = () if model.drafter is None else (model.drafter.layer,)
     bodies = [block.body for layer in (*model.layers, *drafter) for block in layer.blocks if divided(block.body)]
-    found = [limit for body in bodies for limit in _limits_of(body, expert_unit, stored)]
-    return list(dict.fromkeys(found))
+    limits = [limit for body in bodies for limit in _limits_of(body, expert_unit, stored)]
+    return list(dict.fromkeys(limits))
 
 
 def _limits_of(body: Body, expert_unit: int, stored: StoredFormats) -> Iterator[Limit]:
-    """Of a mixer's output, too, where some of its columns belong together as stored."""
+    """Limits on ranks of a layer's body; of its output, too, where some of its columns belong together as stored."""
     cost = cost_of(body)
     yield from cost.limits(expert_unit, stored)
     output = cost.output

@@ -1,4 +1,4 @@
-"""What `--tp` makes of a plan: one rank's part of the model and of the machine; and what ranks cannot do yet."""
+"""One rank's part of the model and of the machine, for `--tp`; and features that ranks do not have yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN_GROUP = 32  # weights of a group of the formats that experts are converted t
 def ranked(
     config: EngineConfig, model: ModelConfig, machine: Machine, stored: StoredFormats, rank: int = 0
 ) -> tuple[EngineConfig, ModelConfig, Machine]:
-    """What a rank is planned from. Raises ConfigError with one reason."""
+    """Flags, model and machine that a rank is planned from. Raises ConfigError with one reason."""
     ranks = config.tensor_parallel_size
     if ranks == 1:
         return config, model, machine
@@ -75,8 +75,8 @@ def _why_no_gpus(config: EngineConfig, machine: Machine, ranks: int) -> str:
         return ""
     gpus = _gpus(machine, ranks)
     if len(gpus) < ranks:
-        found = "there is one" if len(gpus) == 1 else f"there are {len(gpus)}"
-        return f"each rank needs a GPU, and {found}; leave --tp out, which uses one GPU, or add --device cpu"
+        count_text = "there is one" if len(gpus) == 1 else f"there are {len(gpus)}"
+        return f"each rank needs a GPU, and {count_text}; leave --tp out, which uses one GPU, or add --device cpu"
     if ranks > MOST_GPU_RANKS:
         return f"sums between GPUs are of at most {MOST_GPU_RANKS} ranks; give fewer"
     if "cuda-core" in machine.gpu_missing:
@@ -100,7 +100,7 @@ def expert_unit(config: EngineConfig, stored: StoredFormats) -> int:
 
 
 def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
-    """What stands in the way, and what to do about it; "": nothing."""
+    """Reason that so many ranks cannot run, and the way out; "": they can."""
     if why := _why_no_gpus(config, machine, ranks):
         return why
     if config.speculative_algorithm in DRAFT_ALGORITHMS:
@@ -120,7 +120,7 @@ def _why_not(config: EngineConfig, machine: Machine, ranks: int) -> str:
 
 
 def decisions(ranks: int) -> list[Decision]:
-    """What the plan says of it."""
+    """The plan's line on ranks; [] for one rank."""
     if ranks == 1:
         return []
     return [Decision("ranks", str(ranks), "--tp; threads, memory and pages below are of each")]
