@@ -29,8 +29,8 @@ from tandem.kernels.packed.cache import KeptLayer
 
 
 class Deferral(NamedTuple):
-    """Of a token's first `routed` experts the `kept` of the largest weights are not late; equal weights: the earlier
-    one counts as larger. What follows these (shared experts) is never late."""
+    """Rule for late experts: of a token's first `routed` ones, the `kept` of the largest weights are not late. Of equal
+    weights the earlier one counts as larger. What follows these (shared experts) is never late."""
 
     kept: int
     routed: int
@@ -52,7 +52,7 @@ def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
 
 @dataclass(slots=True)
 class Due:
-    """What a layer owes to the next: [T, hidden], or None. All layers of a model share one; it is for one batch."""
+    """Sum that a layer owes to the next: [T, hidden], or None. All layers of a model share one; it is for one batch."""
 
     sum: Tensor | None = None
 

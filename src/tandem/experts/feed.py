@@ -118,7 +118,7 @@ class LayerFeed:
         return self
 
     def look_ahead(self, after_seconds: float = AHEAD_AFTER_SECONDS) -> None:
-        """Of what takes memory only the first one is made ahead."""
+        """Makes experts ahead; of those that take memory only the first one."""
         self.looking = self._threads.submit(self._look, after_seconds)
 
     def __call__(self, expert: int) -> ExpertMatrices:
@@ -131,7 +131,7 @@ class LayerFeed:
 
     @property
     def nbytes(self) -> int:
-        """Of those that were asked for, as stored."""
+        """Stored bytes of the experts that were asked for."""
         return sum(self._sizes.values())
 
     def all(self) -> list[ExpertMatrices]:
@@ -209,5 +209,5 @@ class LayerFeed:
 
 
 def feed_of(count: int, matrices: Callable[[int], ExpertMatrices]) -> LayerFeed:
-    """Of a layer that stands alone."""
+    """Feed of a layer without others around it."""
     return ExpertFeed((0,)).layer(0, count, lambda _: matrices)

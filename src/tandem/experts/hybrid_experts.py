@@ -132,7 +132,7 @@ class HybridExperts:
 
     @property
     def sides(self) -> LiveLayer | None:
-        """What an exchange between them needs; None where one side has no experts."""
+        """Both sides, for exchanges between them; None where one side has no experts."""
         return None if self._gpu is None or self._cpu is None else LiveLayer(self._gpu, self._cpu)
 
     @property

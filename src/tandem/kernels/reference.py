@@ -138,7 +138,7 @@ class TorchExperts:
 
 
 def activated(how: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """What the down projection is given: [T, width]."""
+    """Input of the down projection: [T, width]."""
     if how.kind == "relu2":
         return torch.cat((gate, up), -1).relu().square()
     if how.kind in ("gelu", "gelu_tanh"):

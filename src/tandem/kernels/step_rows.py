@@ -34,7 +34,7 @@ class StepRows:
     made: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What layers of one kind work out together."""
+        """Indices that all layers of one kind share: made by `make` on the first call with this key."""
         if key not in self.made:
             self.made[key] = make()
         found: T = self.made[key]

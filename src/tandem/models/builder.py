@@ -229,7 +229,7 @@ class Builder:
         )
 
     def _read_ahead(self, layer: int) -> None:
-        """Of the checkpoint, what the packed cache does not hold."""
+        """Reads ahead what the checkpoint has and the packed cache does not."""
         if self._kept is None or not self._kept.mapped:
             self.checkpoint.read_ahead(layer)
         elif not self._kept.dense:
@@ -299,7 +299,7 @@ def _joined(
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """What cannot be packed is the checkpoint's."""
+    """Turns KernelError, of a weight that cannot be packed, into CheckpointError with the path."""
     try:
         yield
     except KernelError as error:

@@ -60,7 +60,7 @@ class DraftBlock:
         return self._pairs(ids[:, 0], logits.view(*ids.shape, -1), x.view(*ids.shape, -1))
 
     def keep(self, layer: int, p: Pass, kept: Tensor) -> None:
-        """What one of the model's layers has left: whole once the next block has begun, or the streams have ended."""
+        """Keeps the streams that a layer has left: whole once the next block has begun, or the streams have ended."""
         if layer in self.block.reads:
             means, at = p.residual.mean(1), self.block.reads.index(layer)
             p.rows.keep(kept.unflatten(2, (len(self.block.reads), -1))[:, :, at], means)
@@ -74,7 +74,7 @@ class DraftBlock:
             _attention(layer).keep(x, rows, ring)
 
     def _rows(self, batch: ForwardBatch) -> tuple[BlockRows, Tensor]:
-        """Of the blocks behind rows that are wanted; and their tokens [R, n]."""
+        """Rows of the blocks behind the batch's `logits_rows`; and their tokens [R, n]."""
         wanted, rows = batch.logits_rows, step_rows(batch)
         last, n = rows.positions[wanted], self.block.size
         positions = last[:, None] + 1 + torch.arange(n, device=last.device)

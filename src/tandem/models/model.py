@@ -150,7 +150,7 @@ class Model:
         return len(self.layers)
 
     def logits(self, p: Pass, states: States) -> Tensor:
-        """What `forward` returns, of a pass that has run through all layers."""
+        """Logits as `forward` returns them, of a pass that has run through all layers."""
         return self._logits(self.end(p), p, states)
 
     def _logits(self, x: Tensor, p: Pass, states: States) -> Tensor:
@@ -188,7 +188,7 @@ class Model:
 
 
 def drafter_of(b: Builder, names: Names) -> DraftLayer | DraftBlock | None:
-    """What guesses tokens, where it is loaded."""
+    """Model part that guesses tokens; None where none is loaded."""
     drafter = b.config.drafter
     if drafter is None:
         return None
@@ -205,7 +205,7 @@ def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:
 
 
 def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:
-    """Of each layer: the numbers of its first block and of its first state."""
+    """Numbers of each layer's first block and first state."""
     spans, block, state = [], 0, 0
     for layer in layers:
         spans.append((block, state))
@@ -215,8 +215,8 @@ def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:
 
 
 def names_of(b: Builder) -> Names:
-    """What the checkpoint calls its layers: of the family's spellings the first whose router is there, with its bias
-    if it has one."""
+    """Names of the checkpoint's layers: of the family's spellings the first whose router is there, with its bias if it
+    has one."""
     spellings = family_of(b.config.model_type).names
     layers, router = b.config.moe_layers, b.config.moe.router
     for names in spellings if layers else ():
@@ -263,6 +263,6 @@ def _embedding_name(b: Builder) -> str:
 
 
 def finished(logits: Tensor, config: ModelConfig) -> Tensor:
-    """What a model has for its head's products, in place."""
+    """Logits from the head's products: scaled and capped as the model has it, in place."""
     cap, scaled = config.logit_cap, logits if config.logit_scale == 1.0 else logits.mul_(config.logit_scale)
     return scaled if not cap else scaled.div_(cap).tanh_().mul_(cap)

@@ -50,7 +50,7 @@ def expert_matrices(
 
 
 def _apart(checkpoint: Checkpoint, modules: Sequence[str], hidden: int, width: Share, gated: bool) -> ExpertMatrices:
-    """Of gate, up and down as modules of their own."""
+    """Matrices of an expert from gate, up and down as modules of their own."""
     gate_name, up_name, down_name = modules
     check_groups(checkpoint, down_name, width)
     rows = width.whole, hidden
@@ -75,7 +75,7 @@ def check_groups(checkpoint: Checkpoint, module: str, inputs: Share) -> None:
 def _gate_and_up(
     names: ExpertNames, checkpoint: Checkpoint, module: str, expert: int, sizes: Sizes
 ) -> tuple[Weight, Weight]:
-    """Of a tensor that has both."""
+    """Gate and up of an expert, from a tensor that has both."""
     count, hidden, width = sizes
     shape = count, 2 * width.whole, hidden
     if names.interleaved or width.cut == ALL:
@@ -111,7 +111,7 @@ def _of_all(
     rows: slice = ALL,
     columns: slice = ALL,
 ) -> Weight:
-    """Of one expert [N, K] of a tensor of all, `shape` [E, N, K]. Codes always lie along K."""
+    """Weight of one expert [N, K] of a tensor of all, `shape` [E, N, K]. Codes always lie along K."""
     count, n, k = shape
     if not names.transposed or checkpoint.format(module).quantised:
         return checkpoint.expert_weight(module, expert, shape, rows, columns)
@@ -121,7 +121,7 @@ def _of_all(
 
 
 def expert_biases(names: ExpertNames, checkpoint: Checkpoint, layer: str, sizes: Sizes) -> ExpertBiases:
-    """Of all experts of a layer, from tensors that hold all of them, or from one for each. Those of down are whole."""
+    """Biases of all experts of a layer, from tensors of all of them, or from one for each. Those of down are whole."""
     count, hidden, width = sizes
     if f"{layer}{names.gate_up}_bias" not in checkpoint:
         each = [_biases_of(names, checkpoint, layer, expert, (width, hidden)) for expert in range(count)]

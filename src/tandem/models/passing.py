@@ -18,7 +18,7 @@ Arrays = tuple[Tensor, ...]
 """The tensors of one state, in the order in which it declares them."""
 
 States = Sequence[Arrays]
-"""Of a model: one for each state of its `StateLayout`. Of a block: those that its body declared."""
+"""States of a model: one for each of its `StateLayout`. Those of a block: the ones that its body declared."""
 
 
 class Mix(Protocol):
@@ -75,7 +75,7 @@ class Pass:
 
     @property
     def rows(self) -> StepRows:
-        """Of the batch, worked out when first asked for."""
+        """Rows of the batch, computed on first use."""
         if self.indices is None:
             self.indices = step_rows(self.batch)
         return self.indices

@@ -47,13 +47,13 @@ AnyCounts = TypeVar("AnyCounts", bound=Counts)
 
 
 class Usage(Protocol[AnyCounts]):
-    """What `experts.usage.ExpertUsage` offers."""
+    """Interface of `experts.usage.ExpertUsage`."""
 
     swap_rests: int
     copy: Callable[[int, int, int], None] | None
 
     def ask(self) -> AnyCounts:
-        """Of the steps until now, without waiting for it."""
+        """Begins to copy the counts of the steps until now, without waiting for them."""
         ...
 
     def moved(self, changes: Changes, swaps: int, now: AnyCounts | None = None) -> None:
@@ -126,7 +126,7 @@ class LiveExperts:
 
     @property
     def cost(self) -> float:
-        """Of an exchange as it is weighed now, in reads of an expert from CPU memory."""
+        """Cost of an exchange as it is weighed now, in reads of an expert from CPU memory."""
         return self._policy.cost
 
     def times(self) -> LiveTimes:
@@ -213,7 +213,7 @@ class LiveExperts:
         self._exchange.add(self._policy.wanted())
 
     def _weigh(self) -> None:
-        """What exchanges have cost lately, as the policy counts: steps stood still for it."""
+        """Gives the policy the recent cost of exchanges, in its unit: steps stood still for it."""
         late = self._exchange.late_seconds
         self._spent += late - self._exchanged_late
         self._exchanged_late = late
@@ -246,7 +246,7 @@ class LiveExperts:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
     def _note(self) -> None:
-        """What can wait for a step: nothing is decided or begun before it."""
+        """Does the bookkeeping that can wait for a step: nothing is decided or begun before it."""
         made, self._made_last = self._made_last, []
         if made:
             self._policy.done(*made)

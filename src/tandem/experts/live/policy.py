@@ -74,11 +74,11 @@ class PolicySettings:
     longest_rest: int = 256
 
     def kept(self, tokens: int) -> float:
-        """What is left of a count after so many."""
+        """Share of a count that is left after so many tokens."""
         return float(0.5 ** (tokens / self.half_life))
 
     def rules(self, cost: float) -> tuple[float, float, float]:
-        """Of `pick_exchanges`, where an exchange costs so many reads."""
+        """Rules for `pick_exchanges`, where an exchange costs so many reads."""
         lasts = self.horizon_tokens / (self.half_life / log(2))
         return cost / lasts, self.factor - 1, self.touches
 
@@ -107,7 +107,7 @@ class LivePolicy:
 
     @property
     def cost(self) -> float:
-        """Of an exchange, in reads of an expert from CPU memory."""
+        """Cost of an exchange, in reads of an expert from CPU memory."""
         return self._cost
 
     @cost.setter
@@ -172,7 +172,7 @@ class LivePolicy:
                 self._may[layer, expert] = STAY if layer in self._ended else LEAVE
 
     def wanted(self) -> list[Exchange]:
-        """What should move now, most worthwhile first; each is under way until `done` or `dropped`."""
+        """Exchanges to make now, most worthwhile first; each is under way until `done` or `dropped`."""
         room, look, self._look = int(self._allowance), self._look, None
         if room == 0 or (self.resting and not self._going_home()):
             return []

@@ -1,4 +1,4 @@
-"""What a layer's experts take over the bus, and on the CPU: measured at the start, with the layer's own bytes."""
+"""Time of a layer's experts over the bus, and on the CPU: measured at the start, with the layer's own bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPEATS = 2  # after one that warms up; the best counts
 def measured_rates(
     layers: Sequence[StreamedLayer], ring: Ring, bus: Bus, device: torch.device, top_k: int
 ) -> StreamRates:
-    """Of layers that have experts in CPU memory. `least_rows` is left for the caller."""
+    """Rates of layers that have experts in CPU memory. `least_rows` is left for the caller."""
     largest = max(layers, key=lambda layer: layer.cpu.loaded)
     memory = torch.empty(ring.part_bytes, dtype=torch.uint8, device=device)
     runs = largest.runs(range(min(ring.experts, largest.places)))

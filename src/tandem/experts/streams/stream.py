@@ -59,7 +59,7 @@ class StreamedLayer:
 
     @property
     def first_key(self) -> int:
-        """Of what travels."""
+        """First key of the experts that travel."""
         return sum(part.count for part in self.residents)
 
     def runs(self, places: Iterable[int]) -> list[Run]:
@@ -133,9 +133,9 @@ class Counts(Protocol):
 
 
 class Followed(NamedTuple):
-    """What the stream looks at before a step. moves: changes when experts have changed places, None while they may be
-    changing; served: seconds that the CPU has computed experts since the start. ask: for the rows of each expert, in
-    the order of what the GPU computes."""
+    """Readings that the stream takes before a step. moves: changes when experts have changed places, None while they
+    may be changing; served: seconds that the CPU has computed experts since the start. ask: for the rows of each
+    expert, in the order of what the GPU computes."""
 
     moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
@@ -172,7 +172,7 @@ class ExpertStream:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step in which all travel: what the bus takes."""
+        """Seconds that the bus takes in a step in which all travel."""
         return self.rates.bus * sum(layer is not None for layer in self._layers)
 
     def begin(self, rows: int, shared: bool = False, layers: Layers = Layers.GIVEN) -> None:
@@ -223,7 +223,7 @@ class ExpertStream:
         return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
 
     def _share(self, rows: int, in_graphs: bool) -> float:
-        """Of experts that travel; and learns from the step before."""
+        """Share of experts that travel; and learns from the step before."""
         served, (before, least) = self._followed.served(), (self._last, self._served)
         if before is not None:
             count = sum(layer is not None for layer in self._layers)
@@ -324,7 +324,7 @@ def _layer(layers: Sequence[StreamedLayer | None], index: int) -> StreamedLayer:
 
 
 def _planned(layers: Sequence[StreamedLayer | None], share: float, split: bool) -> dict[int, int]:
-    """Of each layer, how many places travel. split: both sides have a part of every layer, as its graph expects."""
+    """Places that travel, by layer. split: both sides have a part of every layer, as its graph expects."""
     if share <= 0 and not split:
         return {}
     places = {i: layer.places for i, layer in enumerate(layers) if layer is not None}

@@ -19,7 +19,7 @@ Shares = npt.NDArray[np.float64]
 
 
 class TravelOrder:
-    """Of all layers. It learns between steps, from counts since the start."""
+    """Order in which the places of all layers travel. It learns between steps, from counts since the start."""
 
     def __init__(self, layers: Sequence[Keyed | None]) -> None:
         self._layers = layers
@@ -28,7 +28,7 @@ class TravelOrder:
         self._best = [np.arange(0 if layer is None else layer.places, dtype=np.int32) for layer in layers]
         self._arranged: dict[int, int] = {}  # for so many that travel
         self.left: list[float] | None = None
-        """Of the rows: what the CPU has where 0, 1 / GRID, ... 1 of the experts travel, on average over the layers.
+        """Share of the rows that the CPU has where 0, 1 / GRID, ... 1 of the experts travel, a mean over the layers.
         None: nothing is known."""
 
     def learn(self, tokens: npt.NDArray[Any], places: Places) -> None:
@@ -71,7 +71,7 @@ class TravelOrder:
         self.left = np.mean(left, axis=0).tolist() if left else self.left
 
     def _of_places(self, index: int, places: Places, count: int) -> Shares:
-        """Of the layer's rows, what each place's expert had."""
+        """Share of the layer's rows that each place's expert had, [count]."""
         assert self._lately is not None
         lately = self._lately[index]
         of_place, here = np.zeros(count), np.flatnonzero(places[: len(lately)] >= 0)

@@ -40,7 +40,7 @@ class UsageTotals(NamedTuple):
 
 
 class SideTotals(NamedTuple):
-    """What happened where, since the start, int64 [MoE layers] each."""
+    """Tokens and bytes of each side since the start, int64 [MoE layers] each."""
 
     gpu_tokens: Tensor
     cpu_tokens: Tensor
@@ -247,7 +247,7 @@ class ExpertUsage:
             self._attribute()
 
     def _attribute(self) -> None:
-        """What was counted before each of the moves to where the expert was."""
+        """Attributes counts from before each of the moves to the side where the expert was."""
         if not self._moved:
             return
         (layers, experts, here), counts = (

@@ -56,7 +56,7 @@ class _Pass(NamedTuple):
 
 
 class _Book:
-    """What has been recorded and is not in a file yet."""
+    """Records that are not in a file yet."""
 
     def __init__(self, counts: Tensor, kept: int | None) -> None:
         self.counts = counts  # int64 [layers, experts]
@@ -97,7 +97,7 @@ class ExpertRecorder:
         self._book, self.recording = self._fresh(), True
 
     def stop(self) -> None:
-        """What was recorded waits for `dump`. Raises RequestError if nothing is being recorded."""
+        """Ends recording; the records wait for `dump`. Raises RequestError if nothing is being recorded."""
         if not self.recording:
             raise RequestError("nothing is being recorded; call /start_expert_distribution_record first")
         self._count(self._book)

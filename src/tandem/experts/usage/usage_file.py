@@ -20,7 +20,7 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """What was recorded. The tensors after `layers` are there only where the mode has them."""
+    """Recorded usage. The tensors after `layers` are there only where the mode has them."""
 
     counts: Tensor  # integers or floats [passes, layers, experts]: tokens routed to the expert
     mode: str = "stat"
@@ -82,7 +82,7 @@ def read_usage(path: str | Path) -> UsageRecord:
 
 
 def load_plain(path: str | Path) -> Any:
-    """What torch.save wrote, without executing pickled code. Raises ConfigError."""
+    """Contents of a file that torch.save wrote, without executing pickled code. Raises ConfigError."""
     try:
         return torch.load(Path(path), map_location="cpu", weights_only=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What recorded counts say: how uneven experts are used, layer by layer and over all."""
+"""Summary of recorded counts: how uneven experts are used, layer by layer and over all."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ WORKSPACE_BYTES = 128 << 20  # for partial sums; what FlashInfer's documentation
 
 
 class AttentionShape(NamedTuple):
-    """What all layers have in common. scale: of scores; window: last keys that are seen, 0 for all; page_size: tokens;
-    pages: of the longest sequence."""
+    """Sizes that all layers have in common. scale: of scores; window: last keys that are seen, 0 for all; page_size:
+    tokens; pages: of the longest sequence."""
 
     heads: int
     kv_heads: int

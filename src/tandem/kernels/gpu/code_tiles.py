@@ -77,7 +77,7 @@ def _number(word, upper, scale, zero, shift, j: tl.constexpr, FMT: tl.constexpr,
 def panel_numbers(words, scales, part, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
                   SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0,
                   SHIFT_AT: tl.constexpr = 0):  # fmt: skip
-    """Of the panel at `words`, whose scales begin at `scales`: bfloat16 [16, STEP * CODES], the part-th such piece.
+    """Numbers of the panel at `words`, with scales from `scales` on: bfloat16 [16, STEP * CODES], its part-th piece.
     With ZERO_AT `zeros` points at its zero points, with SHIFT_AT its offsets lie so far behind its scales."""
     r, at = tl.arange(0, 16), part * STEP + tl.arange(0, STEP)
     inside = (at < blocks)[None, :] & (r >= 0)[:, None]

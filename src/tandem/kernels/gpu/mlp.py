@@ -23,7 +23,7 @@ ALIGNED_ROWS = 64
 
 
 def activation_constants(how: Activation) -> dict[str, float]:
-    """What every kernel that ends in `activated` is compiled with."""
+    """Constants of every kernel that ends in `activated`."""
     return {"KIND": KINDS[how.kind], "ALPHA": how.alpha, "LIMIT": how.limit}
 
 
@@ -41,7 +41,7 @@ def relu2(x):
 
 @triton.jit
 def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Of kinds with a gate, in the order of `ActivationKind`; float32."""
+    """Activation of the kinds with a gate, in the order of `ActivationKind`; float32."""
     if KIND >= 3:
         up = -_at_most(-_at_most(up, LIMIT), LIMIT)
     if KIND == 0:

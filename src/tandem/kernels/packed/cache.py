@@ -112,7 +112,7 @@ class PackedCache:
         return True
 
     def _adopt(self, name: str, packed: Packed) -> None:
-        """What the file has stays in it when it must be written anew."""
+        """Notes weights that came from the file, so that they stay in it when it must be written anew."""
         self._adopted[name] = packed
         if self._writing is not None:
             self._writing.add(name, packed)

@@ -59,7 +59,7 @@ def core_source(weight: Weight) -> _core.Codes | Tensor:
 
 
 def made_here(fmt: str, group: int) -> _core.WeightFormat:
-    """What numbers are packed as: groups have bfloat16 scales, rows float32 ones."""
+    """Format in which numbers are packed: groups have bfloat16 scales, rows float32 ones."""
     return _core.WeightFormat(fmt, group, "bf16" if group else "f32")
 
 

@@ -22,7 +22,7 @@ BOTH, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
 class LayerExperts:
-    """What an experts module of Transformers computes: the sum over a token's experts."""
+    """Sum over a token's experts, in place of an experts module of Transformers."""
 
     def __init__(
         self, experts: Experts, tally: Tally | None, norm: Callable[[Tensor], Tensor] | None

@@ -48,7 +48,7 @@ class WeightLoader:
         self._b.all_done()
 
     def _own_tensors(self) -> list[str]:
-        """What is neither the experts' nor of a part that text does not need."""
+        """Names of tensors that are neither the experts' nor of a part that text does not need."""
         inside = tuple(f"{name}." for name in self._modules)
         norms = tuple(f"{name}.post_expert_norm." for name in self._modules)
         kept = [
@@ -129,7 +129,7 @@ class WeightLoader:
             module._parameters[name] = None
 
     def _fill_buffers(self) -> None:
-        """What no file holds (rotations, for example) is computed by Transformers' own code."""
+        """Computes buffers that no file holds (rotations, for example), by Transformers' own code."""
         model = self._model
         buffers = {n: x for n, x in model.named_buffers() if x.is_meta and not n.startswith(self._idle)}
         for name, buffer in buffers.items():

@@ -20,7 +20,7 @@ from tandem.spec.vision import CPU_PATCHES, Tower
 
 @dataclass(frozen=True, slots=True)
 class TowerNames:
-    """What a checkpoint calls it: in front of all names, the mergers of blocks, and the modules of a merger."""
+    """Names in a checkpoint: the prefix of all, the mergers of blocks, and the modules of a merger."""
 
     prefix: str = "model.visual."
     deep: str = "deepstack_merger_list"
@@ -156,11 +156,11 @@ def with_stored_tower(model: ModelConfig, checkpoint: TensorNames) -> ModelConfi
 
 
 def names_of(checkpoint: TensorNames) -> TowerNames | None:
-    """Of the spellings the one whose first block is there."""
+    """Spelling whose first block the checkpoint has; None: it has no tower."""
     there = (names for names in SPELLINGS if checkpoint.has_matrix(f"{names.prefix}blocks.0.attn.qkv"))
     return next(there, None)
 
 
 def tower_of(b: Builder) -> VisionTower | None:
-    """Of the model, where images are read."""
+    """Tower of the model; None where no images are read."""
     return None if b.config.vision is None else VisionTower(b, b.config.vision)

@@ -73,8 +73,8 @@ _kept: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictiona
 
 
 def _scratch(device: torch.device, numbers: int) -> Tensor:
-    """What experts are unpacked into, one part after the other. All layers of a shape share it, and keep it: CUDA
-    graphs know where it is."""
+    """Memory into which experts are unpacked, one part after the other, bfloat16 [numbers]. All layers of a shape share
+    it, and keep it: CUDA graphs know where it is."""
     found = _kept.get((device, numbers))
     if found is None:
         with torch.inference_mode(False):
@@ -91,7 +91,7 @@ def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part
 
 
 class PromptExperts:
-    """Of one shape and format; whose they are is said at each call. codes: whether few rows need no unpacking."""
+    """Products of experts of one shape and format; each call names the experts. codes: few rows need no unpacking."""
 
     def __init__(
         self, gate_up: Panels, down: Panels, between: Between, device: torch.device, experts: int
@@ -138,7 +138,7 @@ class PromptExperts:
     def _pieces(
         self, x: Tensor, keys: Tensor, routing: Routing, sums: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """Of so many tokens that what lies between the products is bounded."""
+        """Pieces of so many tokens that the memory between the products is bounded."""
         per_token = keys.shape[1] * pair_bytes(self.hidden, self.width)
         each = max(1, _row_bytes(x.device) // per_token // ALIGNED_TOKENS) * ALIGNED_TOKENS
         chosen = routing.ids.contiguous(), routing.weights.contiguous()
@@ -162,8 +162,8 @@ class PromptExperts:
     def _products(
         self, x: Tensor, order: Order, routing: Routing, keys: range, which: tuple[Tensor, Tensor] | Packed
     ) -> Tensor:
-        """Of each of the part's rows its expert's result without the bias, bfloat16 [T * k, hidden]. which: matrices,
-        or their codes."""
+        """Results of the part's experts for each of its rows, without the bias, bfloat16 [T * k, hidden]. which:
+        matrices, or their codes."""
         ends = order.ends[keys.start : keys.stop]
         ids = None if self.between.gate_up is None else routing.ids
         gathered, whose = rows.gather(x, order, ids, keys)
@@ -182,7 +182,7 @@ class PromptExperts:
 
 
 def _product_of(x: Tensor, pairs: int, mean_rows: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Of the rows of tokens x: `grouped.grouped_product`, or PyTorch's, which gives the same bits."""
+    """Product of the rows of tokens x: `grouped.grouped_product`, or PyTorch's, which gives the same bits."""
     long = pairs > MANY_PAIRS or (len(x) > SHORT and mean_rows >= MANY_ROWS)
     if has_pytorchs(x.device) and (long or x.device.type == "cpu"):
         return lambda rows, matrices, ends: cast(Tensor, grouped_product(rows, matrices.transpose(1, 2), offs=ends))
