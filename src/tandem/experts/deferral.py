@@ -39,9 +39,9 @@ class Deferral(NamedTuple):
         """bool [T, k]: which pairs are late; those with a slot on the GPU are not."""
         weights = routing.weights[:, : self.routed]
         order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
-        late = torch.zeros_like(routing.ids, dtype=torch.bool)
-        late.scatter_(1, order[:, self.kept :], True)
-        return late if routing.slots is None else late & on_tier(Tier.CPU, routing.slots)
+        mask = torch.zeros_like(routing.ids, dtype=torch.bool)
+        mask.scatter_(1, order[:, self.kept :], True)
+        return mask if routing.slots is None else mask & on_tier(Tier.CPU, routing.slots)
 
 
 def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
@@ -103,8 +103,8 @@ class LateExperts:
         """x [T, hidden], routing [T, k]."""
         if self._deferral is None:
             return LateTicket(self._inner.submit(x, routing), x, None)
-        late = self._deferral.late(routing)
-        return LateTicket(self._inner.submit(x, _only(routing, ~late)), x, _only(routing, late))
+        late_pairs = self._deferral.late(routing)
+        return LateTicket(self._inner.submit(x, _only(routing, ~late_pairs)), x, _only(routing, late_pairs))
 
     def wait(self, ticket: LateTicket) -> Tensor:
         """sum over k of weight * expert(x), without those that are late and with what was due: [T, hidden]."""

@@ -71,8 +71,8 @@ class Residency:
         self.slots[layer, expert] = NO_SLOT
 
     def _leave(self, layer: int, expert: int, tier: Tier) -> None:
-        if (found := self.tier(layer, expert)) is not tier:
-            raise EngineError(f"expert {expert} of MoE layer {layer} is in {found.name}, not in {tier.name}")
+        if (actual := self.tier(layer, expert)) is not tier:
+            raise EngineError(f"expert {expert} of MoE layer {layer} is in {actual.name}, not in {tier.name}")
 
 
 def experts_on(tier: Tier, slots: Tensor) -> list[int]:

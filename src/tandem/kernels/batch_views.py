@@ -41,10 +41,10 @@ class BatchViews:
                 return each.view
         self._sizes = sizes or self._sizes
         limits = self._sizes if all(self._sizes) else (1 << 31, 1 << 31)  # no pages yet: any cache will do
-        made = _View(batch, limits, checked(batch, *limits))
-        self._kept = [*self._kept[1 - KEPT :], made]
+        entry = _View(batch, limits, checked(batch, *limits))
+        self._kept = [*self._kept[1 - KEPT :], entry]
         self._made += 1
-        return made.view
+        return entry.view
 
     def refilled(self, batch: BatchLayout) -> Refill | None:
         """For views made since `forget`, of a step of `batch`. None: they cannot be told from the batch alone."""
@@ -53,10 +53,10 @@ class BatchViews:
         if self._made != len(views) or None in whose:
             return None
 
-        apart = own[1] is not batch
+        windowed = own[1] is not batch
 
         def refill(other: BatchLayout) -> None:
-            assert (other.windowed is not other) == apart, "a step with windows, repeated as one without"
+            assert (other.windowed is not other) == windowed, "a step with windows, repeated as one without"
             for view, which in zip(views, whose, strict=True):
                 view.view.become(checked(other.windowed if which else other, *view.sizes))
 

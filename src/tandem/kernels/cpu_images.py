@@ -51,5 +51,5 @@ class OnThreads:
     def _some(self, q: Tensor, out: Tensor, heads: slice) -> None:
         with torch.inference_mode():
             k, v = self._kv
-            seen = F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads])
-            out[:, heads] = seen[0].transpose(0, 1)
+            attention = F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads])
+            out[:, heads] = attention[0].transpose(0, 1)

@@ -110,7 +110,7 @@ class CpuOps(InMemory):
         packed = [_packed(read) for read in reads]
         limit = AHEAD_BYTES_PER_WORKER * len(self.pool)
         for i, (weights, _) in enumerate(packed):
-            weights.read_next(_ahead([sure for _, ranges in packed[i + 1 :] for sure in ranges], limit))
+            weights.read_next(_ahead([span for _, ranges in packed[i + 1 :] for span in ranges], limit))
 
     def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
         own, recording = x.clone(), _core.Recording()
@@ -205,10 +205,10 @@ def _packed(read: SureRead) -> tuple[PackedMatrix | PackedExperts, list[_core.By
 def _ahead(following: Sequence[_core.ByteRange], limit: int) -> list[_core.ByteRange]:
     """The first of them that are `limit` bytes together, or one more."""
     total, ahead = 0, list[_core.ByteRange]()
-    for sure in following:
+    for span in following:
         if total >= limit or len(ahead) == _core.MAX_RANGES_AHEAD:
             break
-        if sure.bytes:
-            ahead.append(sure)
-            total += sure.bytes
+        if span.bytes:
+            ahead.append(span)
+            total += span.bytes
     return ahead

@@ -58,8 +58,8 @@ class DecoderLayer:
 
     @property
     def moe(self) -> Routed | None:
-        found = (block.operator for block in self.blocks)
-        return next((each for each in found if isinstance(each, Routed)), None)
+        operators = (block.operator for block in self.blocks)
+        return next((each for each in operators if isinstance(each, Routed)), None)
 
 
 def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:

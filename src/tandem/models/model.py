@@ -117,9 +117,9 @@ class Model:
     def _turned(self, seen: Seen) -> None:
         """Makes the rows of the rotary tables that image rows turn by: each pair has that of one of three positions."""
         for rope, axes in self._turning:
-            places, made = seen.places[:, axes], slice(seen.first, seen.first + len(seen.rows))
+            places, rows = seen.places[:, axes], slice(seen.first, seen.first + len(seen.rows))
             for table in (rope.cos, rope.sin):
-                table[made] = table.gather(0, places)
+                table[rows] = table.gather(0, places)
 
     def layer(self, p: Pass, index: int, states: States) -> None:
         """Takes a pass through layer `index`; the caller has taken it through all before."""

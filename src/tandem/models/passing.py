@@ -64,8 +64,8 @@ class Pass:
             return self
         pending = None if self.pending is None else self.pending[rows]
         mix = None if self.mix is None else self.mix.of(rows)
-        beside = None if self.beside is None else self.beside.of(rows)
-        return Pass(self.batch, self.residual[rows], pending, mix, beside)
+        addend = None if self.beside is None else self.beside.of(rows)
+        return Pass(self.batch, self.residual[rows], pending, mix, addend)
 
     def first(self, batch: ForwardBatch) -> Pass:
         """The same pass for its first rows, which are this batch's. Where no layer reads another's choice."""

@@ -51,13 +51,13 @@ class OneStream:
             p.residual.mul_(self.scale)
         if p.pending is None:
             return self.ops.rms_norm(p.residual, norm, eps)
-        beside, p.beside = p.beside, None
+        addend, p.beside = p.beside, None
         if first is not None:
-            made = first.after_norm(Sum(p.pending, p.residual, norm, eps, beside))
-            if made is not None:
-                p.residual, p.begun = made.residual, (first, made.product)
-                return made.x
-        return self.ops.add_rms_norm(p.pending, p.residual, norm, eps, beside)
+            normed = first.after_norm(Sum(p.pending, p.residual, norm, eps, addend))
+            if normed is not None:
+                p.residual, p.begun = normed.residual, (first, normed.product)
+                return normed.x
+        return self.ops.add_rms_norm(p.pending, p.residual, norm, eps, addend)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         return self.ops.rms_norm(residual if self.scale is None else residual * self.scale, norm, eps)

@@ -31,10 +31,10 @@ def register() -> None:
     VllmConfig.__post_init__ = _checked(VllmConfig.__post_init__, why_not)
 
 
-def _checked(made: Callable[..., None], why_not: str) -> Callable[..., None]:
-    @wraps(made)
-    def post_init(config: Any, *given: Any, **named: Any) -> None:
-        made(config, *given, **named)
+def _checked(original: Callable[..., None], why_not: str) -> Callable[..., None]:
+    @wraps(original)
+    def post_init(config: Any, *args: Any, **named: Any) -> None:
+        original(config, *args, **named)
         if wishes_of(config) is not None:
             if why_not:
                 raise ConfigError(why_not)

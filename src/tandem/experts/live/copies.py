@@ -84,9 +84,9 @@ class CudaCopies:
         self._held[address] = owner
 
     def there(self, nbytes: int) -> Tensor:
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        made.record_stream(self._up)  # whoever gets this memory next waits for copies into it
-        return made
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        memory.record_stream(self._up)  # whoever gets this memory next waits for copies into it
+        return memory
 
     def follow(self) -> None:
         self._given.record(torch.cuda.current_stream(self._device))
@@ -117,10 +117,10 @@ class CudaCopies:
 
 def _current_stream(device: torch.device) -> Callable[[], int]:
     """Its handle, as Triton's launcher asks for it, in a tenth of the time that the public way takes."""
-    asked = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if asked is None:
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw_stream is None:
         return lambda: int(torch.cuda.current_stream(device).cuda_stream)
-    return partial(asked, torch.cuda.current_device() if device.index is None else device.index)
+    return partial(raw_stream, torch.cuda.current_device() if device.index is None else device.index)
 
 
 def driver_functions() -> tuple[int, int]:

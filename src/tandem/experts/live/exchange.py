@@ -265,14 +265,14 @@ class LiveExchange:
 
 
 def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:
-    made = _core.MovingLayers()
+    moving = _core.MovingLayers()
     for layer in layers:
         if layer is None:
-            made.add_none()
+            moving.add_none()
         else:
             gpu = layer.gpu
-            made.add(layer.cpu.core, gpu.slot_of.numpy(), gpu.address(0), gpu.slots)
-    return made
+            moving.add(layer.cpu.core, gpu.slot_of.numpy(), gpu.address(0), gpu.slots)
+    return moving
 
 
 def _tell(exchange: Exchange, fate: str, why: str, settled: Settled) -> None:

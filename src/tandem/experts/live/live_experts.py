@@ -131,16 +131,16 @@ class LiveExperts:
 
     def times(self) -> LiveTimes:
         moved, seconds = self._exchange.bytes_moved, sum(self._parts.values())
-        beside = self._exchange.beside_seconds + self._decided
-        late = self._exchange.late_seconds + self._decided_late
+        overlapped = self._exchange.beside_seconds + self._decided
+        late_seconds = self._exchange.late_seconds + self._decided_late
         return LiveTimes(
             self._all_steps,
             self._exchanges,
             moved,
             seconds,
-            self._waited + late,
-            beside,
-            late,
+            self._waited + late_seconds,
+            overlapped,
+            late_seconds,
             dict(self._parts),
         )
 
@@ -196,10 +196,10 @@ class LiveExperts:
         self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
         self._tokens = self._steps = 0
 
-    def _look(self, asked: _Asked) -> None:
+    def _look(self, snapshot: _Asked) -> None:
         self._asked, self._looking = None, True
         self._weigh()
-        self._decision = self._policy.look(asked.counts.tokens(), self._seen, asked.tokens, asked.steps)
+        self._decision = self._policy.look(snapshot.counts.tokens(), self._seen, snapshot.tokens, snapshot.steps)
         self._exchange.meanwhile(self._decision)
 
     def _decide(self) -> None:
@@ -214,9 +214,9 @@ class LiveExperts:
 
     def _weigh(self) -> None:
         """Gives the policy the recent cost of exchanges, in its unit: steps stood still for it."""
-        late = self._exchange.late_seconds
-        self._spent += late - self._exchanged_late
-        self._exchanged_late = late
+        late_seconds = self._exchange.late_seconds
+        self._spent += late_seconds - self._exchanged_late
+        self._exchanged_late = late_seconds
         read = self._read_seconds()
         if self._made == 0 or read <= 0:
             return
@@ -247,9 +247,9 @@ class LiveExperts:
 
     def _note(self) -> None:
         """Does the bookkeeping that can wait for a step: nothing is decided or begun before it."""
-        made, self._made_last = self._made_last, []
-        if made:
-            self._policy.done(*made)
+        exchanges, self._made_last = self._made_last, []
+        if exchanges:
+            self._policy.done(*exchanges)
         self._usage.note()
 
 

@@ -176,11 +176,11 @@ class LivePolicy:
         room, look, self._look = int(self._allowance), self._look, None
         if room == 0 or (self.resting and not self._going_home()):
             return []
-        found = self._best(room) if look is None or self.resting else look.decision.picked(room)
-        found = [each for each in found if each[0] not in self._ended]  # since it was looked at
-        self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
-        self._allowance -= len(found)
-        return list(map(Exchange._make, found))
+        picks = self._best(room) if look is None or self.resting else look.decision.picked(room)
+        picks = [each for each in picks if each[0] not in self._ended]  # since it was looked at
+        self._pace = 1 if len(picks) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
+        self._allowance -= len(picks)
+        return list(map(Exchange._make, picks))
 
     def done(self, *exchanges: Exchange) -> None:
         _core.note_exchanges(exchanges, self.residency.slots, self._better, self._may)

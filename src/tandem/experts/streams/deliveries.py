@@ -136,12 +136,12 @@ class Deliveries:
         self._arrived[turn] = self._bus.copies_given()
 
     def _runs_of(self, delivery: _Delivery) -> list[Run]:
-        made = self._runs.setdefault(delivery.layer, {})
-        if delivery not in made:
+        runs = self._runs.setdefault(delivery.layer, {})
+        if delivery not in runs:
             layer, first = _of(self._layers, delivery.layer), delivery.first
             order = self._order.get(delivery.layer, np.arange(layer.places, dtype=np.int32))
-            made[delivery] = layer.runs(order[first : first + delivery.count].tolist())
-        return made[delivery]
+            runs[delivery] = layer.runs(order[first : first + delivery.count].tolist())
+        return runs[delivery]
 
 
 def _of(layers: Sequence[Travelling | None], index: int) -> Travelling:

@@ -64,14 +64,14 @@ class StreamedLayer:
 
     def runs(self, places: Iterable[int]) -> list[Run]:
         """Copies of these places; what lies side by side on both sides is one."""
-        made: list[Run] = []
+        runs: list[Run] = []
         for i, place in enumerate(places):
             for offset, source, nbytes in self.cpu.pieces(place):
                 target = i * self.cpu.bytes_per_expert + offset
-                if made and made[-1][0] + made[-1][2] == source and made[-1][1] + made[-1][2] == target:
-                    source, target, nbytes = *made[-1][:2], made.pop()[2] + nbytes
-                made.append((source, target, nbytes))
-        return made
+                if runs and runs[-1][0] + runs[-1][2] == source and runs[-1][1] + runs[-1][2] == target:
+                    source, target, nbytes = *runs[-1][:2], runs.pop()[2] + nbytes
+                runs.append((source, target, nbytes))
+        return runs
 
     def found(self) -> list[int]:
         """Each expert's place; -1 where it is not in CPU memory."""
@@ -199,8 +199,8 @@ class ExpertStream:
         """Before a step that loads kernels: all experts of these layers travel, of no others, and its times say
         nothing."""
         self.rows, self._last = rows, None
-        wanted = {index: self._layers[index] for index in layers}
-        self.counts = {index: layer.places for index, layer in wanted.items() if layer is not None}
+        by_index = {index: self._layers[index] for index in layers}
+        self.counts = {index: layer.places for index, layer in by_index.items() if layer is not None}
         if self.counts:
             self._tables.tell(self._layers, self.counts)
         self.deliveries.begin(self.counts, whole=False)

@@ -73,7 +73,7 @@ class TravelOrder:
     def _of_places(self, index: int, places: Places, count: int) -> Shares:
         """Share of the layer's rows that each place's expert had, [count]."""
         assert self._lately is not None
-        lately = self._lately[index]
-        of_place, here = np.zeros(count), np.flatnonzero(places[: len(lately)] >= 0)
-        of_place[places[here]] = lately[here]
+        shares = self._lately[index]
+        of_place, here = np.zeros(count), np.flatnonzero(places[: len(shares)] >= 0)
+        of_place[places[here]] = shares[here]
         return of_place

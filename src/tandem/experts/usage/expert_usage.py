@@ -163,10 +163,10 @@ class ExpertUsage:
         """Where the layers of a pass of so many rows count that steps overtake. One pass at a time."""
         if self._beside is None:
             with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere
-                seen, passed = torch.zeros_like(self._arrays[_SEEN]), torch.zeros_like(self._arrays[_SEEN])
+                marks, passed = torch.zeros_like(self._arrays[_SEEN]), torch.zeros_like(self._arrays[_SEEN])
                 limit = None if self._rows is None else torch.zeros_like(self._rows)
-                each = zip(self._arrays[_TOKENS], seen, strict=True)
-                self._beside = seen, passed, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
+                each = zip(self._arrays[_TOKENS], marks, strict=True)
+                self._beside = marks, passed, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
         _, _, limit, tallies = self._beside
         if limit is not None:
             limit.fill_(rows)
@@ -176,9 +176,9 @@ class ExpertUsage:
         """The pass has ended, wherever; each of its layers ran once at most. In the order of what it computed: a step
         that is under way adds to other counts."""
         if self._beside is not None:
-            seen, passed, _, _ = self._beside
-            passed.add_(seen)
-            seen.zero_()
+            marks, passed, _, _ = self._beside
+            passed.add_(marks)
+            marks.zero_()
 
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
@@ -239,10 +239,10 @@ class ExpertUsage:
         if self._lent:
             self._gpu_experts, self._lent = self._gpu_experts.clone(), False
         here = self._gpu_experts.numpy()
-        for asked, changes in done:
+        for snapshot, changes in done:
             change = np.array(changes(), np.int64).reshape(-1, 3).T
             here[change[0], change[1]] = change[2] > 0
-            self._moved.append((change, asked.arrays()[:, change[0], change[1]]))
+            self._moved.append((change, snapshot.arrays()[:, change[0], change[1]]))
         if len(self._moved) > MOST_MOVED:
             self._attribute()
 

@@ -76,8 +76,8 @@ def read_usage(path: str | Path) -> UsageRecord:
     stored = load_plain(path)
     if isinstance(stored, dict) and _is_detailed(stored.get("records")):
         return _detailed(path, stored)
-    found = stored.get("logical_count") if isinstance(stored, dict) else stored
-    counts = _checked(path, found)
+    logical_count = stored.get("logical_count") if isinstance(stored, dict) else stored
+    counts = _checked(path, logical_count)
     return _described(path, counts, stored) if isinstance(stored, dict) else UsageRecord(counts)
 
 
@@ -97,19 +97,19 @@ def _is_detailed(records: object) -> bool:
     return isinstance(records, list) and all(isinstance(record, dict) for record in records)
 
 
-def _checked(path: str | Path, found: object) -> Tensor:
-    if not isinstance(found, Tensor) or found.dim() < 2 or found.numel() == 0:
-        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+def _checked(path: str | Path, counts: object) -> Tensor:
+    if not isinstance(counts, Tensor) or counts.dim() < 2 or counts.numel() == 0:
+        what = list(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
         raise ConfigError(
             f"{path} holds {what}; expected counts as a tensor [.., layers, experts] or a dict with it as logical_count"
         )
     if (
-        found.is_complex()
-        or not bool((found.double() >= 0).all())
-        or not bool(found.double().isfinite().all())
+        counts.is_complex()
+        or not bool((counts.double() >= 0).all())
+        or not bool(counts.double().isfinite().all())
     ):
         raise ConfigError(f"{path} holds counts that are negative or no numbers")
-    return found.reshape(-1, *found.shape[-2:])
+    return counts.reshape(-1, *counts.shape[-2:])
 
 
 def _described(path: str | Path, counts: Tensor, stored: dict[str, Any]) -> UsageRecord:

@@ -197,8 +197,8 @@ class GpuExperts:
         per_token = top_k * (hidden * 4 + self._between.width * 2)
         return max(1, SCRATCH_BYTES // per_token // expert_tiles.ROWS) * expert_tiles.ROWS
 
-    def _multiplied(self, x: Tensor, routing: Routing, alone: bool) -> Tensor:
-        out = torch.empty_like(x, dtype=torch.bfloat16 if alone else torch.float32)
+    def _multiplied(self, x: Tensor, routing: Routing, gpu_only: bool) -> Tensor:
+        out = torch.empty_like(x, dtype=torch.bfloat16 if gpu_only else torch.float32)
         between, offset, stride = self._between, self.gate_up.bytes, self.stride
         h = expert_mma.gate_up(x, self.pool, self.gate_up, stride, routing, between)
         return expert_mma.down(h, self.pool, offset, self.down, stride, routing, between, out)

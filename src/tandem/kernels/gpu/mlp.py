@@ -164,8 +164,9 @@ class GpuMLP:
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """As `Beginning`."""
-        made = self._gate_up.activated(x, self._activation, True) if isinstance(self._gate_up, Activating) else None
-        return partial(self, x) if made is None else partial(self._down, made)
+        gate_up = self._gate_up
+        activations = gate_up.activated(x, self._activation, True) if isinstance(gate_up, Activating) else None
+        return partial(self, x) if activations is None else partial(self._down, activations)
 
     def __call__(self, x: Tensor) -> Tensor:
         """A long step is taken in pieces, so that its memory is bounded."""
@@ -180,7 +181,7 @@ class GpuMLP:
 
     def _between(self, x: Tensor) -> Tensor:
         if isinstance(self._gate_up, Activating):
-            made = self._gate_up.activated(x, self._activation)
-            if made is not None:
-                return made
+            activations = self._gate_up.activated(x, self._activation)
+            if activations is not None:
+                return activations
         return activate(self._activation, self._gate_up(x, torch.float32), x.dtype)

@@ -83,9 +83,9 @@ class GpuOps:
         with ThreadPoolExecutor(LOOKUP_THREADS, "tandem-lookup") as threads:
             for first in range(0, len(parts), LOOKUP_THREADS):
                 some = parts[first : first + LOOKUP_THREADS]
-                for ids, found in zip(some, threads.map(find, some), strict=True):
-                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(found if in_ram else _there(found, self))
-        return partial(read_rows, table) if in_ram else lambda wanted: table.index_select(0, wanted)
+                for ids, vectors in zip(some, threads.map(find, some), strict=True):
+                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(vectors if in_ram else _there(vectors, self))
+        return partial(read_rows, table) if in_ram else lambda indices: table.index_select(0, indices)
 
     reads = staticmethod(dense_codes.readable)
 
@@ -119,9 +119,9 @@ class GpuOps:
         def packer() -> PackedExperts:
             return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
-        made = GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
-        made.step = self._step
-        return made
+        experts = GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
+        experts.step = self._step
+        return experts
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> GpuMLP:
         return GpuMLP(lambda weight: self.linear(weight, None, fmt), activation)

@@ -93,13 +93,13 @@ class PackedFile:
         mapped.
         """
         try:
-            found = checksums_of(pool, *map(self.view, parts), in_place=in_place)
+            sums = checksums_of(pool, *map(self.view, parts), in_place=in_place)
         except CheckpointError as error:
             raise self._wrong("cannot be read, or was cut short meanwhile") from error
         expected = [(sum_, part, i) for part in parts for i, sum_ in enumerate(part.checksums)]
-        if len(found) != len(expected):
+        if len(sums) != len(expected):
             raise self._wrong("has a table that does not fit")
-        for sum_, (right, part, index) in zip(found, expected, strict=True):
+        for sum_, (right, part, index) in zip(sums, expected, strict=True):
             if sum_ != right:
                 at = part.offset + index * BLOCK_BYTES
                 raise self._wrong(f"is damaged at byte {at} or soon after, in {self._name_at(at)}")

@@ -99,8 +99,8 @@ class ExpertReader:
         """Through Transformers' converter, with this expert alone."""
         count = self._shapes[part][0]
         tensors = {p: self._of_expert(names, expert, count) for p, names in source.found.items()}
-        made = source.converted(self._names[part], self._model, tensors)
-        return made[self._names[part]][0]
+        by_name = source.converted(self._names[part], self._model, tensors)
+        return by_name[self._names[part]][0]
 
     def _of_expert(self, names: list[str], expert: int, count: int) -> list[Tensor]:
         if len(names) == count:

@@ -50,12 +50,12 @@ class StoredTensors:
         if source is None:
             raise self.missing(name)
         if source.converter is None:
-            made = {name: self.numbers(source.name)}
+            by_name = {name: self.numbers(source.name)}
         else:
             tensors = {p: [self.numbers(each) for each in names] for p, names in source.found.items()}
             target = next(t for t, s in self.found.items() if s is source)
-            made = source.converted(target, self._model, tensors)
-        return {each: self._checked(each, tensor) for each, tensor in made.items()}
+            by_name = source.converted(target, self._model, tensors)
+        return {each: self._checked(each, tensor) for each, tensor in by_name.items()}
 
     def numbers(self, name: str) -> Tensor:
         """Numbers of a tensor by its name in the checkpoint, decoded where it is stored as codes."""
@@ -69,11 +69,11 @@ class StoredTensors:
         return numbers(self.checkpoint.weight(module_of(name), (shape[0], shape[1])))
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        wanted = self.targets[name].shape
-        if tensor.shape != wanted:
+        shape = self.targets[name].shape
+        if tensor.shape != shape:
             raise CheckpointError(
                 f"{self.checkpoint.path}: what makes {name} has shape {tuple(tensor.shape)}, but config.json implies "
-                f"{tuple(wanted)}"
+                f"{tuple(shape)}"
             )
         return tensor.to(self.dtype(name), copy=True).contiguous()
 

@@ -75,8 +75,8 @@ class VisionTower:
         """Learned positions of an image's patches, [patches, hidden]."""
         down, across = (order.max(0).values + 1).tolist()
         learned = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
-        there = order.to(self.device)
-        return learned[there[:, 0], there[:, 1]].to(self.dtype)
+        cells = order.to(self.device)
+        return learned[cells[:, 0], cells[:, 1]].to(self.dtype)
 
     def _rows(self, patches: int) -> int:
         return patches if self.device.type == "cuda" else CPU_PATCHES
@@ -157,8 +157,8 @@ def with_stored_tower(model: ModelConfig, checkpoint: TensorNames) -> ModelConfi
 
 def names_of(checkpoint: TensorNames) -> TowerNames | None:
     """Spelling whose first block the checkpoint has; None: it has no tower."""
-    there = (names for names in SPELLINGS if checkpoint.has_matrix(f"{names.prefix}blocks.0.attn.qkv"))
-    return next(there, None)
+    matches = (names for names in SPELLINGS if checkpoint.has_matrix(f"{names.prefix}blocks.0.attn.qkv"))
+    return next(matches, None)
 
 
 def tower_of(b: Builder) -> VisionTower | None:

@@ -169,10 +169,10 @@ class Pieces:
     def __call__(self, q: Tensor, before: int) -> Tensor:
         """q [t, H, D] after so many tokens -> [t, H * E]."""
         each = gqa_rows(q.shape[1], q.shape[2], self._pages[1].shape[3])
-        found = [
+        parts = [
             self._some(some, chunk_of(before + i * each, len(some))) for i, some in enumerate(q.split(each))
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _some(self, q: Tensor, chunk: Chunk) -> Tensor:
         own, sums = self._square(q, chunk)

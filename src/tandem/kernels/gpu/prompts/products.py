@@ -75,11 +75,11 @@ _kept: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictiona
 def _scratch(device: torch.device, numbers: int) -> Tensor:
     """Memory into which experts are unpacked, one part after the other, bfloat16 [numbers]. All layers of a shape share
     it, and keep it: CUDA graphs know where it is."""
-    found = _kept.get((device, numbers))
-    if found is None:
+    scratch = _kept.get((device, numbers))
+    if scratch is None:
         with torch.inference_mode(False):
-            found = _kept[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
-    return found
+            scratch = _kept[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
+    return scratch
 
 
 def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part]:
@@ -150,9 +150,9 @@ class PromptExperts:
         each = self.width * self.hidden
         if self._made is None:
             self._made = _scratch(part.packed.pool.device, max(self.at_once, part.count) * 3 * each)
-        made = self._made
+        scratch = self._made
         first = part.count * 2 * self.between.rows * self.hidden
-        gate_up, down, _ = made.split([first, part.count * each, made.numel() - first - part.count * each])
+        gate_up, down, _ = scratch.split([first, part.count * each, scratch.numel() - first - part.count * each])
         gate_up = gate_up.view(part.count, 2 * self.between.rows, self.hidden)
         down = down.view(part.count, self.hidden, self.width)
         unpack(part.packed, 0, self._gate_up, 2, counts, key, gate_up)
