@@ -40,7 +40,7 @@ from tandem.mechanisms.slices import bound_by
 from tandem.spec.activation import SILU, Activation
 
 
-def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
+def _norm_weight(x: Tensor, weight: Tensor | None) -> Tensor | None:
     """A norm's weight in x's dtype, or in float32."""
     if weight is None or weight.dtype in (x.dtype, torch.float32):
         return weight
@@ -125,7 +125,7 @@ class CpuOps(InMemory):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
-        self.dense.rms_norm(x, None, _beside(x, weight), out, eps)
+        self.dense.rms_norm(x, None, _norm_weight(x, weight), out, eps)
         return out
 
     def add_rms_norm(
@@ -133,7 +133,7 @@ class CpuOps(InMemory):
     ) -> Tensor:
         x = x if beside is None else self.gated(*beside, x)
         out = torch.empty_like(x)
-        self.dense.rms_norm(x, residual, _beside(x, weight), out, eps)
+        self.dense.rms_norm(x, residual, _norm_weight(x, weight), out, eps)
         return out
 
     def rope_store(
@@ -148,7 +148,7 @@ class CpuOps(InMemory):
     ) -> Tensor:
         kv_heads, head_dim = k_pages.shape[2:]
         qkv = without_gates(qkv, heads, kv_heads, head_dim)
-        q_norm, k_norm = _beside(qkv, norms.q), _beside(qkv, norms.k)
+        q_norm, k_norm = _norm_weight(qkv, norms.q), _norm_weight(qkv, norms.k)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
         shape, view = (
             heads_of(heads, kv_heads, head_dim, *sizes, v_pages.shape[3]),

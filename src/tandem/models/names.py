@@ -46,10 +46,12 @@ def expert_matrices(
         raise CheckpointError(
             f"{checkpoint.path_of(first)} has neither {first}.weight nor {layer + names.gate_up}"
         )
-    return _apart(checkpoint, modules, hidden, width, gated)
+    return _from_modules(checkpoint, modules, hidden, width, gated)
 
 
-def _apart(checkpoint: Checkpoint, modules: Sequence[str], hidden: int, width: Share, gated: bool) -> ExpertMatrices:
+def _from_modules(
+    checkpoint: Checkpoint, modules: Sequence[str], hidden: int, width: Share, gated: bool
+) -> ExpertMatrices:
     """Matrices of an expert from gate, up and down as modules of their own."""
     gate_name, up_name, down_name = modules
     check_groups(checkpoint, down_name, width)
@@ -152,7 +154,7 @@ def mlp_matrices(
     """A dense MLP's gate, up and down, as wide as this rank has them; without a gate, up stands for it."""
     down = f"{prefix}.down_proj"
     if not gated or not checkpoint.has_matrix(f"{prefix}.gate_up_proj"):
-        return _apart(checkpoint, [f"{prefix}.gate_proj", f"{prefix}.up_proj", down], hidden, width, gated)
+        return _from_modules(checkpoint, [f"{prefix}.gate_proj", f"{prefix}.up_proj", down], hidden, width, gated)
     check_groups(checkpoint, down, width)
     module, shape = f"{prefix}.gate_up_proj", (2 * width.whole, hidden)
     if width.cut == ALL:

@@ -69,16 +69,16 @@ def _row_bytes(device: torch.device) -> int:
     return expert_row_bytes(_memory(device))
 
 
-_kept: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
+_scratches: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
 
 
 def _scratch(device: torch.device, numbers: int) -> Tensor:
     """Memory into which experts are unpacked, one part after the other, bfloat16 [numbers]. All layers of a shape share
     it, and keep it: CUDA graphs know where it is."""
-    scratch = _kept.get((device, numbers))
+    scratch = _scratches.get((device, numbers))
     if scratch is None:
         with torch.inference_mode(False):
-            scratch = _kept[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
+            scratch = _scratches[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
     return scratch
 
 

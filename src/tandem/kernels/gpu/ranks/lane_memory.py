@@ -16,7 +16,7 @@ from tandem.kernels.gpu.cuda_driver import cuda_driver
 from tandem.kernels.ranks.meeting import Meeting
 
 LANES = ("peer", "host")
-_kept: list[object] = []
+_mapped_memory: list[object] = []
 """CPU memory that CUDA has mapped, until the process ends: others may still write to it, and CUDA fails to allocate
 where it is unmapped behind its back."""
 
@@ -50,7 +50,7 @@ class LaneMemory:
     def _own_in_ram(self) -> bytes:
         descriptor = os.memfd_create("tandem-rank")
         os.ftruncate(descriptor, self.nbytes)
-        _kept.append(descriptor)
+        _mapped_memory.append(descriptor)
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode()
 
     def _seen(self, rank: int, handle: bytes) -> int:
@@ -68,7 +68,7 @@ class LaneMemory:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), self.nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        _kept.append(memory)
+        _mapped_memory.append(memory)
         flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
         self._call("cuMemHostRegister", address, self.nbytes, flags)
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
