@@ -153,8 +153,8 @@ def _checkpoint(directory: Path, config: EngineConfig, host: Host, model: ModelC
 
 def _only_cpu() -> int:
     """The CPU that the calling thread is bound to; -1: it may have several."""
-    mine = os.sched_getaffinity(0)
-    return next(iter(mine)) if len(mine) == 1 else -1
+    cpus = os.sched_getaffinity(0)
+    return next(iter(cpus)) if len(cpus) == 1 else -1
 
 
 @contextmanager

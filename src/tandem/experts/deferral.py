@@ -118,5 +118,5 @@ class LateExperts:
 def _only(routing: Routing, chosen: Tensor) -> Routing:
     """The pairs that are chosen; the others are nobody's."""
     slots = routing.slots
-    nobody = torch.where(chosen, routing.ids, -1)
-    return Routing(nobody, routing.weights, None if slots is None else torch.where(chosen, slots, -1))
+    ids = torch.where(chosen, routing.ids, -1)
+    return Routing(ids, routing.weights, None if slots is None else torch.where(chosen, slots, -1))

@@ -102,9 +102,9 @@ class HybridExperts:
     def _pack(self, feed: LayerFeed) -> None:
         for first, run in feed.runs():
             for side in self._sides:
-                mine = [expert for expert in side.experts if first <= expert < first + len(run)]
-                if mine:
-                    side.load_each(mine, [run[expert - first] for expert in mine])
+                ids = [expert for expert in side.experts if first <= expert < first + len(run)]
+                if ids:
+                    side.load_each(ids, [run[expert - first] for expert in ids])
 
     def _kept(self, feed: LayerFeed, cache_layer: KeptLayer, whole: PackedExperts) -> PackedExperts:
         cache_layer.cache.wait()  # the layer before: its memory is free now

@@ -44,8 +44,8 @@ class OnThreads:
         self._kv = k.transpose(0, 1)[None].contiguous(), v.transpose(0, 1)[None].contiguous()
 
     def seen(self, q: Tensor) -> Tensor:
-        out, asking = torch.empty_like(q), q.transpose(0, 1)[None]
-        list(self._threads.pool().map(partial(self._some, asking, out), self._parts))
+        out, queries = torch.empty_like(q), q.transpose(0, 1)[None]
+        list(self._threads.pool().map(partial(self._some, queries, out), self._parts))
         return out.flatten(1)
 
     def _some(self, q: Tensor, out: Tensor, heads: slice) -> None:

@@ -117,11 +117,11 @@ class CpuOps(InMemory):
         self._views.forget()
         with recording, OnlyAllocations() as torch_calls:
             result = step(own, batch)
-        changing = self._views.refilled(batch)
+        refill = self._views.refilled(batch)
         self._views.forget()  # they are the recording's from now on
-        if torch_calls.others or changing is None:
+        if torch_calls.others or refill is None:
             return result, None
-        return result, RecordedStep(recording, own, result, changing)
+        return result, RecordedStep(recording, own, result, refill)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -88,8 +88,8 @@ class TorchExperts:
 
     @property
     def bytes_per_expert(self) -> int:
-        loaded = next((mlp for mlp in self._experts if mlp is not None), ())
-        return sum(matrix.weight.nbytes for matrix in loaded)
+        matrices = next((mlp for mlp in self._experts if mlp is not None), ())
+        return sum(matrix.weight.nbytes for matrix in matrices)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._biases = biases

@@ -53,10 +53,10 @@ class StepRows:
     def _keys_of(self, size: int, count: int) -> Tensor:
         rows, device = len(self.positions), self.positions.device
         positions = self.positions[:, None] - torch.arange(count, device=device)
-        first, held = self.first[self.sequence][:, None], len(self.slots) * size
-        new = held + self.begins[self.sequence][:, None] + positions - first
+        first, ring_rows = self.first[self.sequence][:, None], len(self.slots) * size
+        new = ring_rows + self.begins[self.sequence][:, None] + positions - first
         keys = torch.where(positions >= first, new, self.sequence[:, None] * size + positions % size)
-        return torch.where(positions < 0, held + torch.arange(rows, device=device)[:, None], keys)
+        return torch.where(positions < 0, ring_rows + torch.arange(rows, device=device)[:, None], keys)
 
     def joined(self, ring: Tensor, new: Tensor) -> Tensor:
         """[S * R + T, n]: what the rings of all sequences hold, then the new rows."""

@@ -75,12 +75,12 @@ class Builder:
 
     def rope(self, shape: config_rope.Rope) -> Rope:
         """Its tables for every position of the plan's context; layers that turn alike share them."""
-        alike = replace(shape, pairs="halves")
-        if alike not in self._ropes:
-            behind = image_turns(self.config.vision, self.plan.max_step_tokens)
-            table = rope_table(shape, self.plan.context_length + behind)
-            self._ropes[alike] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
-        return self._ropes[alike]
+        halves = replace(shape, pairs="halves")
+        if halves not in self._ropes:
+            image_rows = image_turns(self.config.vision, self.plan.max_step_tokens)
+            table = rope_table(shape, self.plan.context_length + image_rows)
+            self._ropes[halves] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
+        return self._ropes[halves]
 
     @property
     def turning(self) -> list[tuple[Rope, Tensor]]:
@@ -153,8 +153,8 @@ class Builder:
             if (own := biases[i]) is not None:
                 biases[i] = torch.cat([own[piece] for piece in pieces])
         runs = groupby(range(len(names)), lambda i: form_of(weights[i]))
-        joined = [_joined(list(run), names, weights, biases) for _, run in runs]
-        return [self._pack(name, weight, own, self.dense_format) for name, weight, own in joined]
+        groups = [_joined(list(run), names, weights, biases) for _, run in runs]
+        return [self._pack(name, weight, own, self.dense_format) for name, weight, own in groups]
 
     def convolution(self, name: str, rows: int, *kernel: int) -> Linear:
         """One whose kernels lie side by side, as the matrix of flattened patches that it is, with its bias."""

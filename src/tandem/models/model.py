@@ -69,8 +69,8 @@ class Model:
         embedded = self._embedded(batch)
         rows = len(embedded)
         # As in decode steps, with guesses or without.
-        all_wanted = rows == len(batch.logits_rows) and batch.seen is None
-        if all_wanted and self._worth_recording(rows):
+        all_rows = rows == len(batch.logits_rows) and batch.seen is None
+        if all_rows and self._worth_recording(rows):
             x = self._recorded_layers(embedded, batch, states)
             return self._logits(x, Pass(batch, x), states)
         return self.logits(self._through(embedded, batch, states), states)

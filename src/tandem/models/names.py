@@ -82,8 +82,8 @@ def _gate_and_up(
     shape = count, 2 * width.whole, hidden
     if names.interleaved or width.cut == ALL:
         rows = slice(2 * width.first, 2 * (width.first + width.size)) if width.cut != ALL else ALL
-        both = _of_all(names, checkpoint, module, expert, shape, rows)
-        gate, up = (rows_of(both, half) for half in _halves(names, width.size))
+        gate_up = _of_all(names, checkpoint, module, expert, shape, rows)
+        gate, up = (rows_of(gate_up, half) for half in _halves(names, width.size))
         return gate, up
     first, second = (_of_all(names, checkpoint, module, expert, shape, half) for half in _halves_of(width))
     return first, second
@@ -128,8 +128,8 @@ def expert_biases(names: ExpertNames, checkpoint: Checkpoint, layer: str, sizes:
     if f"{layer}{names.gate_up}_bias" not in checkpoint:
         each = [_biases_of(names, checkpoint, layer, expert, (width, hidden)) for expert in range(count)]
         return ExpertBiases(*(torch.stack(biases) for biases in zip(*each, strict=True)))
-    both = checkpoint.get(f"{layer}{names.gate_up}_bias", (count, 2 * width.whole)).float()
-    gate, up = (both[:, rows][:, width.cut].contiguous() for rows in _halves(names, width.whole))
+    gate_up = checkpoint.get(f"{layer}{names.gate_up}_bias", (count, 2 * width.whole)).float()
+    gate, up = (gate_up[:, rows][:, width.cut].contiguous() for rows in _halves(names, width.whole))
     return ExpertBiases(gate, up, checkpoint.get(f"{layer}{names.down}_bias", (count, hidden)).float())
 
 
@@ -158,8 +158,8 @@ def mlp_matrices(
     check_groups(checkpoint, down, width)
     module, shape = f"{prefix}.gate_up_proj", (2 * width.whole, hidden)
     if width.cut == ALL:
-        both = checkpoint.weight(module, shape)
-        gate, up = (rows_of(both, half) for half in _halves_of(width))
+        gate_up = checkpoint.weight(module, shape)
+        gate, up = (rows_of(gate_up, half) for half in _halves_of(width))
     else:
         gate, up = (checkpoint.weight(module, shape, half) for half in _halves_of(width))
     return gate, up, checkpoint.weight(down, (hidden, width.whole), columns=width.cut)

@@ -95,8 +95,8 @@ class KtLayer:
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor) -> None:
         """Reads the layer. Raises ConfigError where experts have copies or other places."""
-        same = torch.arange(self.num_experts)
-        if not torch.equal(physical_to_logical_map_cpu.long().cpu(), same):
+        identity = torch.arange(self.num_experts)
+        if not torch.equal(physical_to_logical_map_cpu.long().cpu(), identity):
             raise ConfigError(f"{WHERE}: experts keep their places here: leave --enable-eplb and their locations out")
         model = _model_of(self.wanted)
         self._experts = model.layer(self.layer_idx)

@@ -239,8 +239,8 @@ class LiveExperts:
         for layer in settled.ended:
             self._policy.ended(layer)
         if settled.done or settled.stranded:
-            now = None if self._asked is None else self._asked.counts
-            self._usage.moved(partial(_changes, settled), len(settled.done), now)
+            counts = None if self._asked is None else self._asked.counts
+            self._usage.moved(partial(_changes, settled), len(settled.done), counts)
         self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
         if self._in_vain >= GIVE_UP:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
@@ -254,5 +254,5 @@ class LiveExperts:
 
 
 def _changes(settled: Settled) -> list[Change]:
-    left = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
-    return left + [(layer, coming, True) for layer, _, _, coming in settled.done]
+    departures = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
+    return departures + [(layer, coming, True) for layer, _, _, coming in settled.done]

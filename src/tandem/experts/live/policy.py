@@ -79,8 +79,8 @@ class PolicySettings:
 
     def rules(self, cost: float) -> tuple[float, float, float]:
         """Rules for `pick_exchanges`, where an exchange costs so many reads."""
-        lasts = self.horizon_tokens / (self.half_life / log(2))
-        return cost / lasts, self.factor - 1, self.touches
+        lifetime = self.horizon_tokens / (self.half_life / log(2))
+        return cost / lifetime, self.factor - 1, self.touches
 
 
 class LivePolicy:
@@ -91,11 +91,11 @@ class LivePolicy:
         self, residency: Residency, expert_bytes: float, reads_per_exchange: float, settings: PolicySettings
     ) -> None:
         self.settings, self._cost, self.residency = settings, reads_per_exchange, residency
-        here = residency.on(Tier.GPU)
-        self._home: Floats = here.astype(np.float32)
+        resident = residency.on(Tier.GPU)
+        self._home: Floats = resident.astype(np.float32)
         self._better = np.zeros(self._home.shape, np.int8)  # here but not at home: 1; the other way: -1
         self._counts: Floats = np.zeros_like(self._home)
-        self._may = np.where(here, LEAVE, np.where(residency.on(Tier.CPU), COME, STAY)).astype(np.int8)
+        self._may = np.where(resident, LEAVE, np.where(residency.on(Tier.CPU), COME, STAY)).astype(np.int8)
         self._ended: set[int] = set()  # layers
         # Step after which those may leave that came.
         self._young: deque[tuple[int, tuple[Exchange, ...]]] = deque()
@@ -207,8 +207,8 @@ class LivePolicy:
         self._may[layer] = STAY
 
     def _going_home(self) -> bool:
-        away = int((self._better > 0).sum())
-        return self._judge.loss * self.settings.shortest_rest > away * self._cost > 0
+        displaced = int((self._better > 0).sum())
+        return self._judge.loss * self.settings.shortest_rest > displaced * self._cost > 0
 
     def _best(self, room: int) -> list[tuple[int, int, int, int]]:
         resting = self._home, (1.0, 0.0, 1.0)

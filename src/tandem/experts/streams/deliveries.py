@@ -126,11 +126,11 @@ class Deliveries:
         if self._given == len(self._list):
             return
         delivery, turn = self._list[self._given], self._given % self._ring.parts
-        left = max(0, self._counts[delivery.layer] - delivery.first)
+        remaining = max(0, self._counts[delivery.layer] - delivery.first)
         self._given += 1
         self._bus.copy_after(self._free[turn])
         to = self._memory.data_ptr() + turn * self._ring.part_bytes
-        for source, target, nbytes in self._runs_of(replace(delivery, count=min(left, delivery.count))):
+        for source, target, nbytes in self._runs_of(replace(delivery, count=min(remaining, delivery.count))):
             self._bus.copy(source, to + target, nbytes)
             self.bytes += nbytes
         self._arrived[turn] = self._bus.copies_given()

@@ -224,14 +224,14 @@ class ExpertStream:
 
     def _share(self, rows: int, in_graphs: bool) -> float:
         """Share of experts that travel; and learns from the step before."""
-        served, (before, least) = self._followed.served(), (self._last, self._served)
+        cpu_seconds, (before, least) = self._followed.served(), (self._last, self._served)
         if before is not None:
             count = sum(layer is not None for layer in self._layers)
-            self.rates.observe(*before, (served - least) / count)
+            self.rates.observe(*before, (cpu_seconds - least) / count)
         share = self.rates.share(rows, in_graphs) if rows else 0.0
         if before is not None and before[0] == rows and abs(share - before[1]) < NEARLY and 0 < share < 1:
             share = before[1]
-        self._last, self._served = (rows, share) if rows else None, served
+        self._last, self._served = (rows, share) if rows else None, cpu_seconds
         return share
 
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
@@ -250,10 +250,10 @@ class ExpertStream:
         return layer is not None and self.counts[index] < layer.places
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
-        mine = self.deliveries.of(index)
-        if self._cuts is None and (not mine or mine[0] != self.deliveries.taken):
+        numbers = self.deliveries.of(index)
+        if self._cuts is None and (not numbers or numbers[0] != self.deliveries.taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
-        return [self._part(i, i - mine[0], layer) for i in mine]
+        return [self._part(i, i - numbers[0], layer) for i in numbers]
 
     def _part(self, number: int, place: int, layer: StreamedLayer) -> Part:
         """place: among the layer's parts."""
@@ -300,14 +300,14 @@ class ExpertStream:
     def _arrive(self, index: int, sent: Callable[[], None]) -> None:
         """Before experts of a layer are computed by a graph; or by several, and this is the first."""
         sent()
-        mine = self.deliveries.of(index)
-        for number in mine if self.holds_layers else mine[:1]:
+        numbers = self.deliveries.of(index)
+        for number in numbers if self.holds_layers else numbers[:1]:
             self.deliveries.arrive(number)
 
     def _leave(self, index: int, compute: Callable[[int], None]) -> None:
         """After it, or the last."""
-        mine = self.deliveries.of(index)
-        for number in mine if self.holds_layers else mine[-1:]:
+        numbers = self.deliveries.of(index)
+        for number in numbers if self.holds_layers else numbers[-1:]:
             self._read(number)
         compute(self.rows)
 

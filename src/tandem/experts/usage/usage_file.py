@@ -115,13 +115,13 @@ def _checked(path: str | Path, counts: object) -> Tensor:
 def _described(path: str | Path, counts: Tensor, stored: dict[str, Any]) -> UsageRecord:
     """With what else the file says, as far as it fits."""
     layers, gpu_experts = stored.get("moe_layers"), stored.get("gpu_experts")
-    known = layers.tolist() if isinstance(layers, Tensor) and layers.shape == counts.shape[1:2] else ()
+    ids = layers.tolist() if isinstance(layers, Tensor) and layers.shape == counts.shape[1:2] else ()
     if isinstance(gpu_experts, Tensor) and gpu_experts.shape[-2:] != counts.shape[-2:]:
         raise ConfigError(f"{path}: gpu_experts is {list(gpu_experts.shape)}, logical_count {list(counts.shape)}")
     tensors = {name: t for name in _TENSORS if isinstance(t := stored.get(name), Tensor)}
     return UsageRecord(
         counts, str(stored.get("mode", "stat")), str(stored.get("model", "")), int(stored.get("tokens", 0)),
-        int(stored.get("passes", 0)), tuple(known), gpu_experts if isinstance(gpu_experts, Tensor) else None, **tensors,
+        int(stored.get("passes", 0)), tuple(ids), gpu_experts if isinstance(gpu_experts, Tensor) else None, **tensors,
     )  # fmt: skip
 
 

@@ -48,8 +48,8 @@ class UsageSummary:
     @property
     def effective(self) -> float:
         """Mean over layers that were used."""
-        used = [layer.effective for layer in self.layers if layer.tokens]
-        return sum(used) / len(used)
+        per_layer = [layer.effective for layer in self.layers if layer.tokens]
+        return sum(per_layer) / len(per_layer)
 
 
 def summary(record: UsageRecord) -> UsageSummary:

@@ -167,8 +167,8 @@ class Between:
 
     def biased(self, biases: ExpertBiases, device: torch.device) -> Between:
         """With these, of all experts, on the device."""
-        both = torch.cat((biases.gate, biases.up), 1)
-        return replace(self, gate_up=both.to(device), down=biases.down.to(device))
+        gate_up = torch.cat((biases.gate, biases.up), 1)
+        return replace(self, gate_up=gate_up.to(device), down=biases.down.to(device))
 
     def constants(self) -> dict[str, float]:
         how = self.activation

@@ -183,8 +183,8 @@ class GpuExperts:
         sums = torch.empty_like(x, dtype=torch.float32)
         for first in range(0, len(x), each):
             part = slice(first, first + each)
-            some = Routing(routing.ids[part], routing.weights[part], slots[part])
-            expert_rows.combine(self._tiled(x[part], some), slots[part], sums[part])
+            part_routing = Routing(routing.ids[part], routing.weights[part], slots[part])
+            expert_rows.combine(self._tiled(x[part], part_routing), slots[part], sums[part])
         return PartialSums(sums, None)
 
     def parts(self) -> list[Part]:

@@ -153,8 +153,8 @@ class GpuMLP:
 
     def load(self, gate: Weight, up: Weight, down: Weight) -> None:
         """Where gate and up are stored in different ways, they become numbers."""
-        both = stacked((gate, up))
-        self._gate_up = self._linear((numbers(gate), numbers(up)) if both is None else both)
+        gate_up = stacked((gate, up))
+        self._gate_up = self._linear((numbers(gate), numbers(up)) if gate_up is None else gate_up)
         self._down = self._linear(down)
         if isinstance(self._gate_up, Activating):
             self._gate_up.prepare(self._activation)

@@ -82,8 +82,8 @@ class GpuOps:
         table = torch.empty(shape, dtype=torch.bfloat16, device=device, pin_memory=pinned)
         with ThreadPoolExecutor(LOOKUP_THREADS, "tandem-lookup") as threads:
             for first in range(0, len(parts), LOOKUP_THREADS):
-                some = parts[first : first + LOOKUP_THREADS]
-                for ids, vectors in zip(some, threads.map(find, some), strict=True):
+                group = parts[first : first + LOOKUP_THREADS]
+                for ids, vectors in zip(group, threads.map(find, group), strict=True):
                     table[int(ids[0]) : int(ids[-1]) + 1].copy_(vectors if in_ram else _on_device(vectors, self))
         return partial(read_rows, table) if in_ram else lambda indices: table.index_select(0, indices)
 

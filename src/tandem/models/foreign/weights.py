@@ -140,9 +140,9 @@ class WeightLoader:
         model.initialize_weights()
         for name in buffers:
             self._check_filled(name)
-        left = [n for n, x in model.named_parameters() if x.is_meta and not n.startswith(self._idle)]
-        if left:
-            raise self._stored.missing(left[0])
+        missing = [n for n, x in model.named_parameters() if x.is_meta and not n.startswith(self._idle)]
+        if missing:
+            raise self._stored.missing(missing[0])
 
     def _check_filled(self, name: str) -> None:
         buffer = self._model.get_buffer(name)

@@ -44,8 +44,8 @@ class VisionTower:
         self._learned = b.float_tensor(f"{prefix}pos_embed.weight", tower.side**2, hidden)
         self._blocks = [_Block(b, tower, f"{prefix}blocks.{i}.") for i in range(tower.depth)]
         self._merger = _Merger(b, tower, f"{prefix}merger.", names.merger, early=True)
-        deep = range(len(tower.deep))
-        self._deep = [_Merger(b, tower, f"{prefix}{names.deep}.{i}.", names.merger, early=False) for i in deep]
+        indices = range(len(tower.deep))
+        self._deep = [_Merger(b, tower, f"{prefix}{names.deep}.{i}.", names.merger, early=False) for i in indices]
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +74,9 @@ class VisionTower:
     def _places(self, order: Tensor) -> Tensor:
         """Learned positions of an image's patches, [patches, hidden]."""
         down, across = (order.max(0).values + 1).tolist()
-        learned = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
+        table = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
         cells = order.to(self.device)
-        return learned[cells[:, 0], cells[:, 1]].to(self.dtype)
+        return table[cells[:, 0], cells[:, 1]].to(self.dtype)
 
     def _rows(self, patches: int) -> int:
         return patches if self.device.type == "cuda" else CPU_PATCHES
@@ -140,8 +140,8 @@ class _Merger:
         parts = list[Tensor]()
         for rows in tiles:
             y = x[rows]
-            together = self._norm(y).view(-1, self._wide) if self._early else self._norm(y.view(-1, self._wide))
-            parts.append(self._down(F.gelu(self._up(together))))
+            merged = self._norm(y).view(-1, self._wide) if self._early else self._norm(y.view(-1, self._wide))
+            parts.append(self._down(F.gelu(self._up(merged))))
             yield
         return torch.cat(parts)
 

@@ -131,8 +131,8 @@ def activate(x: Tensor, pool: Tensor, panels: Panels, how: Activation, ready: bo
     """The activation of a product with gate and up, of up to MOST_ROWS rows, in x's type. ready: as `multiply` has it,
     of up to MOST_PAIRED_ROWS."""
     out = x.new_empty((len(x), panels.columns // 2))
-    for some, to in zip(x.split(MOST_PAIRED_ROWS), out.split(MOST_PAIRED_ROWS), strict=True):
-        multiply(some, pool, panels, None, to, how, ready)
+    for part, to in zip(x.split(MOST_PAIRED_ROWS), out.split(MOST_PAIRED_ROWS), strict=True):
+        multiply(part, pool, panels, None, to, how, ready)
     return out
 
 

@@ -170,7 +170,7 @@ class Pieces:
         """q [t, H, D] after so many tokens -> [t, H * E]."""
         each = gqa_rows(q.shape[1], q.shape[2], self._pages[1].shape[3])
         parts = [
-            self._some(some, chunk_of(before + i * each, len(some))) for i, some in enumerate(q.split(each))
+            self._some(part, chunk_of(before + i * each, len(part))) for i, part in enumerate(q.split(each))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -118,21 +118,21 @@ class PromptExperts:
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
-        first, unpacked = 0, not (self.codes and from_codes(keys.numel(), self._experts))
+        first, unpacks = 0, not (self.codes and from_codes(keys.numel(), self._experts))
         for part in parts:
-            numbered = range(first, first + part.count)
+            key_range = range(first, first + part.count)
             part.arrive()
-            matrices = self._unpacked(part, counts, first) if unpacked else None
-            if unpacked:
+            matrices = self._unpacked(part, counts, first) if unpacks else None
+            if unpacks:
                 part.read()
             for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
-                some = Routing(*chosen)
-                result = self._products(own, each, some, numbered, matrices or part.packed)
-                rows.add(result, each, some, self.between.down, out, numbered, new=first == 0)
+                piece_routing = Routing(*chosen)
+                result = self._products(own, each, piece_routing, key_range, matrices or part.packed)
+                rows.add(result, each, piece_routing, self.between.down, out, key_range, new=first == 0)
                 del result  # its memory is the next products'
-            if not unpacked:
+            if not unpacks:
                 part.read()
-            first = numbered.stop
+            first = key_range.stop
         return sums
 
     def _pieces(

@@ -59,10 +59,10 @@ class LaneMemory:
         if rank == self._meeting.rank:
             return self._own
         driver = self._driver
-        opened = driver.CUipcMemHandle()
-        opened.reserved = handle
-        lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        return int(self._call("cuIpcOpenMemHandle", opened, lazily.value))
+        ipc_handle = driver.CUipcMemHandle()
+        ipc_handle.reserved = handle
+        lazy_flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._call("cuIpcOpenMemHandle", ipc_handle, lazy_flag.value))
 
     def _mapped(self, path: str) -> int:
         with open(path, "r+b") as file:
