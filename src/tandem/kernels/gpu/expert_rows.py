@@ -152,8 +152,8 @@ def row_step(panels: Panels) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Activation between an expert's products, and the biases that are added to them: float32 gate_up [E, 2 rows] and
-    down [E, columns], of all experts, wherever they lie; None: nothing."""
+    """Activation between an expert's products, and the biases that are added to them. These are float32 gate_up
+    [E, 2 rows] and down [E, columns], of all experts, wherever they lie; None: nothing."""
 
     width: int  # of the intermediate activations
     activation: Activation = SILU

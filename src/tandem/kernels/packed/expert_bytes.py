@@ -101,8 +101,8 @@ class ExpertBytes:
         self._core.read_next(upcoming)
 
     def layout(self) -> tuple[PanelLayout, PanelLayout]:
-        """Layouts of the packed gate_up, whose panels alternate 16 rows of gate and 16 of up, and of the down that
-        follows."""
+        """Layouts of the packed gate_up, and of the down that follows. Panels of gate_up alternate 16 rows of gate and
+        16 of up."""
         gate_up, down = self._core.layout()
         return gate_up, down
 
