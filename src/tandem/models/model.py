@@ -114,10 +114,10 @@ class Model:
             embedded[batch.seen.rows] = batch.seen.features[:, 0].to(self.dtype)
         return embedded
 
-    def _turned(self, seen: Seen) -> None:
+    def _turned(self, images: Seen) -> None:
         """Makes the rows of the rotary tables that image rows turn by: each pair has that of one of three positions."""
         for rope, axes in self._turning:
-            places, rows = seen.places[:, axes], slice(seen.first, seen.first + len(seen.rows))
+            places, rows = images.places[:, axes], slice(images.first, images.first + len(images.rows))
             for table in (rope.cos, rope.sin):
                 table[rows] = table.gather(0, places)
 
