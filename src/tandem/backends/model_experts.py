@@ -106,8 +106,8 @@ class ModelExperts:
         """One line for the engine's log."""
         where = f", {self.gpu_experts} experts on {self.host.device}" if self.gpu_experts else ""
         ranks = f", part {self.host.shard.rank + 1} of {self.host.shard.ranks}" if self.host.shard.ranks > 1 else ""
-        said = f"{self.plan.expert_format} experts, {self.plan.tier} kernels"
-        return f"{said}, {threads_text(self.plan.cpus)}{where}{ranks}"
+        kind = f"{self.plan.expert_format} experts, {self.plan.tier} kernels"
+        return f"{kind}, {threads_text(self.plan.cpus)}{where}{ranks}"
 
 
 class LayerExperts:
@@ -133,9 +133,9 @@ class LayerExperts:
         places = self.experts.places
         if places is None:
             return Routing(ids, weights)
-        asked, no_expert = ids.clamp(min=0), ids < 0
-        slots = places[asked.long()].masked_fill(no_expert, 0)
-        return Routing(asked, weights.masked_fill(no_expert, 0.0), slots)
+        expert_ids, no_expert = ids.clamp(min=0), ids < 0
+        slots = places[expert_ids.long()].masked_fill(no_expert, 0)
+        return Routing(expert_ids, weights.masked_fill(no_expert, 0.0), slots)
 
     def wait(self, ticket: Any) -> Tensor:
         """sum over k of weight * expert(x), [T, hidden] in x's dtype; of this rank's width."""
@@ -153,8 +153,8 @@ def _checkpoint(directory: Path, config: EngineConfig, host: Host, model: ModelC
 
 def _only_cpu() -> int:
     """The CPU that the calling thread is bound to; -1: it may have several."""
-    mine = os.sched_getaffinity(0)
-    return next(iter(mine)) if len(mine) == 1 else -1
+    cpus = os.sched_getaffinity(0)
+    return next(iter(cpus)) if len(cpus) == 1 else -1
 
 
 @contextmanager

@@ -19,13 +19,13 @@ DTYPES = ("bfloat16", "float32")
 def experts_config(model: str, options: Mapping[str, object], dtype: str, where: str) -> EngineConfig:
     """options: some of OPTIONS, with `-` or `_`. dtype: of the engine's activations. where: how the user has said them,
     for errors. Raises ConfigError."""
-    given = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
-    for name in given:
+    flags = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
+    for name in flags:
         if name not in OPTIONS:
             raise ConfigError(f"{where} has no option {name!r}{_nearest(name)}; there are: {', '.join(OPTIONS)}")
     if dtype not in DTYPES:
         raise ConfigError(f"the experts compute in {' or '.join(DTYPES)}, not {dtype}: take --dtype bfloat16")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     try:
         return EngineConfig.from_keywords(model, dtype=dtype, **values)
     except ConfigError as error:

@@ -34,9 +34,9 @@ class _Rest(CpuExperts):
 
     def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
         for first, run in feed.runs():
-            here = [(first + i, matrices) for i, matrices in enumerate(run) if first + i >= self._skipped]
-            if here:
-                self._packed.load_each([expert for expert, _ in here], [matrices for _, matrices in here])
+            pairs = [(first + i, matrices) for i, matrices in enumerate(run) if first + i >= self._skipped]
+            if pairs:
+                self._packed.load_each([expert for expert, _ in pairs], [matrices for _, matrices in pairs])
 
     def submit(self, x: Tensor, routing: Routing) -> Ticket:
         ids = routing.ids.masked_fill(routing.ids < self._skipped, -1)

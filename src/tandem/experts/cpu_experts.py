@@ -21,7 +21,7 @@ class Experts(Protocol):
         ...
 
     def set_biases(self, biases: ExpertBiases) -> None:
-        """Of all experts of the layer, after `load`."""
+        """Takes the biases of all experts of the layer, after `load`."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Experts(Protocol):
         ...
 
     def hint(self, routing: Routing) -> None:
-        """What the next `submit` will probably be given. No result depends on it."""
+        """Names the routing that the next `submit` will probably get. No result depends on it."""
         ...
 
     def submit(self, x: Tensor, routing: Routing) -> Any:

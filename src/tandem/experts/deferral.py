@@ -29,8 +29,8 @@ from tandem.kernels.packed.cache import KeptLayer
 
 
 class Deferral(NamedTuple):
-    """Of a token's first `routed` experts the `kept` of the largest weights are not late; equal weights: the earlier
-    one counts as larger. What follows these (shared experts) is never late."""
+    """Rule for late experts: of a token's first `routed` ones, the `kept` of the largest weights are not late. Of equal
+    weights the earlier one counts as larger. What follows these (shared experts) is never late."""
 
     kept: int
     routed: int
@@ -39,9 +39,9 @@ class Deferral(NamedTuple):
         """bool [T, k]: which pairs are late; those with a slot on the GPU are not."""
         weights = routing.weights[:, : self.routed]
         order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
-        late = torch.zeros_like(routing.ids, dtype=torch.bool)
-        late.scatter_(1, order[:, self.kept :], True)
-        return late if routing.slots is None else late & on_tier(Tier.CPU, routing.slots)
+        mask = torch.zeros_like(routing.ids, dtype=torch.bool)
+        mask.scatter_(1, order[:, self.kept :], True)
+        return mask if routing.slots is None else mask & on_tier(Tier.CPU, routing.slots)
 
 
 def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
@@ -52,7 +52,7 @@ def who_defers(on_cpu: Sequence[bool]) -> list[bool]:
 
 @dataclass(slots=True)
 class Due:
-    """What a layer owes to the next: [T, hidden], or None. All layers of a model share one; it is for one batch."""
+    """Sum that a layer owes to the next: [T, hidden], or None. All layers of a model share one; it is for one batch."""
 
     sum: Tensor | None = None
 
@@ -103,8 +103,8 @@ class LateExperts:
         """x [T, hidden], routing [T, k]."""
         if self._deferral is None:
             return LateTicket(self._inner.submit(x, routing), x, None)
-        late = self._deferral.late(routing)
-        return LateTicket(self._inner.submit(x, _only(routing, ~late)), x, _only(routing, late))
+        late_pairs = self._deferral.late(routing)
+        return LateTicket(self._inner.submit(x, _only(routing, ~late_pairs)), x, _only(routing, late_pairs))
 
     def wait(self, ticket: LateTicket) -> Tensor:
         """sum over k of weight * expert(x), without those that are late and with what was due: [T, hidden]."""
@@ -118,5 +118,5 @@ class LateExperts:
 def _only(routing: Routing, chosen: Tensor) -> Routing:
     """The pairs that are chosen; the others are nobody's."""
     slots = routing.slots
-    nobody = torch.where(chosen, routing.ids, -1)
-    return Routing(nobody, routing.weights, None if slots is None else torch.where(chosen, slots, -1))
+    ids = torch.where(chosen, routing.ids, -1)
+    return Routing(ids, routing.weights, None if slots is None else torch.where(chosen, slots, -1))

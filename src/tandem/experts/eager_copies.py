@@ -63,12 +63,12 @@ class Copies:
         if not self.computes:
             self._result[:tokens].zero_()
             return
-        posted = perf_counter()
+        posted_at = perf_counter()
         rows = slice(tokens)
         x = plain(self._x[rows].view(torch.int16)).view(torch.bfloat16)
         ids, weights, result = (plain(t[rows]) for t in (self._ids, self._weights, self._result))
         self._layer.forward(x, ids, weights, result)
-        self.times = self.times.plus(HandoffTimes(1, posted - started, perf_counter() - posted))
+        self.times = self.times.plus(HandoffTimes(1, posted_at - started, perf_counter() - posted_at))
 
     def result(self, tokens: int) -> Tensor:
         """float32 [tokens, hidden] in pinned memory."""

@@ -118,20 +118,20 @@ class LayerFeed:
         return self
 
     def look_ahead(self, after_seconds: float = AHEAD_AFTER_SECONDS) -> None:
-        """Of what takes memory only the first one is made ahead."""
+        """Makes experts ahead; of those that take memory only the first one."""
         self.looking = self._threads.submit(self._look, after_seconds)
 
     def __call__(self, expert: int) -> ExpertMatrices:
         self._needed = max(self._needed, expert + 1)
-        found = self._found.pop(expert, None)
-        found = self._find(expert) if found is None else found
+        matrices = self._found.pop(expert, None)
+        matrices = self._find(expert) if matrices is None else matrices
         if expert == self.count - 1:
             self._at_last()
-        return found
+        return matrices
 
     @property
     def nbytes(self) -> int:
-        """Of those that were asked for, as stored."""
+        """Stored bytes of the experts that were asked for."""
         return sum(self._sizes.values())
 
     def all(self) -> list[ExpertMatrices]:
@@ -145,18 +145,18 @@ class LayerFeed:
         What they get is a view of the mapped file, or codes and numbers made from it: at most 2 * CHUNK_BYTES of those
         at a time, unless one expert is larger.
         """
-        wanted, pending, first = Event(), list[Future[list[ExpertMatrices]]](), 0
-        wanted.set()
-        ready = self._gathered(0, wanted)
-        wanted.clear()
+        demand, pending, first = Event(), list[Future[list[ExpertMatrices]]](), 0
+        demand.set()
+        ready = self._gathered(0, demand)
+        demand.clear()
         try:
             while first < self.count:
                 following = first + len(ready)
-                pending = self._begun(following, ready, wanted) if following < self.count else []
+                pending = self._begun(following, ready, demand) if following < self.count else []
                 yield first, ready
-                wanted.set()
+                demand.set()
                 ready = [each for future in pending for each in future.result()]
-                wanted.clear()
+                demand.clear()
                 first = following
         finally:
             for future in pending:  # an error ended it: nobody looks any more when the caller hears of it
@@ -164,9 +164,9 @@ class LayerFeed:
             wait(pending)
 
     def _find(self, expert: int) -> ExpertMatrices:
-        found = self._matrices(expert)
-        self._sizes[expert] = sum(map(weight_bytes, found))
-        return packable(found, self._as_codes)
+        matrices = self._matrices(expert)
+        self._sizes[expert] = sum(map(weight_bytes, matrices))
+        return packable(matrices, self._as_codes)
 
     def _look(self, after_seconds: float) -> None:
         """Whatever cannot be read is an error when it is called for."""
@@ -175,39 +175,39 @@ class LayerFeed:
             if expert < self._needed:
                 continue
             try:
-                found = self._find(expert)
+                matrices = self._find(expert)
             except Exception:
                 return
-            self._found[expert] = found
-            if not are_views(found):
+            self._found[expert] = matrices
+            if not are_views(matrices):
                 return
 
     def _begun(
-        self, first: int, before: list[ExpertMatrices], wanted: Event
+        self, first: int, before: list[ExpertMatrices], demand: Event
     ) -> list[Future[list[ExpertMatrices]]]:
         """Asks for those from `first` on, which follow the run `before`. Views and small codes are made by one thread:
         they are Python's work, in which more threads would only take turns."""
         if are_views(before[0]):
-            return [self._threads.submit(self._gathered, first, wanted)]
+            return [self._threads.submit(self._gathered, first, demand)]
         size = max(1, sum(map(weight_bytes, before[0])))
         most = max(1, CHUNK_BYTES // size)
         chunk = range(first, min(first + min(GROWTH * len(before), most), self.count))
-        made = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in before[0])
-        shares = [[expert] for expert in chunk] if made else [list(chunk)]
+        by_expert = size > MADE_BYTES and any(isinstance(w, WeightCodes) for w in before[0])
+        shares = [[expert] for expert in chunk] if by_expert else [list(chunk)]
         return [self._threads.submit(lambda those: [self(each) for each in those], share) for share in shares]
 
-    def _gathered(self, first: int, wanted: Event) -> list[ExpertMatrices]:
+    def _gathered(self, first: int, demand: Event) -> list[ExpertMatrices]:
         """From `first` on, as many as are found until somebody wants them; one, if they are not views."""
-        found = [self(first)]
-        most = VIEW_BYTES // max(1, sum(map(weight_bytes, found[0]))) if are_views(found[0]) else 1
+        run = [self(first)]
+        most = VIEW_BYTES // max(1, sum(map(weight_bytes, run[0]))) if are_views(run[0]) else 1
         last, latest = min(self.count, first + most), inf
-        while first + len(found) < last and perf_counter() < latest:
-            found.append(self(first + len(found)))
-            if wanted.is_set() and latest == inf:
+        while first + len(run) < last and perf_counter() < latest:
+            run.append(self(first + len(run)))
+            if demand.is_set() and latest == inf:
                 latest = perf_counter() + GATHER_SECONDS
-        return found
+        return run
 
 
 def feed_of(count: int, matrices: Callable[[int], ExpertMatrices]) -> LayerFeed:
-    """Of a layer that stands alone."""
+    """Feed of a layer without others around it."""
     return ExpertFeed((0,)).layer(0, count, lambda _: matrices)

@@ -100,7 +100,7 @@ class Handoff:
 
     @property
     def copies(self) -> Copies:
-        """Of posts outside graphs of steps; graphs of prompts use them piece by piece."""
+        """Copies for posts outside graphs of steps; graphs of prompts use them piece by piece."""
         if self._copies is None:
             self._copies = Copies(self.sizes, self.device, self._check_parked)
         return self._copies

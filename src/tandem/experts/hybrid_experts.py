@@ -102,13 +102,13 @@ class HybridExperts:
     def _pack(self, feed: LayerFeed) -> None:
         for first, run in feed.runs():
             for side in self._sides:
-                mine = [expert for expert in side.experts if first <= expert < first + len(run)]
-                if mine:
-                    side.load_each(mine, [run[expert - first] for expert in mine])
+                ids = [expert for expert in side.experts if first <= expert < first + len(run)]
+                if ids:
+                    side.load_each(ids, [run[expert - first] for expert in ids])
 
-    def _kept(self, feed: LayerFeed, kept: KeptLayer, whole: PackedExperts) -> PackedExperts:
-        kept.cache.wait()  # the layer before: its memory is free now
-        CpuExperts(whole).load(feed, kept)
+    def _kept(self, feed: LayerFeed, cache_layer: KeptLayer, whole: PackedExperts) -> PackedExperts:
+        cache_layer.cache.wait()  # the layer before: its memory is free now
+        CpuExperts(whole).load(feed, cache_layer)
         return whole
 
     @property
@@ -132,7 +132,7 @@ class HybridExperts:
 
     @property
     def sides(self) -> LiveLayer | None:
-        """What an exchange between them needs; None where one side has no experts."""
+        """Both sides, for exchanges between them; None where one side has no experts."""
         return None if self._gpu is None or self._cpu is None else LiveLayer(self._gpu, self._cpu)
 
     @property
@@ -165,10 +165,10 @@ class HybridExperts:
             return self._submit_streamed(self.stream, x, routing, slots)
         if self._cpu is not None:
             self._handoff.post(self._number, x, routing, slots)
-        alone, sums = self._cpu is None, None
+        gpu_only, sums = self._cpu is None, None
         if self._gpu is not None:
-            sums = self._gpu.partial(x, Routing(routing.ids, routing.weights, slots), alone)
-        return HybridTicket(slots, sums, x.dtype, not alone)
+            sums = self._gpu.partial(x, Routing(routing.ids, routing.weights, slots), gpu_only)
+        return HybridTicket(slots, sums, x.dtype, not gpu_only)
 
     def _submit_streamed(
         self, stream: ExpertStream, x: Tensor, routing: Routing, slots: Tensor
@@ -189,13 +189,13 @@ class HybridExperts:
 
     def wait(self, ticket: HybridTicket) -> Tensor:
         """sum over k of weight * expert(x), [T, hidden]."""
-        elsewhere, rows = None, len(ticket.slots)
+        cpu_sums, rows = None, len(ticket.slots)
         if ticket.streamed and self.stream is not None:
             self.stream.after_experts(self.index, self._compute if ticket.posted else _nothing, rows)
-            elsewhere = self._handoff.copies.result(rows) if ticket.posted else None
+            cpu_sums = self._handoff.copies.result(rows) if ticket.posted else None
         elif ticket.posted:
-            elsewhere = self._handoff.collect(rows)
+            cpu_sums = self._handoff.collect(rows)
         if ticket.partial is not None:
-            return ticket.partial.combined(elsewhere)
-        assert elsewhere is not None
-        return elsewhere.to(ticket.dtype)
+            return ticket.partial.combined(cpu_sums)
+        assert cpu_sums is not None
+        return cpu_sums.to(ticket.dtype)

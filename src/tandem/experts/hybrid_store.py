@@ -48,12 +48,12 @@ class HybridStore:
         slot_of = self._placement.slots(index)
         first, shared = slots_in_use(slot_of), count - len(slot_of)
         slot_of = torch.cat((slot_of, torch.arange(first, first + shared, dtype=torch.int32)))
-        there, here = (count_on(tier, slot_of) for tier in (Tier.GPU, Tier.CPU))
+        gpu_count, cpu_count = (count_on(tier, slot_of) for tier in (Tier.GPU, Tier.CPU))
         tables = self._tables_of(index, count)
         shape = self._hidden, width, fmt, activation
-        gpu = self._ops.gpu_experts(slot_of, *shape, tables=tables) if there else None
-        places = places or min(count, here + int(self._live))
-        cpu = self._ops.cpu.experts(count, *shape, places=places) if here else None
+        gpu = self._ops.gpu_experts(slot_of, *shape, tables=tables) if gpu_count else None
+        places = places or min(count, cpu_count + int(self._live))
+        cpu = self._ops.cpu.experts(count, *shape, places=places) if cpu_count else None
         # No closure over self, which holds the layers: their memory is to be free as soon as nobody has them.
         whole = partial(self._ops.cpu.experts, count, *shape)
         self.layers[index] = kind(slot_of, gpu, cpu, self._handoff, whole, self._own_memory, shared)

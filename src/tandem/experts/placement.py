@@ -35,10 +35,10 @@ class ExpertPlacement:
     def slots(self, layer: int) -> Tensor:
         """int32 [experts]: the expert's place among its layer's on the GPU, -1 for those in CPU memory."""
         if layer >= self.layers:
-            here = torch.full_like(self.gpu_experts[0], self.drafts)
+            resident = torch.full_like(self.gpu_experts[0], self.drafts)
         else:
-            here = self.gpu_experts[layer]
-        return packed_slots(here)
+            resident = self.gpu_experts[layer]
+        return packed_slots(resident)
 
 
 def place(

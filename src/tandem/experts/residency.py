@@ -30,9 +30,9 @@ class Tier(IntEnum):
 
 
 class Residency:
-    """Of [layers, experts]. One thread changes it, by four transitions: `load` file → CPU, `drop` CPU → file, `rise`
-    CPU → GPU, `sink` GPU → CPU. Each raises EngineError, and changes nothing, where the expert is elsewhere or the slot
-    is taken."""
+    """Tiers of [layers, experts]. One thread changes them, by four transitions: `load` file → CPU, `drop` CPU → file,
+    `rise` CPU → GPU, `sink` GPU → CPU. Each raises EngineError, and changes nothing, where the expert is elsewhere or
+    the slot is taken."""
 
     def __init__(self, slots: Tensor, in_file: Tensor | None = None) -> None:
         """slots int [layers, experts]: on the GPU, or `NO_SLOT`; in_file bool: of these, who is in no memory."""
@@ -71,12 +71,12 @@ class Residency:
         self.slots[layer, expert] = NO_SLOT
 
     def _leave(self, layer: int, expert: int, tier: Tier) -> None:
-        if (found := self.tier(layer, expert)) is not tier:
-            raise EngineError(f"expert {expert} of MoE layer {layer} is in {found.name}, not in {tier.name}")
+        if (actual := self.tier(layer, expert)) is not tier:
+            raise EngineError(f"expert {expert} of MoE layer {layer} is in {actual.name}, not in {tier.name}")
 
 
 def experts_on(tier: Tier, slots: Tensor) -> list[int]:
-    """Of a layer without experts in its file. slots int [experts]: on the GPU, or `NO_SLOT`."""
+    """Experts on a tier, ascending; none is in the file. slots int [experts]: on the GPU, or `NO_SLOT`."""
     return on_tier(tier, slots).nonzero().flatten().tolist()
 
 

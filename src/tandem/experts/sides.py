@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Side(Protocol):
-    """Of one layer. experts: who lives there, ascending, when they are loaded; live placement may move them later."""
+    """Side of one layer. experts: those on it, ascending, when they are loaded; live placement may move them later."""
 
     experts: Sequence[int]
 
@@ -24,7 +24,7 @@ class Side(Protocol):
         ...
 
     def set_biases(self, biases: ExpertBiases) -> None:
-        """Of all experts of the layer: one that comes from elsewhere finds its own."""
+        """Takes the biases of all experts of the layer: one that comes from elsewhere finds its own."""
         ...
 
     def load_each(self, ids: Sequence[int], matrices: Sequence[ExpertMatrices]) -> None:

@@ -41,10 +41,10 @@ class BatchViews:
                 return each.view
         self._sizes = sizes or self._sizes
         limits = self._sizes if all(self._sizes) else (1 << 31, 1 << 31)  # no pages yet: any cache will do
-        made = _View(batch, limits, checked(batch, *limits))
-        self._kept = [*self._kept[1 - KEPT :], made]
+        entry = _View(batch, limits, checked(batch, *limits))
+        self._kept = [*self._kept[1 - KEPT :], entry]
         self._made += 1
-        return made.view
+        return entry.view
 
     def refilled(self, batch: BatchLayout) -> Refill | None:
         """For views made since `forget`, of a step of `batch`. None: they cannot be told from the batch alone."""
@@ -53,10 +53,10 @@ class BatchViews:
         if self._made != len(views) or None in whose:
             return None
 
-        apart = own[1] is not batch
+        windowed = own[1] is not batch
 
         def refill(other: BatchLayout) -> None:
-            assert (other.windowed is not other) == apart, "a step with windows, repeated as one without"
+            assert (other.windowed is not other) == windowed, "a step with windows, repeated as one without"
             for view, which in zip(views, whose, strict=True):
                 view.view.become(checked(other.windowed if which else other, *view.sizes))
 
@@ -65,7 +65,7 @@ class BatchViews:
 
 def checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchView:
     """Raises KernelError when an index points outside the cache."""
-    guessed = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
+    guess_fields = {} if batch.folded is None else {"folded": batch.folded, "sure": batch.sure}
     return _core.BatchView(
         positions=batch.positions if batch.turns is None else batch.turns,  # the core only turns rows by them
         cache_slots=batch.cache_slots,
@@ -75,5 +75,5 @@ def checked(batch: BatchLayout, num_pages: int, page_size: int) -> _core.BatchVi
         page_size=page_size,
         num_pages=num_pages,
         slots=batch.slots,
-        **guessed,
+        **guess_fields,
     )

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class Chosen(NamedTuple):
-    """What rows attend to: rows int32 [T, budget] of the cache, in the order of their positions, of which the first
-    counts int32 [T] count; the others are 0."""
+    """Cache rows that a step's rows attend to: rows int32 [T, budget], in the order of their positions. The first
+    counts int32 [T] of them count; the others are 0."""
 
     rows: Tensor
     counts: Tensor

@@ -44,12 +44,12 @@ class OnThreads:
         self._kv = k.transpose(0, 1)[None].contiguous(), v.transpose(0, 1)[None].contiguous()
 
     def seen(self, q: Tensor) -> Tensor:
-        out, asking = torch.empty_like(q), q.transpose(0, 1)[None]
-        list(self._threads.pool().map(partial(self._some, asking, out), self._parts))
+        out, queries = torch.empty_like(q), q.transpose(0, 1)[None]
+        list(self._threads.pool().map(partial(self._some, queries, out), self._parts))
         return out.flatten(1)
 
     def _some(self, q: Tensor, out: Tensor, heads: slice) -> None:
         with torch.inference_mode():
             k, v = self._kv
-            seen = F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads])
-            out[:, heads] = seen[0].transpose(0, 1)
+            attention = F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads])
+            out[:, heads] = attention[0].transpose(0, 1)

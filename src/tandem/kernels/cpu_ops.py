@@ -40,7 +40,7 @@ from tandem.mechanisms.slices import bound_by
 from tandem.spec.activation import SILU, Activation
 
 
-def _beside(x: Tensor, weight: Tensor | None) -> Tensor | None:
+def _norm_weight(x: Tensor, weight: Tensor | None) -> Tensor | None:
     """A norm's weight in x's dtype, or in float32."""
     if weight is None or weight.dtype in (x.dtype, torch.float32):
         return weight
@@ -110,22 +110,22 @@ class CpuOps(InMemory):
         packed = [_packed(read) for read in reads]
         limit = AHEAD_BYTES_PER_WORKER * len(self.pool)
         for i, (weights, _) in enumerate(packed):
-            weights.read_next(_ahead([sure for _, ranges in packed[i + 1 :] for sure in ranges], limit))
+            weights.read_next(_ahead([span for _, ranges in packed[i + 1 :] for span in ranges], limit))
 
     def record(self, step: Step, x: Tensor, batch: BatchLayout) -> tuple[Tensor, Recorded | None]:
         own, recording = x.clone(), _core.Recording()
         self._views.forget()
         with recording, OnlyAllocations() as torch_calls:
             result = step(own, batch)
-        changing = self._views.refilled(batch)
+        refill = self._views.refilled(batch)
         self._views.forget()  # they are the recording's from now on
-        if torch_calls.others or changing is None:
+        if torch_calls.others or refill is None:
             return result, None
-        return result, RecordedStep(recording, own, result, changing)
+        return result, RecordedStep(recording, own, result, refill)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
-        self.dense.rms_norm(x, None, _beside(x, weight), out, eps)
+        self.dense.rms_norm(x, None, _norm_weight(x, weight), out, eps)
         return out
 
     def add_rms_norm(
@@ -133,7 +133,7 @@ class CpuOps(InMemory):
     ) -> Tensor:
         x = x if beside is None else self.gated(*beside, x)
         out = torch.empty_like(x)
-        self.dense.rms_norm(x, residual, _beside(x, weight), out, eps)
+        self.dense.rms_norm(x, residual, _norm_weight(x, weight), out, eps)
         return out
 
     def rope_store(
@@ -148,7 +148,7 @@ class CpuOps(InMemory):
     ) -> Tensor:
         kv_heads, head_dim = k_pages.shape[2:]
         qkv = without_gates(qkv, heads, kv_heads, head_dim)
-        q_norm, k_norm = _beside(qkv, norms.q), _beside(qkv, norms.k)
+        q_norm, k_norm = _norm_weight(qkv, norms.q), _norm_weight(qkv, norms.k)
         sizes = (0 if q_norm is None else q_norm.numel(), 0 if k_norm is None else k_norm.numel())
         shape, view = (
             heads_of(heads, kv_heads, head_dim, *sizes, v_pages.shape[3]),
@@ -205,10 +205,10 @@ def _packed(read: SureRead) -> tuple[PackedMatrix | PackedExperts, list[_core.By
 def _ahead(following: Sequence[_core.ByteRange], limit: int) -> list[_core.ByteRange]:
     """The first of them that are `limit` bytes together, or one more."""
     total, ahead = 0, list[_core.ByteRange]()
-    for sure in following:
+    for span in following:
         if total >= limit or len(ahead) == _core.MAX_RANGES_AHEAD:
             break
-        if sure.bytes:
-            ahead.append(sure)
-            total += sure.bytes
+        if span.bytes:
+            ahead.append(span)
+            total += span.bytes
     return ahead

@@ -1,4 +1,4 @@
-"""What nobody uses: `return_free_memory` gives it back to the system, `keep_free_memory` keeps it for the next step."""
+"""Free memory: `return_free_memory` gives it back to the system, `keep_free_memory` keeps it for the next step."""
 
 from __future__ import annotations
 

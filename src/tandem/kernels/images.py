@@ -19,14 +19,14 @@ class ImageShape(NamedTuple):
 
 
 class ImageAttention(Protocol):
-    """Of an image, one block after the other."""
+    """Attention among the patches of an image, one block after the other."""
 
     def show(self, k: Tensor, v: Tensor) -> None:
         """A block's keys and values, [patches, heads, channels]."""
         ...
 
     def seen(self, q: Tensor) -> Tensor:
-        """What some patches see, q [n, heads, channels] → [n, heads * channels]."""
+        """Attention of some patches to the block shown, q [n, heads, channels] → [n, heads * channels]."""
         ...
 
 

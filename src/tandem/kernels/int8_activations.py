@@ -1,4 +1,4 @@
-"""What int8 activations are, in plain torch: the reference of the kernels, and the bound of their error.
+"""Int8 activations in plain torch: the reference of the kernels, and the bound of their error.
 
 A row of activations is cut into groups along K, those of the weights (128 where an output row has one scale). A group
 is codes from -127 to 127 times one float32 scale, max |x| / 127: an activation is off by half a scale at most.
@@ -39,7 +39,7 @@ def rounded_to_int8(x: Tensor, weight_group: int) -> Tensor:
 
 
 def rounding_steps(x: Tensor, weight_group: int) -> Tensor:
-    """Of each activation, [T, K]: what it may be off, twice."""
+    """Twice the largest rounding error of each activation, float32 [T, K]."""
     group = activation_group(weight_group)
     scales = rounded_codes(x, weight_group)[1]
     return scales.repeat_interleave(group, dim=1)[:, : x.shape[1]]

@@ -12,7 +12,7 @@ from tandem.kernels.ops import Addend
 
 
 class Sum(NamedTuple):
-    """What is added up and normed before a product: x and beside join the residual, as in `Ops.add_rms_norm`."""
+    """Summands that are normed before a product: x and beside join the residual, as in `Ops.add_rms_norm`."""
 
     x: Tensor
     residual: Tensor

@@ -105,7 +105,7 @@ class Columns(Protocol):
 
 
 class ExpertBiases(NamedTuple):
-    """Of all experts of a layer, wherever they live: float32, gate and up [E, their rows], down [E, hidden]."""
+    """Biases of all experts of a layer, wherever they live: float32, gate and up [E, rows], down [E, hidden]."""
 
     gate: Tensor
     up: Tensor
@@ -150,7 +150,7 @@ class MLP(Protocol):
 
     @property
     def packed(self) -> object:
-        """Of which a packed cache may keep the bytes; None: of nothing."""
+        """Weights whose bytes a packed cache may keep; None: nothing."""
         ...
 
     def load(self, gate: Weight, up: Weight, down: Weight) -> None:
@@ -298,10 +298,10 @@ class Ops(Protocol):
         ...
 
     def bound(self, shape: object, *weights: object) -> Any:
-        """What computes this mechanism here, bound to its weights: of the files `torch`, `cpu` and `gpu` in the
-        folder of its shape. Raises KernelError by name where it has none for this machine."""
+        """Mechanism for this machine, bound to its weights: from the file `torch`, `cpu` or `gpu` in the folder of
+        its shape. Raises KernelError by name where it has none for this machine."""
         ...
 
     def image_attention(self, shape: ImageShape, dtype: torch.dtype) -> ImageAttention:
-        """Of an image of this shape, with memory of its own."""
+        """Attention within an image of this shape, with memory of its own."""
         ...

@@ -88,8 +88,8 @@ class TorchExperts:
 
     @property
     def bytes_per_expert(self) -> int:
-        loaded = next((mlp for mlp in self._experts if mlp is not None), ())
-        return sum(matrix.weight.nbytes for matrix in loaded)
+        matrices = next((mlp for mlp in self._experts if mlp is not None), ())
+        return sum(matrix.weight.nbytes for matrix in matrices)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._biases = biases
@@ -138,7 +138,7 @@ class TorchExperts:
 
 
 def activated(how: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """What the down projection is given: [T, width]."""
+    """Input of the down projection: [T, width]."""
     if how.kind == "relu2":
         return torch.cat((gate, up), -1).relu().square()
     if how.kind in ("gelu", "gelu_tanh"):

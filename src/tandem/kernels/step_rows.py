@@ -34,11 +34,11 @@ class StepRows:
     made: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What layers of one kind work out together."""
+        """Indices that all layers of one kind share: made by `make` on the first call with this key."""
         if key not in self.made:
             self.made[key] = make()
-        found: T = self.made[key]
-        return found
+        indices: T = self.made[key]
+        return indices
 
     @property
     def static(self) -> bool:
@@ -52,11 +52,11 @@ class StepRows:
 
     def _keys_of(self, size: int, count: int) -> Tensor:
         rows, device = len(self.positions), self.positions.device
-        wanted = self.positions[:, None] - torch.arange(count, device=device)
-        first, held = self.first[self.sequence][:, None], len(self.slots) * size
-        new = held + self.begins[self.sequence][:, None] + wanted - first
-        found = torch.where(wanted >= first, new, self.sequence[:, None] * size + wanted % size)
-        return torch.where(wanted < 0, held + torch.arange(rows, device=device)[:, None], found)
+        positions = self.positions[:, None] - torch.arange(count, device=device)
+        first, ring_rows = self.first[self.sequence][:, None], len(self.slots) * size
+        new = ring_rows + self.begins[self.sequence][:, None] + positions - first
+        keys = torch.where(positions >= first, new, self.sequence[:, None] * size + positions % size)
+        return torch.where(positions < 0, ring_rows + torch.arange(rows, device=device)[:, None], keys)
 
     def joined(self, ring: Tensor, new: Tensor) -> Tensor:
         """[S * R + T, n]: what the rings of all sequences hold, then the new rows."""

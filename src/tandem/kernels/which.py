@@ -16,7 +16,7 @@ MANY_TOKENS, MANY_PAIRS = (
 
 
 class Way(Enum):
-    """Of a step's rows through a layer's experts on the GPU."""
+    """Kernels that take a step's rows through a layer's experts on the GPU."""
 
     MMA = "mma/expert_mma"
     ROWS = "expert_rows"
@@ -26,9 +26,9 @@ class Way(Enum):
 
 
 class Reads(NamedTuple):
-    """What kernels can read of a layer's experts. mma: codes that become operands of tensor cores; prompts: matrices
-    that may be unpacked, outside of graphs; each_row: only kernels that compute a row as if it were alone are taken;
-    codes: as mma, for tiles of rows."""
+    """Ways in which kernels can read a layer's experts. mma: codes that become operands of tensor cores; prompts:
+    matrices that may be unpacked, outside of graphs; each_row: only kernels that compute a row as if it were alone are
+    taken; codes: as mma, for tiles of rows."""
 
     mma: bool
     prompts: bool
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
 
 
 def cpu_kernel(workspace: _core.Workspace, fmt: str, rows: int) -> Kernel:
-    """Of `rows` rows of one expert; the C++ core compares the same number."""
+    """CPU kernel for `rows` rows of one expert; the C++ core compares the same number."""
     least = workspace.tile_from_rows(fmt)
     if rows >= least:
         return Kernel("tile_mm", f"from {least} rows of an expert on, a panel is unpacked once for all")
@@ -76,6 +76,6 @@ _WHY = {
 
 
 def gpu_kernel(tokens: int, top_k: int, experts: int, reads: Reads) -> Kernel:
-    """Of a step of so many tokens."""
+    """GPU kernel for a layer's experts in a step of `tokens` tokens."""
     way = gpu_way(tokens, tokens * top_k, experts, reads)
     return Kernel(f"kernels/gpu/{way.value}", _WHY[way])

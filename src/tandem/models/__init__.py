@@ -23,7 +23,7 @@ from tandem.spec.model_config import ModelConfig
 
 
 class AnyModel(Protocol):
-    """What runs a step."""
+    """Model that runs steps."""
 
     def forward(self, batch: ForwardBatch, states: States) -> Tensor:
         """As `Model.forward`."""

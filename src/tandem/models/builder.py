@@ -75,12 +75,12 @@ class Builder:
 
     def rope(self, shape: config_rope.Rope) -> Rope:
         """Its tables for every position of the plan's context; layers that turn alike share them."""
-        alike = replace(shape, pairs="halves")
-        if alike not in self._ropes:
-            behind = image_turns(self.config.vision, self.plan.max_step_tokens)
-            table = rope_table(shape, self.plan.context_length + behind)
-            self._ropes[alike] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
-        return self._ropes[alike]
+        halves = replace(shape, pairs="halves")
+        if halves not in self._ropes:
+            image_rows = image_turns(self.config.vision, self.plan.max_step_tokens)
+            table = rope_table(shape, self.plan.context_length + image_rows)
+            self._ropes[halves] = Rope(self.ops.resident(table.cos), self.ops.resident(table.sin))
+        return self._ropes[halves]
 
     @property
     def turning(self) -> list[tuple[Rope, Tensor]]:
@@ -136,8 +136,8 @@ class Builder:
         formats differ side by side. order: of the rows of the first modules, where it is another than the
         checkpoint's. With `columns` that ranks share, results are summands, and a bias is the first rank's."""
         bias = bias and (cuts_of(columns) == [ALL] or self.config.shard.first)
-        kept = _packed_parts(self._packed, names)
-        parts = kept or self._linear(names, rows, columns, bias, order)
+        cached_parts = _packed_parts(self._packed, names)
+        parts = cached_parts or self._linear(names, rows, columns, bias, order)
         return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     def _linear(
@@ -153,8 +153,8 @@ class Builder:
             if (own := biases[i]) is not None:
                 biases[i] = torch.cat([own[piece] for piece in pieces])
         runs = groupby(range(len(names)), lambda i: form_of(weights[i]))
-        joined = [_joined(list(run), names, weights, biases) for _, run in runs]
-        return [self._pack(name, weight, own, self.dense_format) for name, weight, own in joined]
+        groups = [_joined(list(run), names, weights, biases) for _, run in runs]
+        return [self._pack(name, weight, own, self.dense_format) for name, weight, own in groups]
 
     def convolution(self, name: str, rows: int, *kernel: int) -> Linear:
         """One whose kernels lie side by side, as the matrix of flattened patches that it is, with its bias."""
@@ -174,15 +174,15 @@ class Builder:
     def mlp(self, name: str, shape: Dense, matrices: Callable[[], ExpertMatrices]) -> MLP:
         """A dense MLP, which lives where `ops` computes, from an earlier start or from `matrices`."""
         mlp = self.ops.mlp(self.config.hidden, shape.width, self.dense_format, shape.activation)
-        kept = f"{name} as an expert"
-        if self._kept is not None and self._kept.fill(kept, mlp.packed):
+        key = f"{name} as an expert"
+        if self._kept is not None and self._kept.fill(key, mlp.packed):
             return mlp
         with named_errors(self.checkpoint.path):
-            found = matrices()
-            self._done += sum(map(weight_bytes, found))
-            mlp.load(*packable(found, as_codes=self.mlp_format == STORED))
+            weights = matrices()
+            self._done += sum(map(weight_bytes, weights))
+            mlp.load(*packable(weights, as_codes=self.mlp_format == STORED))
         if self._kept is not None:
-            self._kept.keep(kept, mlp.packed)
+            self._kept.keep(key, mlp.packed)
         return mlp
 
     def experts(
@@ -202,10 +202,10 @@ class Builder:
         else:
             packed = self.ops.experts(count, shape.channels(self.config.hidden), shape.width, plain, shape.activation)
             experts = CpuExperts(packed, self._in_place)
-        kept = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
+        cache_layer = None if self._kept is None else self._kept.layer(f"model.layers.{layer}.experts")
         feed = self._feed.layer(layer, count, matrices_of)
         with named_errors(self.checkpoint.path):
-            experts.load(feed, kept)
+            experts.load(feed, cache_layer)
         if biases is not None:
             experts.set_biases(biases)
         self._done += feed.nbytes
@@ -229,7 +229,7 @@ class Builder:
         )
 
     def _read_ahead(self, layer: int) -> None:
-        """Of the checkpoint, what the packed cache does not hold."""
+        """Reads ahead what the checkpoint has and the packed cache does not."""
         if self._kept is None or not self._kept.mapped:
             self.checkpoint.read_ahead(layer)
         elif not self._kept.dense:
@@ -293,13 +293,13 @@ def _joined(
     """Those of one format: what they are called together, and what that is."""
     whole = stacked([weights[i] for i in run])
     assert whole is not None, "they have one format"
-    given = [own for i in run if (own := biases[i]) is not None]
-    return "+".join(names[i] for i in run), whole, torch.cat(given) if given else None
+    own_biases = [own for i in run if (own := biases[i]) is not None]
+    return "+".join(names[i] for i in run), whole, torch.cat(own_biases) if own_biases else None
 
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """What cannot be packed is the checkpoint's."""
+    """Turns KernelError, of a weight that cannot be packed, into CheckpointError with the path."""
     try:
         yield
     except KernelError as error:

@@ -60,27 +60,27 @@ class DraftBlock:
         return self._pairs(ids[:, 0], logits.view(*ids.shape, -1), x.view(*ids.shape, -1))
 
     def keep(self, layer: int, p: Pass, kept: Tensor) -> None:
-        """What one of the model's layers has left: whole once the next block has begun, or the streams have ended."""
+        """Keeps the streams that a layer has left: whole once the next block has begun, or the streams have ended."""
         if layer in self.block.reads:
             means, at = p.residual.mean(1), self.block.reads.index(layer)
             p.rows.keep(kept.unflatten(2, (len(self.block.reads), -1))[:, :, at], means)
 
-    def _keep(self, batch: ForwardBatch, rings: list[Tensor], kept: Tensor) -> None:
+    def _keep(self, batch: ForwardBatch, rings: list[Tensor], hidden_ring: Tensor) -> None:
         """The batch's rows become keys of every layer."""
         rows = step_rows(batch)
-        hidden = kept[rows.slots[rows.sequence], rows.positions % kept.shape[1]]
+        hidden = hidden_ring[rows.slots[rows.sequence], rows.positions % hidden_ring.shape[1]]
         x = self._ops.rms_norm(self._project(hidden), self._projected_norm, self.eps)
         for layer, ring in zip(self.layers, rings, strict=True):
             _attention(layer).keep(x, rows, ring)
 
     def _rows(self, batch: ForwardBatch) -> tuple[BlockRows, Tensor]:
-        """Of the blocks behind rows that are wanted; and their tokens [R, n]."""
-        wanted, rows = batch.logits_rows, step_rows(batch)
-        last, n = rows.positions[wanted], self.block.size
+        """Rows of the blocks behind the batch's `logits_rows`; and their tokens [R, n]."""
+        logits_rows, rows = batch.logits_rows, step_rows(batch)
+        last, n = rows.positions[logits_rows], self.block.size
         positions = last[:, None] + 1 + torch.arange(n, device=last.device)
         ids = torch.full_like(positions, self.block.unknown)
-        ids[:, 0] = batch.input_ids[wanted]
-        return BlockRows(positions.flatten(), rows.slots[rows.sequence[wanted]], last), ids
+        ids[:, 0] = batch.input_ids[logits_rows]
+        return BlockRows(positions.flatten(), rows.slots[rows.sequence[logits_rows]], last), ids
 
     def _through(self, layer: DecoderLayer, p: Pass, at: BlockRows, ring: Tensor) -> None:
         first, *others = layer.blocks
@@ -90,9 +90,9 @@ class DraftBlock:
 
 
 def _attention(layer: DecoderLayer) -> SeesBlocks:
-    found = layer.blocks[0].operator
-    assert isinstance(found, SeesBlocks)
-    return found
+    operator = layer.blocks[0].operator
+    assert isinstance(operator, SeesBlocks)
+    return operator
 
 
 class _Pairs:
@@ -108,12 +108,12 @@ class _Pairs:
 
     def __call__(self, before: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """before [R]; logits float32 [R, n, vocab], of the block alone; x [R, n, hidden]: before the last norm."""
-        guesses, sure = [before], list[Tensor]()
+        guesses, chances = [before], list[Tensor]()
         for i in range(logits.shape[1]):
             earlier = self._earlier(guesses[-1]).to(self._dtype)
             guesses.append((logits[:, i] + self._later(earlier, torch.float32)).argmax(-1))
-            sure.append(self._chance(x[:, i], earlier))
-        return torch.stack(guesses[1:], 1), torch.stack(sure, 1)
+            chances.append(self._chance(x[:, i], earlier))
+        return torch.stack(guesses[1:], 1), torch.stack(chances, 1)
 
     def _chance(self, x: Tensor, earlier: Tensor) -> Tensor:
         """That a guess comes, [R]; 1 where the checkpoint does not say."""

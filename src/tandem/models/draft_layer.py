@@ -131,7 +131,7 @@ class _Apart:
 
 
 class _Norms:
-    """Of tokens and of hidden states, of which so many channels are normed together."""
+    """Norms of tokens and of hidden states, of which `wide` channels are normed together."""
 
     def __init__(self, b: Builder, at: DraftNames, norm: Norm, wide: int) -> None:
         self._ops, self._eps = b.ops, norm.eps
@@ -144,7 +144,7 @@ class _Norms:
 
 
 def hidden_rows(p: Pass, x: Tensor) -> Tensor:
-    """What a draft layer takes of a pass that has ended: its normed rows x, or all its streams, one behind the
+    """Rows that a draft layer takes of a pass that has ended: its normed rows x, or all its streams, one behind the
     other."""
     return x if p.residual.dim() == 2 else p.residual.flatten(1)
 

@@ -39,11 +39,11 @@ class Foreseeing:
 
 
 def operators(layers: Sequence[DecoderLayer]) -> list[Operator]:
-    """Of all blocks in order. Experts that are followed by a layer with experts ask its router in the meantime."""
-    found: list[Operator] = []
+    """Operators of all blocks in order. Experts before a layer with experts ask its router in the meantime."""
+    chain: list[Operator] = []
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        found += [_operator(block.operator, following) for block in layer.blocks]
-    return found
+        chain += [_operator(block.operator, following) for block in layer.blocks]
+    return chain
 
 
 def _operator(operator: Operator, following: DecoderLayer | None) -> Operator:

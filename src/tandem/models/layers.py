@@ -34,7 +34,7 @@ class BuiltBlock:
     first: AfterNorm | None = None  # what a router takes may be normed with its product (`Pass.product`)
 
     def leave(self, y: Tensor) -> Tensor:
-        """What the stream is given of the operator's result."""
+        """Summand for the stream, from the operator's result."""
         return y if self.post is None else self.post(y)
 
     def enter(self, p: Pass) -> Tensor:
@@ -58,8 +58,8 @@ class DecoderLayer:
 
     @property
     def moe(self) -> Routed | None:
-        found = (block.operator for block in self.blocks)
-        return next((each for each in found if isinstance(each, Routed)), None)
+        operators = (block.operator for block in self.blocks)
+        return next((each for each in operators if isinstance(each, Routed)), None)
 
 
 def decoder_layer(b: Builder, index: int, names: Names) -> DecoderLayer:
@@ -95,5 +95,5 @@ def _post(b: Builder, name: str, norm: Norm | None) -> Callable[[Tensor], Tensor
 
 
 def _summed(group: Group, norm: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
-    """What becomes of one rank's summands."""
+    """Function that sums one rank's summands over the ranks, and norms the sum."""
     return group.sum if norm is None else lambda rows: norm(group.sum(rows))

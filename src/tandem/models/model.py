@@ -69,8 +69,8 @@ class Model:
         embedded = self._embedded(batch)
         rows = len(embedded)
         # As in decode steps, with guesses or without.
-        all_wanted = rows == len(batch.logits_rows) and batch.seen is None
-        if all_wanted and self._worth_recording(rows):
+        all_rows = rows == len(batch.logits_rows) and batch.seen is None
+        if all_rows and self._worth_recording(rows):
             x = self._recorded_layers(embedded, batch, states)
             return self._logits(x, Pass(batch, x), states)
         return self.logits(self._through(embedded, batch, states), states)
@@ -114,12 +114,12 @@ class Model:
             embedded[batch.seen.rows] = batch.seen.features[:, 0].to(self.dtype)
         return embedded
 
-    def _turned(self, seen: Seen) -> None:
+    def _turned(self, images: Seen) -> None:
         """Makes the rows of the rotary tables that image rows turn by: each pair has that of one of three positions."""
         for rope, axes in self._turning:
-            places, made = seen.places[:, axes], slice(seen.first, seen.first + len(seen.rows))
+            places, rows = images.places[:, axes], slice(images.first, images.first + len(images.rows))
             for table in (rope.cos, rope.sin):
-                table[made] = table.gather(0, places)
+                table[rows] = table.gather(0, places)
 
     def layer(self, p: Pass, index: int, states: States) -> None:
         """Takes a pass through layer `index`; the caller has taken it through all before."""
@@ -150,7 +150,7 @@ class Model:
         return len(self.layers)
 
     def logits(self, p: Pass, states: States) -> Tensor:
-        """What `forward` returns, of a pass that has run through all layers."""
+        """Logits as `forward` returns them, of a pass that has run through all layers."""
         return self._logits(self.end(p), p, states)
 
     def _logits(self, x: Tensor, p: Pass, states: States) -> Tensor:
@@ -188,7 +188,7 @@ class Model:
 
 
 def drafter_of(b: Builder, names: Names) -> DraftLayer | DraftBlock | None:
-    """What guesses tokens, where it is loaded."""
+    """Model part that guesses tokens; None where none is loaded."""
     drafter = b.config.drafter
     if drafter is None:
         return None
@@ -205,7 +205,7 @@ def _join_late(ops: Ops, layers: list[DecoderLayer], ending: Residual) -> None:
 
 
 def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:
-    """Of each layer: the numbers of its first block and of its first state."""
+    """Numbers of each layer's first block and first state."""
     spans, block, state = [], 0, 0
     for layer in layers:
         spans.append((block, state))
@@ -215,8 +215,8 @@ def _spans(layers: list[DecoderLayer]) -> list[tuple[int, int]]:
 
 
 def names_of(b: Builder) -> Names:
-    """What the checkpoint calls its layers: of the family's spellings the first whose router is there, with its bias
-    if it has one."""
+    """Names of the checkpoint's layers: of the family's spellings the first whose router is there, with its bias if it
+    has one."""
     spellings = family_of(b.config.model_type).names
     layers, router = b.config.moe_layers, b.config.moe.router
     for names in spellings if layers else ():
@@ -263,6 +263,6 @@ def _embedding_name(b: Builder) -> str:
 
 
 def finished(logits: Tensor, config: ModelConfig) -> Tensor:
-    """What a model has for its head's products, in place."""
+    """Logits from the head's products: scaled and capped as the model has it, in place."""
     cap, scaled = config.logit_cap, logits if config.logit_scale == 1.0 else logits.mul_(config.logit_scale)
     return scaled if not cap else scaled.div_(cap).tanh_().mul_(cap)

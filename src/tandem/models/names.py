@@ -46,11 +46,13 @@ def expert_matrices(
         raise CheckpointError(
             f"{checkpoint.path_of(first)} has neither {first}.weight nor {layer + names.gate_up}"
         )
-    return _apart(checkpoint, modules, hidden, width, gated)
+    return _from_modules(checkpoint, modules, hidden, width, gated)
 
 
-def _apart(checkpoint: Checkpoint, modules: Sequence[str], hidden: int, width: Share, gated: bool) -> ExpertMatrices:
-    """Of gate, up and down as modules of their own."""
+def _from_modules(
+    checkpoint: Checkpoint, modules: Sequence[str], hidden: int, width: Share, gated: bool
+) -> ExpertMatrices:
+    """Matrices of an expert from gate, up and down as modules of their own."""
     gate_name, up_name, down_name = modules
     check_groups(checkpoint, down_name, width)
     rows = width.whole, hidden
@@ -75,13 +77,13 @@ def check_groups(checkpoint: Checkpoint, module: str, inputs: Share) -> None:
 def _gate_and_up(
     names: ExpertNames, checkpoint: Checkpoint, module: str, expert: int, sizes: Sizes
 ) -> tuple[Weight, Weight]:
-    """Of a tensor that has both."""
+    """Gate and up of an expert, from a tensor that has both."""
     count, hidden, width = sizes
     shape = count, 2 * width.whole, hidden
     if names.interleaved or width.cut == ALL:
         rows = slice(2 * width.first, 2 * (width.first + width.size)) if width.cut != ALL else ALL
-        both = _of_all(names, checkpoint, module, expert, shape, rows)
-        gate, up = (rows_of(both, half) for half in _halves(names, width.size))
+        gate_up = _of_all(names, checkpoint, module, expert, shape, rows)
+        gate, up = (rows_of(gate_up, half) for half in _halves(names, width.size))
         return gate, up
     first, second = (_of_all(names, checkpoint, module, expert, shape, half) for half in _halves_of(width))
     return first, second
@@ -111,7 +113,7 @@ def _of_all(
     rows: slice = ALL,
     columns: slice = ALL,
 ) -> Weight:
-    """Of one expert [N, K] of a tensor of all, `shape` [E, N, K]. Codes always lie along K."""
+    """Weight of one expert [N, K] of a tensor of all, `shape` [E, N, K]. Codes always lie along K."""
     count, n, k = shape
     if not names.transposed or checkpoint.format(module).quantised:
         return checkpoint.expert_weight(module, expert, shape, rows, columns)
@@ -121,13 +123,13 @@ def _of_all(
 
 
 def expert_biases(names: ExpertNames, checkpoint: Checkpoint, layer: str, sizes: Sizes) -> ExpertBiases:
-    """Of all experts of a layer, from tensors that hold all of them, or from one for each. Those of down are whole."""
+    """Biases of all experts of a layer, from tensors of all of them, or from one for each. Those of down are whole."""
     count, hidden, width = sizes
     if f"{layer}{names.gate_up}_bias" not in checkpoint:
         each = [_biases_of(names, checkpoint, layer, expert, (width, hidden)) for expert in range(count)]
         return ExpertBiases(*(torch.stack(biases) for biases in zip(*each, strict=True)))
-    both = checkpoint.get(f"{layer}{names.gate_up}_bias", (count, 2 * width.whole)).float()
-    gate, up = (both[:, rows][:, width.cut].contiguous() for rows in _halves(names, width.whole))
+    gate_up = checkpoint.get(f"{layer}{names.gate_up}_bias", (count, 2 * width.whole)).float()
+    gate, up = (gate_up[:, rows][:, width.cut].contiguous() for rows in _halves(names, width.whole))
     return ExpertBiases(gate, up, checkpoint.get(f"{layer}{names.down}_bias", (count, hidden)).float())
 
 
@@ -152,12 +154,12 @@ def mlp_matrices(
     """A dense MLP's gate, up and down, as wide as this rank has them; without a gate, up stands for it."""
     down = f"{prefix}.down_proj"
     if not gated or not checkpoint.has_matrix(f"{prefix}.gate_up_proj"):
-        return _apart(checkpoint, [f"{prefix}.gate_proj", f"{prefix}.up_proj", down], hidden, width, gated)
+        return _from_modules(checkpoint, [f"{prefix}.gate_proj", f"{prefix}.up_proj", down], hidden, width, gated)
     check_groups(checkpoint, down, width)
     module, shape = f"{prefix}.gate_up_proj", (2 * width.whole, hidden)
     if width.cut == ALL:
-        both = checkpoint.weight(module, shape)
-        gate, up = (rows_of(both, half) for half in _halves_of(width))
+        gate_up = checkpoint.weight(module, shape)
+        gate, up = (rows_of(gate_up, half) for half in _halves_of(width))
     else:
         gate, up = (checkpoint.weight(module, shape, half) for half in _halves_of(width))
     return gate, up, checkpoint.weight(down, (hidden, width.whole), columns=width.cut)

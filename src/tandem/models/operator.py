@@ -1,4 +1,4 @@
-"""What a block runs: a mechanism bound to its shape, weights and operations."""
+"""Operator of a block: a mechanism bound to its shape, weights and operations."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ class SeesBlocks(ABC):
 
 
 def operator_of(b: Builder, index: int, names: Names, body: Body) -> Operator:
-    """What layer `index` runs for `body`, from tensors that are called `names`: of the slice's `block.py`."""
+    """Operator that layer `index` runs for `body`, from tensors called `names`: from the slice's `block.py`."""
     operator: Operator = part_of(body, "block").operator(b, index, names, body)
     return operator

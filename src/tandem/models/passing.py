@@ -18,7 +18,7 @@ Arrays = tuple[Tensor, ...]
 """The tensors of one state, in the order in which it declares them."""
 
 States = Sequence[Arrays]
-"""Of a model: one for each state of its `StateLayout`. Of a block: those that its body declared."""
+"""States of a model: one for each of its `StateLayout`. Those of a block: the ones that its body declared."""
 
 
 class Mix(Protocol):
@@ -64,8 +64,8 @@ class Pass:
             return self
         pending = None if self.pending is None else self.pending[rows]
         mix = None if self.mix is None else self.mix.of(rows)
-        beside = None if self.beside is None else self.beside.of(rows)
-        return Pass(self.batch, self.residual[rows], pending, mix, beside)
+        addend = None if self.beside is None else self.beside.of(rows)
+        return Pass(self.batch, self.residual[rows], pending, mix, addend)
 
     def first(self, batch: ForwardBatch) -> Pass:
         """The same pass for its first rows, which are this batch's. Where no layer reads another's choice."""
@@ -75,7 +75,7 @@ class Pass:
 
     @property
     def rows(self) -> StepRows:
-        """Of the batch, worked out when first asked for."""
+        """Rows of the batch, computed on first use."""
         if self.indices is None:
             self.indices = step_rows(self.batch)
         return self.indices

@@ -1,4 +1,4 @@
-"""What stands around a block: one residual that results are added to, or several streams that mix."""
+"""Residual around a block: one stream that results are added to, or several streams that mix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.spec.model_config import layer_of
 
 
 class Residual(Protocol):
-    """Of a block, or of what follows the last one. norm: the weight of the norm behind it, with `eps`."""
+    """Residual of a block, or of what follows the last one. norm: the weight of the norm behind it, with `eps`."""
 
     def enter(self, p: Pass, norm: Tensor, eps: float, first: AfterNorm | None = None) -> Tensor:
         """Adds what is pending to the stream; the normed rows [T, hidden] that a block takes. first: what they are
@@ -26,7 +26,7 @@ class Residual(Protocol):
         ...
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """What `enter` gives where nothing is pending; nothing changes."""
+        """Rows that `enter` gives where nothing is pending; nothing changes."""
         ...
 
 
@@ -51,20 +51,20 @@ class OneStream:
             p.residual.mul_(self.scale)
         if p.pending is None:
             return self.ops.rms_norm(p.residual, norm, eps)
-        beside, p.beside = p.beside, None
+        addend, p.beside = p.beside, None
         if first is not None:
-            made = first.after_norm(Sum(p.pending, p.residual, norm, eps, beside))
-            if made is not None:
-                p.residual, p.begun = made.residual, (first, made.product)
-                return made.x
-        return self.ops.add_rms_norm(p.pending, p.residual, norm, eps, beside)
+            normed = first.after_norm(Sum(p.pending, p.residual, norm, eps, addend))
+            if normed is not None:
+                p.residual, p.begun = normed.residual, (first, normed.product)
+                return normed.x
+        return self.ops.add_rms_norm(p.pending, p.residual, norm, eps, addend)
 
     def peek(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         return self.ops.rms_norm(residual if self.scale is None else residual * self.scale, norm, eps)
 
 
 def settle(p: Pass) -> None:
-    """What is pending becomes part of the stream."""
+    """Adds the pending summand to the stream."""
     if p.pending is None:
         return
     p.residual = p.residual.add_(p.pending) if p.mix is None else p.mix.left(p.residual, p.pending)
@@ -79,14 +79,14 @@ def widened(embedded: Tensor, hyper: ResidualStreams | None) -> Tensor:
 
 
 def scale_of(b: Builder, layer: int | None, names: Names) -> Tensor | None:
-    """What the residual is multiplied with where that layer ends, [1]."""
+    """Factor of the residual where that layer ends, [1]; None: it has none."""
     if layer is None or layer < 0 or not layer_of(b.config, layer).scaled:
         return None
     return b.tensor(f"model.layers.{layer}.{names.scale}", 1)
 
 
 def residual_of(b: Builder, hyper: ResidualStreams | None, name: str, scale: Tensor | None = None) -> Residual:
-    """Of a block whose streams' weights are called `name`.fn, .scale and .base. scale: of one residual."""
+    """Residual of a block whose streams' weights are called `name`.fn, .scale and .base. scale: of one residual."""
     if hyper is None:
         return OneStream(b.ops, scale)
     residual: Residual = part_of(hyper, "block").residual(b, hyper, name)
@@ -103,11 +103,11 @@ def end_of(b: Builder, names: Names) -> Residual:
 
 
 def norm_channels(b: Builder, hyper: ResidualStreams | None) -> int:
-    """Of a block's norm."""
+    """Channels of a block's norm."""
     return b.config.hidden if hyper is None else hyper.norm_channels(b.config.hidden)
 
 
 def summed_up(b: Builder, hyper: ResidualStreams, name: str) -> Summing:
-    """What follows the last of several streams' blocks. name: in front of its weights."""
+    """Sum behind the last of several streams' blocks. name: in front of its weights."""
     summing: Summing = part_of(hyper, "block").summed_up(b, hyper, name)
     return summing

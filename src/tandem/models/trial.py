@@ -59,7 +59,7 @@ class _NoOps:
         return False
 
     def read_in_order(self, reads: object) -> None: ...
-    def linear(self, *given: Any, **named: Any) -> _Nothing:
+    def linear(self, *args: Any, **named: Any) -> _Nothing:
         return _Nothing()
 
     joins_late = False

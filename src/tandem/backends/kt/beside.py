@@ -14,9 +14,9 @@ OURS = "tandem-kt-kernel"
 
 def check_alone() -> None:
     """Raises ConfigError beside the original: both have the module `kt_kernel`, and its files lie over each other."""
-    if found := _version(ORIGINAL):
+    if version := _version(ORIGINAL):
         raise ConfigError(
-            f"{ORIGINAL} {found} is installed, and has the module kt_kernel, too: "
+            f"{ORIGINAL} {version} is installed, and has the module kt_kernel, too: "
             f"pip uninstall {ORIGINAL}, then pip install --force-reinstall --no-deps {OURS}"
         )
 
@@ -25,15 +25,15 @@ def known_faults(host_experts: int, scale: float, masks: bool) -> Iterator[str]:
     """Faults of an installed SGLang with such experts. host_experts: those of a layer that it computes itself;
     scale: the model's routed_scaling_factor; masks: it gives masks of experts, as the fork sglang-kt does."""
     name = "sglang-kt" if masks else "sglang"
-    found = _version(name) or "of unknown version"
+    version = _version(name) or "of unknown version"
     if host_experts and scale != 1.0 and not masks:
         yield (
-            f"{name} {found} multiplies what its own experts give with routed_scaling_factor ({scale:g}) once more "
+            f"{name} {version} multiplies what its own experts give with routed_scaling_factor ({scale:g}) once more "
             "than what these give: answers are wrong; take --kt-num-gpu-experts 0"
         )
     if not masks and _no_locations():
         yield (
-            f"{name} {found} has no locations of experts yet, and asks for them after loading: if it stops with "
+            f"{name} {version} has no locations of experts yet, and asks for them after loading: if it stops with "
             "'NoneType' has no attribute 'physical_to_logical_map_cpu', give --init-expert-location trivial "
             "--ep-dispatch-algorithm static"
         )

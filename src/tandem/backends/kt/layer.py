@@ -79,10 +79,10 @@ class KtLayer:
     _capture_sizes: ClassVar[list[int]] = []
     _waiting: ClassVar[KtLayer | None] = None  # whose batch is under way: one at a time in a process
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **named: Any) -> None:
         """By keywords, as SGLang does. Raises ConfigError."""
         try:
-            self.wanted = Wanted(*given, **named)
+            self.wanted = Wanted(*args, **named)
         except TypeError as error:
             raise ConfigError(f"{WHERE}: this SGLang asks for what is not known here: {error}") from error
         self.wanted.check()
@@ -95,8 +95,8 @@ class KtLayer:
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor) -> None:
         """Reads the layer. Raises ConfigError where experts have copies or other places."""
-        same = torch.arange(self.num_experts)
-        if not torch.equal(physical_to_logical_map_cpu.long().cpu(), same):
+        identity = torch.arange(self.num_experts)
+        if not torch.equal(physical_to_logical_map_cpu.long().cpu(), identity):
             raise ConfigError(f"{WHERE}: experts keep their places here: leave --enable-eplb and their locations out")
         model = _model_of(self.wanted)
         self._experts = model.layer(self.layer_idx)
@@ -165,19 +165,19 @@ def _own_mask(mask: Tensor | None) -> Tensor | None:
     return own.copy_(mask)
 
 
-def _model_of(wanted: Wanted) -> ModelExperts:
+def _model_of(spec: Wanted) -> ModelExperts:
     """One for all layers that are wanted alike."""
-    method = METHODS.get(wanted.method, wanted.method)
+    method = METHODS.get(spec.method, spec.method)
     options = {
-        "kt_method": method, "kt_cpuinfer": wanted.cpuinfer_threads, "kt_threadpool_count": wanted.threadpool_count,
-        "kt_numa_nodes": None if wanted.numa_nodes is None else list(wanted.numa_nodes),
+        "kt_method": method, "kt_cpuinfer": spec.cpuinfer_threads, "kt_threadpool_count": spec.threadpool_count,
+        "kt_numa_nodes": None if spec.numa_nodes is None else list(spec.numa_nodes),
     }  # fmt: skip
-    skipped = 0 if wanted.masked else wanted.num_gpu_experts
-    key = wanted.weight_path, skipped, *map(str, options.values())
+    skipped = 0 if spec.masked else spec.num_gpu_experts
+    key = spec.weight_path, skipped, *map(str, options.values())
     if key not in _models:
-        given = {name: value for name, value in options.items() if value is not None}
-        config = experts_config(wanted.weight_path, given, "bfloat16", WHERE)
-        chunk = wanted.chunked_prefill_size
+        flags = {name: value for name, value in options.items() if value is not None}
+        config = experts_config(spec.weight_path, flags, "bfloat16", WHERE)
+        chunk = spec.chunked_prefill_size
         rows = chunk + BESIDE if chunk > 0 else WHOLE_PROMPTS
         _models[key] = ModelExperts(config, Host(device=_device(), most_rows=rows, skipped=skipped))
     return _models[key]
@@ -187,24 +187,24 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_same(wanted: Wanted, model: ModelExperts) -> None:
+def _check_same(spec: Wanted, model: ModelExperts) -> None:
     moe = model.config.moe
     ours = moe.experts.count, model.config.expert_channels, moe.experts.width
-    theirs = wanted.num_experts, wanted.hidden_size, wanted.moe_intermediate_size
+    theirs = spec.num_experts, spec.hidden_size, spec.moe_intermediate_size
     if ours != theirs:
         raise ConfigError(
-            f"{WHERE}: SGLang has {theirs[0]} experts of {theirs[1]} x {theirs[2]} in layer {wanted.layer_idx}, "
-            f"--kt-weight-path {wanted.weight_path} {ours[0]} of {ours[1]} x {ours[2]}; if one of SGLang's is a shared "
+            f"{WHERE}: SGLang has {theirs[0]} experts of {theirs[1]} x {theirs[2]} in layer {spec.layer_idx}, "
+            f"--kt-weight-path {spec.weight_path} {ours[0]} of {ours[1]} x {ours[2]}; if one of SGLang's is a shared "
             "expert, give --disable-shared-experts-fusion"
         )
 
 
-def _log_once(wanted: Wanted, model: ModelExperts) -> None:
+def _log_once(spec: Wanted, model: ModelExperts) -> None:
     _log.warning("experts: %s", model.text())
-    if wanted.max_deferred_experts_per_token:
+    if spec.max_deferred_experts_per_token:
         _log.warning("--kt-max-deferred-experts-per-token changes nothing: no expert is late")
-    own = int(wanted.gpu_experts_mask.sum()) if wanted.gpu_experts_mask is not None else wanted.num_gpu_experts
-    for fault in known_faults(own, model.config.moe.router.scale, wanted.masked):
+    own = int(spec.gpu_experts_mask.sum()) if spec.gpu_experts_mask is not None else spec.num_gpu_experts
+    for fault in known_faults(own, model.config.moe.router.scale, spec.masked):
         _log.warning("%s", fault)
 
 

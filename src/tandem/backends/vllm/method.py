@@ -68,12 +68,12 @@ def _named(theirs: Callable[[], Any], moe: Any) -> Any:
         return theirs()
     except (RuntimeError, ValueError) as error:
         _log.info_once("vLLM has no experts of its own for this model here: %s", error)
-        made = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
-        FusedMoEMethodBase.__init__(made, moe)
-        return made
+        method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+        FusedMoEMethodBase.__init__(method, moe)
+        return method
 
 
-def _loaded(*_given: Any, return_success: bool = False, **_named: Any) -> bool | None:
+def _loaded(*_args: Any, return_success: bool = False, **_named: Any) -> bool | None:
     """In place of a layer's `weight_loader`: the tensor is let go."""
     return True if return_success else None
 

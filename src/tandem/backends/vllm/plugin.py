@@ -31,10 +31,10 @@ def register() -> None:
     VllmConfig.__post_init__ = _checked(VllmConfig.__post_init__, why_not)
 
 
-def _checked(made: Callable[..., None], why_not: str) -> Callable[..., None]:
-    @wraps(made)
-    def post_init(config: Any, *given: Any, **named: Any) -> None:
-        made(config, *given, **named)
+def _checked(original: Callable[..., None], why_not: str) -> Callable[..., None]:
+    @wraps(original)
+    def post_init(config: Any, *args: Any, **named: Any) -> None:
+        original(config, *args, **named)
         if wishes_of(config) is not None:
             if why_not:
                 raise ConfigError(why_not)
@@ -69,18 +69,18 @@ def seam_differs() -> str:
     """The difference from known versions, in a sentence; "": none."""
     from vllm import __version__
 
-    refused = f"{WHERE}: vLLM {__version__} cannot be joined; known are {KNOWN}"
+    refusal = f"{WHERE}: vLLM {__version__} cannot be joined; known are {KNOWN}"
     try:
         from vllm.forward_context import get_forward_context  # noqa: F401
         from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     except ImportError as error:
-        return f"{refused}. It has no {error.name or error}"
+        return f"{refusal}. It has no {error.name or error}"
     for method, names in ((_method(RoutedExperts, "_get_quant_method"), ASKED), (FusedMoEMethodBase.apply, APPLIED)):
         if method is None or tuple(inspect.signature(method).parameters) != names:
-            return f"{refused}. What is asked for {', '.join(names[1:])} there is not asked here"
+            return f"{refusal}. What is asked for {', '.join(names[1:])} there is not asked here"
     if _lacks_router():
-        return f"{refused}, on a CPU 0.32 and newer. There this one chooses and computes experts in one kernel"
+        return f"{refusal}, on a CPU 0.32 and newer. There this one chooses and computes experts in one kernel"
     return ""
 
 
@@ -88,8 +88,8 @@ def _lacks_router() -> bool:
     """Older ones have a router for GPUs alone: on a CPU experts and router were one kernel."""
     from vllm.platforms import current_platform
 
-    here = "vllm.model_executor.layers.fused_moe.router"
-    return bool(current_platform.is_cpu()) and importlib.util.find_spec(f"{here}.cpu_router") is None
+    package = "vllm.model_executor.layers.fused_moe.router"
+    return bool(current_platform.is_cpu()) and importlib.util.find_spec(f"{package}.cpu_router") is None
 
 
 def _method(owner: type, name: str) -> Callable[..., Any] | None:

@@ -15,8 +15,8 @@ WHERE = "--additional-config '{\"tandem\": ...}'"
 
 def wishes_of(config: Any) -> Mapping[str, object] | None:
     """Our options in a VllmConfig; None: experts are vLLM's own. Raises ConfigError where they are no table."""
-    given = config.additional_config
-    wishes = given.get(OPTION) if isinstance(given, Mapping) else None
+    additional_config = config.additional_config
+    wishes = additional_config.get(OPTION) if isinstance(additional_config, Mapping) else None
     if wishes is None or wishes is False:
         return None
     if wishes is True:

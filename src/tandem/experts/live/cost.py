@@ -1,4 +1,4 @@
-"""What a decode step costs by its bytes: how live placement weighs an exchange against the hits it gains."""
+"""Cost of a decode step by its bytes: how live placement weighs an exchange against the hits it gains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepCost:
         return READS_PER_EXCHANGE + self.exchange_seconds * self.dram_gbps * 1e9 / self.expert_bytes
 
     def seconds(self, cpu_reads: Tensor, gpu_reads: Tensor, exchanges: Tensor) -> Tensor:
-        """Of steps, from the experts that they read on both sides and the exchanges made, [steps] each."""
+        """Seconds of steps, from the experts that they read on both sides and the exchanges made, [steps] each."""
         cpu = (cpu_reads + 2 * exchanges) * (self.expert_bytes / (self.dram_gbps * 1e9))
         gpu = gpu_reads * (self.expert_bytes / (self.hbm_gbps * 1e9))
         pcie = exchanges * (self.expert_bytes / (self.pcie_gbps * 1e9))

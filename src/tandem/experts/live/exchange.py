@@ -61,12 +61,12 @@ class Slots(Protocol):
     def bytes_per_expert(self) -> int: ...
 
     def address(self, slot: int) -> int:
-        """Of bytes_per_expert bytes on the GPU; slots lie side by side."""
+        """Address of a slot, bytes_per_expert bytes on the GPU; slots lie side by side."""
         ...
 
 
 class Tables(Protocol):
-    """What the GPU reads of all layers' `slot_of`."""
+    """Tables of all layers' `slot_of` that the GPU reads."""
 
     @property
     def copied(self) -> tuple[int, int, int]:
@@ -84,7 +84,7 @@ class LiveLayer:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What became of exchanges: `stranded` ones put the leaving expert into CPU memory, but their slot is lost. ended:
+    """Outcome of exchanges: `stranded` ones put the leaving expert into CPU memory, but their slot is lost. ended:
     layers in which nothing can move from now on."""
 
     done: list[Exchange] = field(default_factory=list)
@@ -170,7 +170,7 @@ class LiveExchange:
 
     @property
     def late_seconds(self) -> float:
-        """Of these, what pieces took beyond their time: the GPU may have waited for that."""
+        """Seconds of `beside_seconds` that pieces took beyond their time: the GPU may have waited for that."""
         return self._late + (self._batch.turn.late_seconds if self._batch else 0.0)
 
     def add(self, exchanges: Iterable[Exchange]) -> None:
@@ -226,7 +226,7 @@ class LiveExchange:
     # -- what ends ---
 
     def end(self) -> Settled:
-        """What has arrived changes places. What it raises leaves every expert in one place."""
+        """Ends exchanges whose bytes have arrived: their experts change places. An error leaves every expert in one."""
         settled, batch = Settled(), self._batch
         if batch is None:
             return settled
@@ -237,7 +237,7 @@ class LiveExchange:
         return settled
 
     def _note(self, batch: _Batch, settled: Settled) -> None:
-        """What has gone wrong."""
+        """Notes the batch's failures in `settled`."""
         for index, fate, keeps_stage, ends_layer, why in batch.turn.troubles():
             exchange = batch.exchanges[index]
             if ends_layer:
@@ -265,14 +265,14 @@ class LiveExchange:
 
 
 def _moving(layers: Sequence[LiveLayer | None]) -> _core.MovingLayers:
-    made = _core.MovingLayers()
+    moving = _core.MovingLayers()
     for layer in layers:
         if layer is None:
-            made.add_none()
+            moving.add_none()
         else:
             gpu = layer.gpu
-            made.add(layer.cpu.core, gpu.slot_of.numpy(), gpu.address(0), gpu.slots)
-    return made
+            moving.add(layer.cpu.core, gpu.slot_of.numpy(), gpu.address(0), gpu.slots)
+    return moving
 
 
 def _tell(exchange: Exchange, fate: str, why: str, settled: Settled) -> None:

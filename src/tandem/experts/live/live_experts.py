@@ -47,13 +47,13 @@ AnyCounts = TypeVar("AnyCounts", bound=Counts)
 
 
 class Usage(Protocol[AnyCounts]):
-    """What `experts.usage.ExpertUsage` offers."""
+    """Interface of `experts.usage.ExpertUsage`."""
 
     swap_rests: int
     copy: Callable[[int, int, int], None] | None
 
     def ask(self) -> AnyCounts:
-        """Of the steps until now, without waiting for it."""
+        """Begins to copy the counts of the steps until now, without waiting for them."""
         ...
 
     def moved(self, changes: Changes, swaps: int, now: AnyCounts | None = None) -> None:
@@ -128,21 +128,21 @@ class LiveExperts:
 
     @property
     def cost(self) -> float:
-        """Of an exchange as it is weighed now, in reads of an expert from CPU memory."""
+        """Cost of an exchange as it is weighed now, in reads of an expert from CPU memory."""
         return self._policy.cost
 
     def times(self) -> LiveTimes:
         moved, seconds = self._exchange.bytes_moved, sum(self._parts.values())
-        beside = self._exchange.beside_seconds + self._decided
-        late = self._exchange.late_seconds + self._decided_late
+        overlapped = self._exchange.beside_seconds + self._decided
+        late_seconds = self._exchange.late_seconds + self._decided_late
         return LiveTimes(
             self._all_steps,
             self._exchanges,
             moved,
             seconds,
-            self._waited + late,
-            beside,
-            late,
+            self._waited + late_seconds,
+            overlapped,
+            late_seconds,
             dict(self._parts),
         )
 
@@ -200,10 +200,10 @@ class LiveExperts:
         self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
         self._tokens = self._steps = 0
 
-    def _look(self, asked: _Asked) -> None:
+    def _look(self, snapshot: _Asked) -> None:
         self._asked, self._looking = None, True
         self._weigh()
-        self._decision = self._policy.look(asked.counts.tokens(), self._seen, asked.tokens, asked.steps)
+        self._decision = self._policy.look(snapshot.counts.tokens(), self._seen, snapshot.tokens, snapshot.steps)
         self._exchange.meanwhile(self._decision)
 
     def _decide(self) -> None:
@@ -217,10 +217,10 @@ class LiveExperts:
         self._exchange.add(self._policy.wanted())
 
     def _weigh(self) -> None:
-        """What exchanges have cost lately, as the policy counts: steps stood still for it."""
-        late = self._exchange.late_seconds
-        self._spent += late - self._exchanged_late
-        self._exchanged_late = late
+        """Gives the policy the recent cost of exchanges, in its unit: steps stood still for it."""
+        late_seconds = self._exchange.late_seconds
+        self._spent += late_seconds - self._exchanged_late
+        self._exchanged_late = late_seconds
         read = self._read_seconds()
         if self._made == 0 or read <= 0:
             return
@@ -243,20 +243,20 @@ class LiveExperts:
         for layer in settled.ended:
             self._policy.ended(layer)
         if settled.done or settled.stranded:
-            now = None if self._asked is None else self._asked.counts
-            self._usage.moved(partial(_changes, settled), len(settled.done), now)
+            counts = None if self._asked is None else self._asked.counts
+            self._usage.moved(partial(_changes, settled), len(settled.done), counts)
         self._in_vain = 0 if settled.done else self._in_vain + len(settled.dropped)
         if self._in_vain >= GIVE_UP:
             raise EngineError(f"{self._in_vain} exchanges of experts failed one after the other")
 
     def _note(self) -> None:
-        """What can wait for a step: nothing is decided or begun before it."""
-        made, self._made_last = self._made_last, []
-        if made:
-            self._policy.done(*made)
+        """Does the bookkeeping that can wait for a step: nothing is decided or begun before it."""
+        exchanges, self._made_last = self._made_last, []
+        if exchanges:
+            self._policy.done(*exchanges)
         self._usage.note()
 
 
 def _changes(settled: Settled) -> list[Change]:
-    left = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
-    return left + [(layer, coming, True) for layer, _, _, coming in settled.done]
+    departures = [(layer, leaving, False) for layer, _, leaving, _ in (*settled.done, *settled.stranded)]
+    return departures + [(layer, coming, True) for layer, _, _, coming in settled.done]

@@ -74,13 +74,13 @@ class PolicySettings:
     longest_rest: int = 256
 
     def kept(self, tokens: int) -> float:
-        """What is left of a count after so many."""
+        """Share of a count that is left after so many tokens."""
         return float(0.5 ** (tokens / self.half_life))
 
     def rules(self, cost: float) -> tuple[float, float, float]:
-        """Of `pick_exchanges`, where an exchange costs so many reads."""
-        lasts = self.horizon_tokens / (self.half_life / log(2))
-        return cost / lasts, self.factor - 1, self.touches
+        """Rules for `pick_exchanges`, where an exchange costs so many reads."""
+        lifetime = self.horizon_tokens / (self.half_life / log(2))
+        return cost / lifetime, self.factor - 1, self.touches
 
 
 class LivePolicy:
@@ -91,11 +91,11 @@ class LivePolicy:
         self, residency: Residency, expert_bytes: float, reads_per_exchange: float, settings: PolicySettings
     ) -> None:
         self.settings, self._cost, self.residency = settings, reads_per_exchange, residency
-        here = residency.on(Tier.GPU)
-        self._home: Floats = here.astype(np.float32)
+        resident = residency.on(Tier.GPU)
+        self._home: Floats = resident.astype(np.float32)
         self._better = np.zeros(self._home.shape, np.int8)  # here but not at home: 1; the other way: -1
         self._counts: Floats = np.zeros_like(self._home)
-        self._may = np.where(here, LEAVE, np.where(residency.on(Tier.CPU), COME, STAY)).astype(np.int8)
+        self._may = np.where(resident, LEAVE, np.where(residency.on(Tier.CPU), COME, STAY)).astype(np.int8)
         self._ended: set[int] = set()  # layers
         # Step after which those may leave that came.
         self._young: deque[tuple[int, tuple[Exchange, ...]]] = deque()
@@ -107,7 +107,7 @@ class LivePolicy:
 
     @property
     def cost(self) -> float:
-        """Of an exchange, in reads of an expert from CPU memory."""
+        """Cost of an exchange, in reads of an expert from CPU memory."""
         return self._cost
 
     @cost.setter
@@ -172,15 +172,15 @@ class LivePolicy:
                 self._may[layer, expert] = STAY if layer in self._ended else LEAVE
 
     def wanted(self) -> list[Exchange]:
-        """What should move now, most worthwhile first; each is under way until `done` or `dropped`."""
+        """Exchanges to make now, most worthwhile first; each is under way until `done` or `dropped`."""
         room, look, self._look = int(self._allowance), self._look, None
         if room == 0 or (self.resting and not self._going_home()):
             return []
-        found = self._best(room) if look is None or self.resting else look.decision.picked(room)
-        found = [each for each in found if each[0] not in self._ended]  # since it was looked at
-        self._pace = 1 if len(found) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
-        self._allowance -= len(found)
-        return list(map(Exchange._make, found))
+        picks = self._best(room) if look is None or self.resting else look.decision.picked(room)
+        picks = [each for each in picks if each[0] not in self._ended]  # since it was looked at
+        self._pace = 1 if len(picks) * QUIET > len(self._home) else min(2 * self._pace, LONGEST_INTERVAL)
+        self._allowance -= len(picks)
+        return list(map(Exchange._make, picks))
 
     def done(self, *exchanges: Exchange) -> None:
         _core.note_exchanges(exchanges, self.residency.slots, self._better, self._may)
@@ -207,8 +207,8 @@ class LivePolicy:
         self._may[layer] = STAY
 
     def _going_home(self) -> bool:
-        away = int((self._better > 0).sum())
-        return self._judge.loss * self.settings.shortest_rest > away * self._cost > 0
+        displaced = int((self._better > 0).sum())
+        return self._judge.loss * self.settings.shortest_rest > displaced * self._cost > 0
 
     def _best(self, room: int) -> list[tuple[int, int, int, int]]:
         resting = self._home, (1.0, 0.0, 1.0)

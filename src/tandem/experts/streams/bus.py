@@ -27,7 +27,7 @@ class Bus(Protocol):
         ...
 
     def compute_after(self, copies: Any) -> None:
-        """What the GPU is given to compute from now on begins after that mark."""
+        """Work that the GPU is given from now on begins after that mark."""
         ...
 
     def copy_after(self, computing: Any) -> None:

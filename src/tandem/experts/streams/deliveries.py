@@ -35,7 +35,7 @@ class Travelling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Delivery:
-    """Of a layer, in one part of the ring: so many, after the first ones."""
+    """Places of a layer in one part of the ring: `count` of them, from `first` on."""
 
     layer: int
     first: int
@@ -43,7 +43,7 @@ class _Delivery:
 
 
 class Deliveries:
-    """Of one step at a time. They have numbers; part number % parts of the ring is theirs."""
+    """Deliveries of one step at a time. They have numbers; part number % parts of the ring is theirs."""
 
     def __init__(
         self, layers: Sequence[Travelling | None], ring: Ring, bus: Bus, device: torch.device
@@ -61,7 +61,8 @@ class Deliveries:
         self.bytes = 0  # since the start
 
     def begin(self, counts: Mapping[int, int], whole: bool) -> None:
-        """Of each layer so many places travel. whole: there are parts for all places, whether they travel or not."""
+        """Begins a step in which `counts` places of each layer travel. whole: there are parts for all places, whether
+        they travel or not."""
         if self.failed:
             self._bus.finish()
         self._counts, self._list, self._of = counts, [], {}
@@ -94,7 +95,7 @@ class Deliveries:
         return self._of.get(layer, range(0))
 
     def count(self, number: int) -> int:
-        """Of places, as far as there is room."""
+        """Places in a delivery, as far as there is room."""
         return self._list[number].count
 
     def memory(self, number: int) -> Tensor:
@@ -102,7 +103,7 @@ class Deliveries:
         return self._memory[number % self._ring.parts * self._ring.part_bytes :]
 
     def arrive(self, number: int) -> None:
-        """What the GPU is given from now on begins when it is there."""
+        """Work that the GPU is given from now on begins when the delivery is there."""
         self._bus.compute_after(self._arrived[number % self._ring.parts])
 
     def read(self, number: int) -> None:
@@ -112,7 +113,7 @@ class Deliveries:
         self._give()
 
     def copied_gbps(self) -> float:
-        """Of the bus: a part of each layer from where it lies, between steps."""
+        """GB/s of the bus: a part of each layer is copied from where it lies, between steps."""
         total, started = 0, perf_counter()
         for layer in (layer for layer in self._layers if layer is not None):
             for source, target, nbytes in layer.runs(range(min(self._ring.experts, layer.places))):
@@ -125,22 +126,22 @@ class Deliveries:
         if self._given == len(self._list):
             return
         delivery, turn = self._list[self._given], self._given % self._ring.parts
-        left = max(0, self._counts[delivery.layer] - delivery.first)
+        remaining = max(0, self._counts[delivery.layer] - delivery.first)
         self._given += 1
         self._bus.copy_after(self._free[turn])
         to = self._memory.data_ptr() + turn * self._ring.part_bytes
-        for source, target, nbytes in self._runs_of(replace(delivery, count=min(left, delivery.count))):
+        for source, target, nbytes in self._runs_of(replace(delivery, count=min(remaining, delivery.count))):
             self._bus.copy(source, to + target, nbytes)
             self.bytes += nbytes
         self._arrived[turn] = self._bus.copies_given()
 
     def _runs_of(self, delivery: _Delivery) -> list[Run]:
-        made = self._runs.setdefault(delivery.layer, {})
-        if delivery not in made:
+        runs = self._runs.setdefault(delivery.layer, {})
+        if delivery not in runs:
             layer, first = _of(self._layers, delivery.layer), delivery.first
             order = self._order.get(delivery.layer, np.arange(layer.places, dtype=np.int32))
-            made[delivery] = layer.runs(order[first : first + delivery.count].tolist())
-        return made[delivery]
+            runs[delivery] = layer.runs(order[first : first + delivery.count].tolist())
+        return runs[delivery]
 
 
 def _of(layers: Sequence[Travelling | None], index: int) -> Travelling:

@@ -56,8 +56,8 @@ class KeyTables:
             return
         for index, layer in enumerate(layers):
             if layer is not None:
-                found = layer.found()
-                self.places[index, : len(found)] = found
+                places = layer.found()
+                self.places[index, : len(places)] = places
         self._seen_moves, self._told = moves, {}
 
     def tell(self, layers: Sequence[Keyed | None], counts: Mapping[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What a layer's experts take over the bus, and on the CPU: measured at the start, with the layer's own bytes."""
+"""Time of a layer's experts over the bus, and on the CPU: measured at the start, with the layer's own bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPEATS = 2  # after one that warms up; the best counts
 def measured_rates(
     layers: Sequence[StreamedLayer], ring: Ring, bus: Bus, device: torch.device, top_k: int
 ) -> StreamRates:
-    """Of layers that have experts in CPU memory. `least_rows` is left for the caller."""
+    """Rates of layers that have experts in CPU memory. `least_rows` is left for the caller."""
     largest = max(layers, key=lambda layer: layer.cpu.loaded)
     memory = torch.empty(ring.part_bytes, dtype=torch.uint8, device=device)
     runs = largest.runs(range(min(ring.experts, largest.places)))
@@ -33,11 +33,11 @@ def measured_rates(
     mean = sum(layer.places * layer.cpu.bytes_per_expert for layer in layers) / len(layers)
     bus_seconds = _best(copy) * mean / sum(nbytes for *_, nbytes in runs)
     share = sum(layer.cpu.loaded for layer in layers) / len(layers) / largest.cpu.loaded
-    everyone = largest.cpu.num_experts
-    few, many = (share * _best(_step(largest.cpu, rows, top_k, everyone)) for rows in (FEW, MANY))
-    per_row = max(0.0, many - few) / (MANY - FEW)
+    experts = largest.cpu.num_experts
+    few_seconds, many_seconds = (share * _best(_step(largest.cpu, rows, top_k, experts)) for rows in (FEW, MANY))
+    per_row = max(0.0, many_seconds - few_seconds) / (MANY - FEW)
     parts = -(-largest.places // ring.experts)
-    return StreamRates(bus_seconds, max(0.0, few - FEW * per_row), per_row, parts=parts)
+    return StreamRates(bus_seconds, max(0.0, few_seconds - FEW * per_row), per_row, parts=parts)
 
 
 def _step(layer: PackedExperts, rows: int, top_k: int, experts: int) -> Callable[[], object]:
@@ -45,8 +45,8 @@ def _step(layer: PackedExperts, rows: int, top_k: int, experts: int) -> Callable
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, layer.hidden, generator=generator).bfloat16()
     ids = torch.rand(rows, experts, generator=generator).topk(min(top_k, experts)).indices.int()
-    loaded = torch.tensor([place_of(layer, expert) >= 0 for expert in range(experts)])
-    ids = torch.where(loaded[ids.long()], ids, -1)
+    mask = torch.tensor([place_of(layer, expert) >= 0 for expert in range(experts)])
+    ids = torch.where(mask[ids.long()], ids, -1)
     weights, out = torch.full(ids.shape, 1 / top_k), torch.empty(rows, layer.hidden)
     return lambda: layer.forward(x, ids, weights, out)
 

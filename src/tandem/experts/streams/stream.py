@@ -59,19 +59,19 @@ class StreamedLayer:
 
     @property
     def first_key(self) -> int:
-        """Of what travels."""
+        """First key of the experts that travel."""
         return sum(part.count for part in self.residents)
 
     def runs(self, places: Iterable[int]) -> list[Run]:
         """Copies of these places; what lies side by side on both sides is one."""
-        made: list[Run] = []
+        runs: list[Run] = []
         for i, place in enumerate(places):
             for offset, source, nbytes in self.cpu.pieces(place):
                 target = i * self.cpu.bytes_per_expert + offset
-                if made and made[-1][0] + made[-1][2] == source and made[-1][1] + made[-1][2] == target:
-                    source, target, nbytes = *made[-1][:2], made.pop()[2] + nbytes
-                made.append((source, target, nbytes))
-        return made
+                if runs and runs[-1][0] + runs[-1][2] == source and runs[-1][1] + runs[-1][2] == target:
+                    source, target, nbytes = *runs[-1][:2], runs.pop()[2] + nbytes
+                runs.append((source, target, nbytes))
+        return runs
 
     def found(self) -> list[int]:
         """Each expert's place; -1 where it is not in CPU memory."""
@@ -133,9 +133,9 @@ class Counts(Protocol):
 
 
 class Followed(NamedTuple):
-    """What the stream looks at before a step. moves: changes when experts have changed places, None while they may be
-    changing; served: seconds that the CPU has computed experts since the start. ask: for the rows of each expert, in
-    the order of what the GPU computes."""
+    """Readings that the stream takes before a step. moves: changes when experts have changed places, None while they
+    may be changing; served: seconds that the CPU has computed experts since the start. ask: for the rows of each
+    expert, in the order of what the GPU computes."""
 
     moves: Callable[[], int | None] = _nothing
     served: Callable[[], float] = _nothing
@@ -172,7 +172,7 @@ class ExpertStream:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step in which all travel: what the bus takes."""
+        """Seconds that the bus takes in a step in which all travel."""
         return self.rates.bus * sum(layer is not None for layer in self._layers)
 
     def begin(self, rows: int, shared: bool = False, layers: Layers = Layers.GIVEN) -> None:
@@ -199,8 +199,8 @@ class ExpertStream:
         """Before a step that loads kernels: all experts of these layers travel, of no others, and its times say
         nothing."""
         self.rows, self._last = rows, None
-        wanted = {index: self._layers[index] for index in layers}
-        self.counts = {index: layer.places for index, layer in wanted.items() if layer is not None}
+        by_index = {index: self._layers[index] for index in layers}
+        self.counts = {index: layer.places for index, layer in by_index.items() if layer is not None}
         if self.counts:
             self._tables.tell(self._layers, self.counts)
         self.deliveries.begin(self.counts, whole=False)
@@ -223,15 +223,15 @@ class ExpertStream:
         return 0.0 < self.rates.share(rows, in_graphs=True) < 1.0
 
     def _share(self, rows: int, in_graphs: bool) -> float:
-        """Of experts that travel; and learns from the step before."""
-        served, (before, least) = self._followed.served(), (self._last, self._served)
+        """Share of experts that travel; and learns from the step before."""
+        cpu_seconds, (before, least) = self._followed.served(), (self._last, self._served)
         if before is not None:
             count = sum(layer is not None for layer in self._layers)
-            self.rates.observe(*before, (served - least) / count)
+            self.rates.observe(*before, (cpu_seconds - least) / count)
         share = self.rates.share(rows, in_graphs) if rows else 0.0
         if before is not None and before[0] == rows and abs(share - before[1]) < NEARLY and 0 < share < 1:
             share = before[1]
-        self._last, self._served = (rows, share) if rows else None, served
+        self._last, self._served = (rows, share) if rows else None, cpu_seconds
         return share
 
     def keys(self, index: int, ids: Tensor, slots: Tensor) -> Tensor:
@@ -250,10 +250,10 @@ class ExpertStream:
         return layer is not None and self.counts[index] < layer.places
 
     def _parts(self, index: int, layer: StreamedLayer) -> list[Part]:
-        mine = self.deliveries.of(index)
-        if self._cuts is None and (not mine or mine[0] != self.deliveries.taken):
+        numbers = self.deliveries.of(index)
+        if self._cuts is None and (not numbers or numbers[0] != self.deliveries.taken):
             raise EngineError(f"layer {index} is not the one whose experts have been sent")
-        return [self._part(i, i - mine[0], layer) for i in mine]
+        return [self._part(i, i - numbers[0], layer) for i in numbers]
 
     def _part(self, number: int, place: int, layer: StreamedLayer) -> Part:
         """place: among the layer's parts."""
@@ -300,14 +300,14 @@ class ExpertStream:
     def _arrive(self, index: int, sent: Callable[[], None]) -> None:
         """Before experts of a layer are computed by a graph; or by several, and this is the first."""
         sent()
-        mine = self.deliveries.of(index)
-        for number in mine if self.holds_layers else mine[:1]:
+        numbers = self.deliveries.of(index)
+        for number in numbers if self.holds_layers else numbers[:1]:
             self.deliveries.arrive(number)
 
     def _leave(self, index: int, compute: Callable[[int], None]) -> None:
         """After it, or the last."""
-        mine = self.deliveries.of(index)
-        for number in mine if self.holds_layers else mine[-1:]:
+        numbers = self.deliveries.of(index)
+        for number in numbers if self.holds_layers else numbers[-1:]:
             self._read(number)
         compute(self.rows)
 
@@ -324,7 +324,7 @@ def _layer(layers: Sequence[StreamedLayer | None], index: int) -> StreamedLayer:
 
 
 def _planned(layers: Sequence[StreamedLayer | None], share: float, split: bool) -> dict[int, int]:
-    """Of each layer, how many places travel. split: both sides have a part of every layer, as its graph expects."""
+    """Places that travel, by layer. split: both sides have a part of every layer, as its graph expects."""
     if share <= 0 and not split:
         return {}
     places = {i: layer.places for i, layer in enumerate(layers) if layer is not None}

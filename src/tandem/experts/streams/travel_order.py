@@ -19,7 +19,7 @@ Shares = npt.NDArray[np.float64]
 
 
 class TravelOrder:
-    """Of all layers. It learns between steps, from counts since the start."""
+    """Order in which the places of all layers travel. It learns between steps, from counts since the start."""
 
     def __init__(self, layers: Sequence[Keyed | None]) -> None:
         self._layers = layers
@@ -28,7 +28,7 @@ class TravelOrder:
         self._best = [np.arange(0 if layer is None else layer.places, dtype=np.int32) for layer in layers]
         self._arranged: dict[int, int] = {}  # for so many that travel
         self.left: list[float] | None = None
-        """Of the rows: what the CPU has where 0, 1 / GRID, ... 1 of the experts travel, on average over the layers.
+        """Share of the rows that the CPU has where 0, 1 / GRID, ... 1 of the experts travel, a mean over the layers.
         None: nothing is known."""
 
     def learn(self, tokens: npt.NDArray[Any], places: Places) -> None:
@@ -39,9 +39,9 @@ class TravelOrder:
         self._seen = counts
         if not new.any():
             return
-        shares, known = new / np.maximum(1, new.sum(1, keepdims=True)), self._lately
-        if known is not None:
-            shares = np.where(new.any(1, keepdims=True), NEWEST * shares + (1 - NEWEST) * known, known)
+        shares, previous = new / np.maximum(1, new.sum(1, keepdims=True)), self._lately
+        if previous is not None:
+            shares = np.where(new.any(1, keepdims=True), NEWEST * shares + (1 - NEWEST) * previous, previous)
         self._lately = shares
         self._renew(places)
 
@@ -54,26 +54,27 @@ class TravelOrder:
         return np.concatenate((np.sort(best[:count]), np.sort(best[count:])))
 
     def _renew(self, places: Places) -> None:
-        left = []
+        cpu_shares = []
         for index, layer in enumerate(self._layers):
             if layer is None:
                 continue
             of_place = self._of_places(index, places[index], layer.places)
             best = np.argsort(-of_place, kind="stable").astype(np.int32)
-            now, then = (np.cumsum(of_place[each]) for each in (self._best[index], best))
-            if then[-1] <= 0:
+            current, candidate = (np.cumsum(of_place[each]) for each in (self._best[index], best))
+            if candidate[-1] <= 0:
                 continue
-            if (then - now).max() > WORSE * then[-1]:
-                self._best[index], now = best, then
+            if (candidate - current).max() > WORSE * candidate[-1]:
+                self._best[index], current = best, candidate
                 self._arranged.pop(index, None)
-            at = np.linspace(0, len(now), GRID + 1)
-            left.append(1 - np.interp(at, np.arange(len(now) + 1), np.concatenate(([0.0], now))) / now[-1])
-        self.left = np.mean(left, axis=0).tolist() if left else self.left
+            at = np.linspace(0, len(current), GRID + 1)
+            sums = np.concatenate(([0.0], current))
+            cpu_shares.append(1 - np.interp(at, np.arange(len(current) + 1), sums) / current[-1])
+        self.left = np.mean(cpu_shares, axis=0).tolist() if cpu_shares else self.left
 
     def _of_places(self, index: int, places: Places, count: int) -> Shares:
-        """Of the layer's rows, what each place's expert had."""
+        """Share of the layer's rows that each place's expert had, [count]."""
         assert self._lately is not None
-        lately = self._lately[index]
-        of_place, here = np.zeros(count), np.flatnonzero(places[: len(lately)] >= 0)
-        of_place[places[here]] = lately[here]
+        shares = self._lately[index]
+        of_place, experts = np.zeros(count), np.flatnonzero(places[: len(shares)] >= 0)
+        of_place[places[experts]] = shares[experts]
         return of_place

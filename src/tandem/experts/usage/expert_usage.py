@@ -40,7 +40,7 @@ class UsageTotals(NamedTuple):
 
 
 class SideTotals(NamedTuple):
-    """What happened where, since the start, int64 [MoE layers] each."""
+    """Tokens and bytes of each side since the start, int64 [MoE layers] each."""
 
     gpu_tokens: Tensor
     cpu_tokens: Tensor
@@ -163,10 +163,10 @@ class ExpertUsage:
         """Where the layers of a pass of so many rows count that steps overtake. One pass at a time."""
         if self._beside is None:
             with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere
-                seen, passed = torch.zeros_like(self._arrays[_SEEN]), torch.zeros_like(self._arrays[_SEEN])
+                marks, passed = torch.zeros_like(self._arrays[_SEEN]), torch.zeros_like(self._arrays[_SEEN])
                 limit = None if self._rows is None else torch.zeros_like(self._rows)
-                each = zip(self._arrays[_TOKENS], seen, strict=True)
-                self._beside = seen, passed, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
+                each = zip(self._arrays[_TOKENS], marks, strict=True)
+                self._beside = marks, passed, limit, [Tally(tokens, own, None, limit) for tokens, own in each]
         _, _, limit, tallies = self._beside
         if limit is not None:
             limit.fill_(rows)
@@ -176,9 +176,9 @@ class ExpertUsage:
         """The pass has ended, wherever; each of its layers ran once at most. In the order of what it computed: a step
         that is under way adds to other counts."""
         if self._beside is not None:
-            seen, passed, _, _ = self._beside
-            passed.add_(seen)
-            seen.zero_()
+            marks, passed, _, _ = self._beside
+            passed.add_(marks)
+            marks.zero_()
 
     def read(self) -> UsageTotals:
         """Waits for the GPU's last step, which takes no time where its results have been fetched."""
@@ -238,42 +238,42 @@ class ExpertUsage:
         done, self._news = self._news[: len(self._news) - keep], self._news[len(self._news) - keep :]
         if self._lent:
             self._gpu_experts, self._lent = self._gpu_experts.clone(), False
-        here = self._gpu_experts.numpy()
-        for asked, changes in done:
+        resident = self._gpu_experts.numpy()
+        for snapshot, changes in done:
             change = np.array(changes(), np.int64).reshape(-1, 3).T
-            here[change[0], change[1]] = change[2] > 0
-            self._moved.append((change, asked.arrays()[:, change[0], change[1]]))
+            resident[change[0], change[1]] = change[2] > 0
+            self._moved.append((change, snapshot.arrays()[:, change[0], change[1]]))
         if len(self._moved) > MOST_MOVED:
             self._attribute()
 
     def _attribute(self) -> None:
-        """What was counted before each of the moves to where the expert was."""
+        """Attributes counts from before each of the moves to the side where the expert was."""
         if not self._moved:
             return
-        (layers, experts, here), counts = (
+        (layers, experts, resident), counts = (
             np.concatenate(parts, 1) for parts in zip(*self._moved, strict=True)
         )
         self._moved = []
-        then = np.stack((counts[_TOKENS], counts[_READS] + counts[_SEEN]))
-        new = then - self._last.numpy()[:, layers, experts]  # modulo 2^32 on a GPU
-        counted = (self._totals.numpy()[:, layers, experts] + new) * (1 - 2 * here)
-        for left, each in zip(self._left, counted, strict=True):
-            np.add.at(left, layers, each)
+        readings = np.stack((counts[_TOKENS], counts[_READS] + counts[_SEEN]))
+        new = readings - self._last.numpy()[:, layers, experts]  # modulo 2^32 on a GPU
+        counted = (self._totals.numpy()[:, layers, experts] + new) * (1 - 2 * resident)
+        for total, each in zip(self._left, counted, strict=True):
+            np.add.at(total, layers, each)
 
     def chosen(self, rows: int, wrong: Sequence[int] = ()) -> Tensor:
         """Ids of so many of the last step's first rows, `wrong` ones left out: int16 [rows, MoE layers, top_k] on the
         CPU; only if they are kept."""
         assert self._chosen is not None
-        some = self._chosen[:, : rows + len(wrong)]
+        ids = self._chosen[:, : rows + len(wrong)]
         if wrong:
             others = set(wrong)
-            some = some[:, [row for row in range(rows + len(wrong)) if row not in others]]
-        return some.transpose(0, 1).to("cpu", torch.int16)
+            ids = ids[:, [row for row in range(rows + len(wrong)) if row not in others]]
+        return ids.transpose(0, 1).to("cpu", torch.int16)
 
     def take_back(self, rows: Sequence[int]) -> None:
         """These rows of the last step were no tokens. Their experts were read all the same. Only if ids are kept."""
         assert self._chosen is not None
         first, end = rows[0], rows[-1] + 1  # of one sequence they are neighbours: no list of them goes to the GPU
-        some = slice(first, end) if end - first == len(rows) else list(rows)
-        ids = self._chosen[:, some].long().flatten(1)
+        selection = slice(first, end) if end - first == len(rows) else list(rows)
+        ids = self._chosen[:, selection].long().flatten(1)
         self._arrays[_TOKENS].scatter_add_(1, ids, self._less.expand_as(ids))

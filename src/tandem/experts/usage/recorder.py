@@ -56,12 +56,12 @@ class _Pass(NamedTuple):
 
 
 class _Book:
-    """What has been recorded and is not in a file yet."""
+    """Records that are not in a file yet."""
 
-    def __init__(self, counts: Tensor, kept: int | None) -> None:
+    def __init__(self, counts: Tensor, most_steps: int | None) -> None:
         self.counts = counts  # int64 [layers, experts]
         self.passes = self.tokens = 0
-        self.steps: deque[_Pass] = deque(maxlen=kept)
+        self.steps: deque[_Pass] = deque(maxlen=most_steps)
 
     def add(self, later: _Book) -> None:
         self.counts = self.counts + later.counts
@@ -97,7 +97,7 @@ class ExpertRecorder:
         self._book, self.recording = self._fresh(), True
 
     def stop(self) -> None:
-        """What was recorded waits for `dump`. Raises RequestError if nothing is being recorded."""
+        """Ends recording; the records wait for `dump`. Raises RequestError if nothing is being recorded."""
         if not self.recording:
             raise RequestError("nothing is being recorded; call /start_expert_distribution_record first")
         self._count(self._book)
@@ -166,9 +166,9 @@ class ExpertRecorder:
         return path
 
     def _record(self, book: _Book, gpu_experts: Tensor) -> UsageRecord:
-        wanted = gpu_experts if self.options.gpu_experts else None
+        placement = gpu_experts if self.options.gpu_experts else None
         whole = UsageRecord(
-            book.counts[None], self.options.mode, self._model, book.tokens, book.passes, self._layers, wanted
+            book.counts[None], self.options.mode, self._model, book.tokens, book.passes, self._layers, placement
         )
         if self.options.mode in DETAILED and book.steps:
             return _by_pass(whole, book.steps)

@@ -20,7 +20,7 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """What was recorded. The tensors after `layers` are there only where the mode has them."""
+    """Recorded usage. The tensors after `layers` are there only where the mode has them."""
 
     counts: Tensor  # integers or floats [passes, layers, experts]: tokens routed to the expert
     mode: str = "stat"
@@ -76,13 +76,13 @@ def read_usage(path: str | Path) -> UsageRecord:
     stored = load_plain(path)
     if isinstance(stored, dict) and _is_detailed(stored.get("records")):
         return _detailed(path, stored)
-    found = stored.get("logical_count") if isinstance(stored, dict) else stored
-    counts = _checked(path, found)
+    logical_count = stored.get("logical_count") if isinstance(stored, dict) else stored
+    counts = _checked(path, logical_count)
     return _described(path, counts, stored) if isinstance(stored, dict) else UsageRecord(counts)
 
 
 def load_plain(path: str | Path) -> Any:
-    """What torch.save wrote, without executing pickled code. Raises ConfigError."""
+    """Contents of a file that torch.save wrote, without executing pickled code. Raises ConfigError."""
     try:
         return torch.load(Path(path), map_location="cpu", weights_only=True)
     except OSError as error:
@@ -97,31 +97,31 @@ def _is_detailed(records: object) -> bool:
     return isinstance(records, list) and all(isinstance(record, dict) for record in records)
 
 
-def _checked(path: str | Path, found: object) -> Tensor:
-    if not isinstance(found, Tensor) or found.dim() < 2 or found.numel() == 0:
-        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+def _checked(path: str | Path, counts: object) -> Tensor:
+    if not isinstance(counts, Tensor) or counts.dim() < 2 or counts.numel() == 0:
+        what = list(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
         raise ConfigError(
             f"{path} holds {what}; expected counts as a tensor [.., layers, experts] or a dict with it as logical_count"
         )
     if (
-        found.is_complex()
-        or not bool((found.double() >= 0).all())
-        or not bool(found.double().isfinite().all())
+        counts.is_complex()
+        or not bool((counts.double() >= 0).all())
+        or not bool(counts.double().isfinite().all())
     ):
         raise ConfigError(f"{path} holds counts that are negative or no numbers")
-    return found.reshape(-1, *found.shape[-2:])
+    return counts.reshape(-1, *counts.shape[-2:])
 
 
 def _described(path: str | Path, counts: Tensor, stored: dict[str, Any]) -> UsageRecord:
     """With what else the file says, as far as it fits."""
     layers, gpu_experts = stored.get("moe_layers"), stored.get("gpu_experts")
-    known = layers.tolist() if isinstance(layers, Tensor) and layers.shape == counts.shape[1:2] else ()
+    ids = layers.tolist() if isinstance(layers, Tensor) and layers.shape == counts.shape[1:2] else ()
     if isinstance(gpu_experts, Tensor) and gpu_experts.shape[-2:] != counts.shape[-2:]:
         raise ConfigError(f"{path}: gpu_experts is {list(gpu_experts.shape)}, logical_count {list(counts.shape)}")
     tensors = {name: t for name in _TENSORS if isinstance(t := stored.get(name), Tensor)}
     return UsageRecord(
         counts, str(stored.get("mode", "stat")), str(stored.get("model", "")), int(stored.get("tokens", 0)),
-        int(stored.get("passes", 0)), tuple(known), gpu_experts if isinstance(gpu_experts, Tensor) else None, **tensors,
+        int(stored.get("passes", 0)), tuple(ids), gpu_experts if isinstance(gpu_experts, Tensor) else None, **tensors,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What recorded counts say: how uneven experts are used, layer by layer and over all."""
+"""Summary of recorded counts: how uneven experts are used, layer by layer and over all."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class UsageSummary:
     @property
     def effective(self) -> float:
         """Mean over layers that were used."""
-        used = [layer.effective for layer in self.layers if layer.tokens]
-        return sum(used) / len(used)
+        per_layer = [layer.effective for layer in self.layers if layer.tokens]
+        return sum(per_layer) / len(per_layer)
 
 
 def summary(record: UsageRecord) -> UsageSummary:

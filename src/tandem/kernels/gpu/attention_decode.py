@@ -113,7 +113,7 @@ def _merge(partial, stats, lens, sinks, out, window, HEADS: tl.constexpr, DIM: t
 
 
 def _block_bytes(dim: int, stages: int) -> int:
-    """Of shared memory: keys and values in bfloat16, and queries, weights and what reductions take."""
+    """Bytes of shared memory: keys and values in bfloat16, and queries, weights and what reductions take."""
     return (stages - 1) * 2 * STEP * dim * 2 + 48 * dim
 
 

@@ -20,8 +20,8 @@ WORKSPACE_BYTES = 128 << 20  # for partial sums; what FlashInfer's documentation
 
 
 class AttentionShape(NamedTuple):
-    """What all layers have in common. scale: of scores; window: last keys that are seen, 0 for all; page_size: tokens;
-    pages: of the longest sequence."""
+    """Sizes that all layers have in common. scale: of scores; window: last keys that are seen, 0 for all; page_size:
+    tokens; pages: of the longest sequence."""
 
     heads: int
     kv_heads: int
@@ -54,9 +54,9 @@ class FlashInferAttention:
         pages = (batch.seq_lens + (shape.page_size - 1)) // shape.page_size
         first = torch.zeros(len(pages) + 1, dtype=torch.int32)
         torch.cumsum(pages, 0, dtype=torch.int32, out=first[1:])
-        used = torch.arange(batch.block_tables.shape[1])[None, :] < pages[:, None]
+        mask = torch.arange(batch.block_tables.shape[1])[None, :] < pages[:, None]
         self._current.plan(
-            batch.query_starts, first, batch.block_tables[used], batch.seq_lens - (pages - 1) * shape.page_size,
+            batch.query_starts, first, batch.block_tables[mask], batch.seq_lens - (pages - 1) * shape.page_size,
             shape.heads, shape.kv_heads, shape.head_dim, shape.page_size, causal=True, sm_scale=shape.scale,
             window_left=shape.window - 1, q_data_type=torch.bfloat16,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Of every row of logits: the best one, in two kernels, where PyTorch takes five; and the logarithm of the sum.
+"""Best token of every row of logits, in two kernels, where PyTorch takes five; and the logarithm of the sum.
 
 A step ends with these. Each row is summed in an order of its own: PyTorch's depends on how many rows there are, and a
 log-probability must not.

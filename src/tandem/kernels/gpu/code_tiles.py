@@ -77,7 +77,7 @@ def _number(word, upper, scale, zero, shift, j: tl.constexpr, FMT: tl.constexpr,
 def panel_numbers(words, scales, part, blocks, FMT: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr,
                   SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0,
                   SHIFT_AT: tl.constexpr = 0):  # fmt: skip
-    """Of the panel at `words`, whose scales begin at `scales`: bfloat16 [16, STEP * CODES], the part-th such piece.
+    """Numbers of the panel at `words`, with scales from `scales` on: bfloat16 [16, STEP * CODES], its part-th piece.
     With ZERO_AT `zeros` points at its zero points, with SHIFT_AT its offsets lie so far behind its scales."""
     r, at = tl.arange(0, 16), part * STEP + tl.arange(0, STEP)
     inside = (at < blocks)[None, :] & (r >= 0)[:, None]
@@ -127,15 +127,15 @@ def multiply(x: Tensor, pool: Tensor, panels: Panels, bias: Tensor | None, out: 
     """x bfloat16 [T, K] times the matrix in `pool`, plus bias float32 [N], to out [T, N], whose rows may lie apart.
     From two rows on a row has the same bits beside any others."""
     words, scales = views(pool, 0, panels)
-    given = x.view(torch.int32), words, scales, words if bias is None else bias, out
+    tensors = x.view(torch.int32), words, scales, words if bias is None else bias, out
     if len(x) == 1:
         _row[(triton.cdiv(panels.columns, PANEL),)](
-            *given, panels.depth, panels.blocks, panels.columns, **panels.constants(), STEP=row_step(panels),
+            *tensors, panels.depth, panels.blocks, panels.columns, **panels.constants(), STEP=row_step(panels),
             BIAS=bias is not None, num_warps=4, **overlapped(x.device),
         )  # fmt: skip
         return out
     _tile[(triton.cdiv(len(x), TILE_ROWS), triton.cdiv(panels.columns, TILE_COLUMNS))](
-        *given, len(x), panels.depth, panels.blocks, panels.columns, panels.panels, out.stride(0),
+        *tensors, len(x), panels.depth, panels.blocks, panels.columns, panels.panels, out.stride(0),
         **panels.constants(), STEP=tile_step(panels), BM=TILE_ROWS, BN=TILE_COLUMNS,
         BIAS=bias is not None, num_warps=4, **overlapped(x.device),
     )  # fmt: skip

@@ -152,8 +152,8 @@ def row_step(panels: Panels) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What lies between an expert's products, and what is added to them: float32 gate_up [E, 2 rows] and down
-    [E, columns], of all experts, wherever they lie; None: nothing."""
+    """Activation between an expert's products, and the biases that are added to them. These are float32 gate_up
+    [E, 2 rows] and down [E, columns], of all experts, wherever they lie; None: nothing."""
 
     width: int  # of the intermediate activations
     activation: Activation = SILU
@@ -162,13 +162,13 @@ class Between:
 
     @property
     def rows(self) -> int:
-        """Of gate, and of up; without a gate halves of up."""
+        """Rows of gate, and of up; without a gate halves of up."""
         return self.width if self.activation.gated else self.width // 2
 
     def biased(self, biases: ExpertBiases, device: torch.device) -> Between:
         """With these, of all experts, on the device."""
-        both = torch.cat((biases.gate, biases.up), 1)
-        return replace(self, gate_up=both.to(device), down=biases.down.to(device))
+        gate_up = torch.cat((biases.gate, biases.up), 1)
+        return replace(self, gate_up=gate_up.to(device), down=biases.down.to(device))
 
     def constants(self) -> dict[str, float]:
         how = self.activation

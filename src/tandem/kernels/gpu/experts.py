@@ -26,7 +26,7 @@ SCRATCH_BYTES = 512 << 20  # of a step's pairs at a time: thousands of tokens, s
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """What a layer's GPU experts add. With `slots` a weighted result per pair, float32 [T * k, hidden], unwritten where
+    """Results of a layer's GPU experts. With `slots` a weighted one per pair, float32 [T * k, hidden], unwritten where
     the slot is below 0. Without them their sums, float32 [T, hidden], or bfloat16 where nothing is added to them."""
 
     values: Tensor
@@ -43,8 +43,8 @@ class PartialSums:
 
 @dataclass(slots=True)
 class StepKind:
-    """What the layers of a model run in. captured: a CUDA graph, recorded or rehearsed: grouped products would keep
-    their scratch in its memory a second time."""
+    """Kind of step that a model's layers run in. captured: a CUDA graph, recorded or rehearsed: grouped products
+    would keep their scratch in its memory a second time."""
 
     captured: bool = False
     each_row: bool = False  # a row has the same bits beside any others
@@ -88,7 +88,7 @@ class GpuExperts:
         self.stride = 0  # bytes of one expert; 0: none was loaded
 
     def set_biases(self, biases: ExpertBiases) -> None:
-        """Of all experts: those that live elsewhere may come here."""
+        """Takes the biases of all experts: those that live elsewhere may come here."""
         self._between = self._between.biased(biases, self.device)
         if self.prompts is not None:
             self.prompts.between = self._between
@@ -183,12 +183,12 @@ class GpuExperts:
         sums = torch.empty_like(x, dtype=torch.float32)
         for first in range(0, len(x), each):
             part = slice(first, first + each)
-            some = Routing(routing.ids[part], routing.weights[part], slots[part])
-            expert_rows.combine(self._tiled(x[part], some), slots[part], sums[part])
+            part_routing = Routing(routing.ids[part], routing.weights[part], slots[part])
+            expert_rows.combine(self._tiled(x[part], part_routing), slots[part], sums[part])
         return PartialSums(sums, None)
 
     def parts(self) -> list[Part]:
-        """What many rows are multiplied with at a time: expert n of all of them is in slot n."""
+        """Parts of the pool that many rows are multiplied with at a time: expert n of all of them is in slot n."""
         return (
             [] if self.prompts is None else parts_of(self.pool, self.stride, self.slots, self.prompts.at_once)
         )
@@ -197,8 +197,8 @@ class GpuExperts:
         per_token = top_k * (hidden * 4 + self._between.width * 2)
         return max(1, SCRATCH_BYTES // per_token // expert_tiles.ROWS) * expert_tiles.ROWS
 
-    def _multiplied(self, x: Tensor, routing: Routing, alone: bool) -> Tensor:
-        out = torch.empty_like(x, dtype=torch.bfloat16 if alone else torch.float32)
+    def _multiplied(self, x: Tensor, routing: Routing, gpu_only: bool) -> Tensor:
+        out = torch.empty_like(x, dtype=torch.bfloat16 if gpu_only else torch.float32)
         between, offset, stride = self._between, self.gate_up.bytes, self.stride
         h = expert_mma.gate_up(x, self.pool, self.gate_up, stride, routing, between)
         return expert_mma.down(h, self.pool, offset, self.down, stride, routing, between, out)

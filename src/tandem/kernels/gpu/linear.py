@@ -64,7 +64,7 @@ def multiplied(
 
 
 def dtype_of(fmt: str) -> torch.dtype:
-    """Of matrices of heads. Raises KernelError where there are no kernels."""
+    """Type of matrices of heads. Raises KernelError where there are no kernels."""
     if fmt not in DTYPES:
         raise KernelError(f"matrices of heads on the GPU are {' or '.join(DTYPES)}, not {fmt}")
     return DTYPES[fmt]

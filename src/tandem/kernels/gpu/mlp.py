@@ -23,7 +23,7 @@ ALIGNED_ROWS = 64
 
 
 def activation_constants(how: Activation) -> dict[str, float]:
-    """What every kernel that ends in `activated` is compiled with."""
+    """Constants of every kernel that ends in `activated`."""
     return {"KIND": KINDS[how.kind], "ALPHA": how.alpha, "LIMIT": how.limit}
 
 
@@ -41,7 +41,7 @@ def relu2(x):
 
 @triton.jit
 def activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Of kinds with a gate, in the order of `ActivationKind`; float32."""
+    """Activation of the kinds with a gate, in the order of `ActivationKind`; float32."""
     if KIND >= 3:
         up = -_at_most(-_at_most(up, LIMIT), LIMIT)
     if KIND == 0:
@@ -153,8 +153,8 @@ class GpuMLP:
 
     def load(self, gate: Weight, up: Weight, down: Weight) -> None:
         """Where gate and up are stored in different ways, they become numbers."""
-        both = stacked((gate, up))
-        self._gate_up = self._linear((numbers(gate), numbers(up)) if both is None else both)
+        gate_up = stacked((gate, up))
+        self._gate_up = self._linear((numbers(gate), numbers(up)) if gate_up is None else gate_up)
         self._down = self._linear(down)
         if isinstance(self._gate_up, Activating):
             self._gate_up.prepare(self._activation)
@@ -164,8 +164,9 @@ class GpuMLP:
 
     def begin(self, x: Tensor) -> Callable[[], Tensor]:
         """As `Beginning`."""
-        made = self._gate_up.activated(x, self._activation, True) if isinstance(self._gate_up, Activating) else None
-        return partial(self, x) if made is None else partial(self._down, made)
+        gate_up = self._gate_up
+        activations = gate_up.activated(x, self._activation, True) if isinstance(gate_up, Activating) else None
+        return partial(self, x) if activations is None else partial(self._down, activations)
 
     def __call__(self, x: Tensor) -> Tensor:
         """A long step is taken in pieces, so that its memory is bounded."""
@@ -180,7 +181,7 @@ class GpuMLP:
 
     def _between(self, x: Tensor) -> Tensor:
         if isinstance(self._gate_up, Activating):
-            made = self._gate_up.activated(x, self._activation)
-            if made is not None:
-                return made
+            activations = self._gate_up.activated(x, self._activation)
+            if activations is not None:
+                return activations
         return activate(self._activation, self._gate_up(x, torch.float32), x.dtype)

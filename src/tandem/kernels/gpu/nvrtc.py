@@ -20,12 +20,12 @@ def available() -> bool:
 
 
 def cuda_source(launcher: str) -> str:
-    """Of the `.cu` file beside a Python file, which launches its kernels."""
+    """Source of the `.cu` file beside a Python file, which launches its kernels."""
     return Path(launcher).with_suffix(".cu").read_text(encoding="utf-8")
 
 
 COMMON = cuda_source(__file__)
-"""What every source begins with."""
+"""Source that every other one begins with."""
 
 
 def compiled(source: str, names: Sequence[str], device_index: int | None) -> list[Any]:

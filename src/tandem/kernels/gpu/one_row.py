@@ -78,10 +78,10 @@ def after_norm(s: Sum, weight: Tensor, bias: Tensor | None) -> Normed:
     columns, depth = weight.shape
     x, step = s.x.contiguous(), triton.next_power_of_2(depth)
     stream, row, out = torch.empty_like(x), torch.empty_like(x), x.new_empty((1, columns))
-    beside, gate = (x, None) if s.beside is None else s.beside
+    addend, gate = (x, None) if s.beside is None else s.beside
     each = AT_ONCE // step
     _after_norm[(triton.cdiv(columns, each),)](
-        x, s.residual, beside.contiguous(), x if gate is None else gate, s.weight, weight,
+        x, s.residual, addend.contiguous(), x if gate is None else gate, s.weight, weight,
         weight if bias is None else bias, out, stream, row, depth, columns, s.eps,
         BESIDE=s.beside is not None, GATED=gate is not None, BIAS=bias is not None, COLUMNS=each, STEP=step,
         num_warps=4, **overlapped(x.device),

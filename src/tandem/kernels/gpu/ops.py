@@ -82,10 +82,10 @@ class GpuOps:
         table = torch.empty(shape, dtype=torch.bfloat16, device=device, pin_memory=pinned)
         with ThreadPoolExecutor(LOOKUP_THREADS, "tandem-lookup") as threads:
             for first in range(0, len(parts), LOOKUP_THREADS):
-                some = parts[first : first + LOOKUP_THREADS]
-                for ids, found in zip(some, threads.map(find, some), strict=True):
-                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(found if in_ram else _there(found, self))
-        return partial(read_rows, table) if in_ram else lambda wanted: table.index_select(0, wanted)
+                group = parts[first : first + LOOKUP_THREADS]
+                for ids, vectors in zip(group, threads.map(find, group), strict=True):
+                    table[int(ids[0]) : int(ids[-1]) + 1].copy_(vectors if in_ram else _on_device(vectors, self))
+        return partial(read_rows, table) if in_ram else lambda indices: table.index_select(0, indices)
 
     reads = staticmethod(dense_codes.readable)
 
@@ -93,7 +93,7 @@ class GpuOps:
         self, weight: Weight | Blocks, bias: Tensor | None = None, fmt: str = "bf16"
     ) -> GpuLinear | GpuCodes:
         if not isinstance(weight, WeightCodes):
-            return GpuLinear(_there(weight, self), bias, fmt, self.device, self.fixed)
+            return GpuLinear(_on_device(weight, self), bias, fmt, self.device, self.fixed)
         if not self.reads(weight):
             return GpuLinear(decoded(weight), bias, fmt, self.device, self.fixed)
         packed = PackedMatrix.from_codes(self.cpu.workspace, weight)
@@ -119,9 +119,9 @@ class GpuOps:
         def packer() -> PackedExperts:
             return PackedExperts(self.cpu.workspace, 1, hidden, width, fmt, activation)
 
-        made = GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
-        made.step = self._step
-        return made
+        experts = GpuExperts(packer, Between(width, activation), slot_of, self.device, tables)
+        experts.step = self._step
+        return experts
 
     def mlp(self, hidden: int, width: int, fmt: str = "bf16", activation: Activation = SILU) -> GpuMLP:
         return GpuMLP(lambda weight: self.linear(weight, None, fmt), activation)
@@ -174,6 +174,6 @@ class GpuOps:
         return mlp.gated(x, gate, out)
 
 
-def _there(weight: Tensor | Blocks, ops: GpuOps) -> Tensor:
+def _on_device(weight: Tensor | Blocks, ops: GpuOps) -> Tensor:
     """[N, K] on the device, in the type that it is stored in."""
     return uploaded((weight,) if isinstance(weight, Tensor) else weight, ops.device, ops.cpu.pool)

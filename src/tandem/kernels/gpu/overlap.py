@@ -40,7 +40,7 @@ def wait_for_last(OVERLAP: tl.constexpr):
 
 
 def overlapped(device: torch.device) -> dict[str, Any]:
-    """What a Triton kernel that calls `begin` is launched with on a device."""
+    """Launch arguments of a Triton kernel that calls `begin`, on a device."""
     return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
 
 

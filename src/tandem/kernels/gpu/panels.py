@@ -67,7 +67,7 @@ class Panels:
 
     @property
     def shift(self) -> str:
-        """What is added after scaling: "zeros", "offsets" or ""."""
+        """Kind of numbers that are added after scaling: "zeros", "offsets" or ""."""
         return self.scales.partition("+")[2]
 
     @property
@@ -76,7 +76,7 @@ class Panels:
 
     @property
     def codes(self) -> int:
-        """Of one word."""
+        """Codes of one word."""
         return 8 if self.fmt in ("int4", "fp4", "uint4", "int6", "uint2", "int3", "nl4") else 2
 
     @property
@@ -101,15 +101,15 @@ class Panels:
         return self.scale_type.itemsize
 
     def expert_constants(self) -> dict[str, int]:
-        """What a kernel of experts over such panels is compiled with. ZERO_AT: bytes from a panel's first word to its
-        zero points; SHIFT_AT: from its scales to its offsets, in numbers of scales; 0: it has none."""
+        """Constants of a kernel of experts over such panels. ZERO_AT: bytes from a panel's first word to its zero
+        points; SHIFT_AT: from its scales to its offsets, in numbers of scales; 0: it has none."""
         zeros = self.shift_offset if self.shift == "zeros" else 0
         offsets = self.shift_offset - self.scale_offset if self.shift == "offsets" else 0
         shifts = {"ZERO_AT": zeros, "SHIFT_AT": offsets // self.scale_bytes, "WORD": self.word_bytes}
         return self._constants() | shifts
 
     def constants(self) -> dict[str, int]:
-        """What any other kernel over such panels is compiled with."""
+        """Constants of any other kernel over such panels. Raises KernelError where it cannot read them."""
         if why := refusal(self.fmt, self.scales, experts=False):
             raise KernelError(why)
         return self._constants()

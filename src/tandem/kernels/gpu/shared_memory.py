@@ -18,7 +18,7 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Of one program on this device, after Triton, which refuses larger ones; on no GPU, what every GPU has."""
+    """Shared memory of one program here, as Triton has it, which refuses larger ones; on no GPU, what every GPU has."""
     if device.type != "cuda":
         return LEAST_BYTES
     index = torch.cuda.current_device() if device.index is None else device.index

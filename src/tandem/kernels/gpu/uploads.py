@@ -98,8 +98,8 @@ def _send(parts: Iterable[Tensor | memoryview], target: Tensor, workers: WorkerP
     """Parts of at most BUFFER_BYTES, one after the other into uint8 [their bytes]."""
     staging, end = Staging(min(BUFFER_BYTES, target.nbytes), target.is_cuda), 0
     for part in parts:
-        there = target[end : end + part.nbytes]
-        staging.send(part.nbytes, partial(copy_bytes, workers, part), partial(there.copy_, non_blocking=True))
+        destination = target[end : end + part.nbytes]
+        staging.send(part.nbytes, partial(copy_bytes, workers, part), partial(destination.copy_, non_blocking=True))
         end += part.nbytes
     staging.finish()
 

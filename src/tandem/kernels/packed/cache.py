@@ -112,7 +112,7 @@ class PackedCache:
         return True
 
     def _adopt(self, name: str, packed: Packed) -> None:
-        """What the file has stays in it when it must be written anew."""
+        """Notes weights that came from the file, so that they stay in it when it must be written anew."""
         self._adopted[name] = packed
         if self._writing is not None:
             self._writing.add(name, packed)
@@ -131,8 +131,8 @@ class PackedCache:
             self._writing = _Writing(self.path, self._pool, self._say)
             if self._file is not None:
                 self._say(f"packed cache: {self.path} lacks {name}; it is written again")
-                for other, adopted in self._adopted.items():
-                    self._writing.add(other, adopted)
+                for other, packed_weights in self._adopted.items():
+                    self._writing.add(other, packed_weights)
         self._writing.add(name, packed)
 
     def wait(self) -> None:
@@ -177,13 +177,13 @@ class _Writing:
         )
 
     def wait(self) -> None:
-        for _, written in self._pending:
-            written.result()
+        for _, future in self._pending:
+            future.result()
 
     def finish(self, key: str, about: str, progress: Verified) -> None:
         total, done = sum(nbytes for nbytes, _ in self._pending), 0
-        for nbytes, written in self._pending:
-            written.result()
+        for nbytes, future in self._pending:
+            future.result()
             done += nbytes
             progress(done, total)
         self._thread.submit(self._guarded, self._finish, key, about).result()

@@ -1,4 +1,4 @@
-"""What a layer of packed experts is to those who move it: the places of experts, and their bytes."""
+"""Bytes of a layer's packed experts, and the places where they lie: for whatever moves experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExpertPlaces:
         return self._core.pieces(place)
 
     def all_places(self) -> list[ByteRange]:
-        """What all places lie in, for each memory node; empty as long as nothing was loaded."""
+        """Ranges in which all places lie, for each memory node; empty as long as nothing was loaded."""
         return self._core.all_places()
 
     def own_memory(self) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class ExpertBytes:
 
     @property
     def formats(self) -> tuple[FormatNames, ...]:
-        """Of gate and up, and of down."""
+        """Formats of gate and up, and of down."""
         return expert_formats(self._core)
 
     @property
@@ -97,11 +97,12 @@ class ExpertBytes:
         return self._core.bytes(first, count)
 
     def read_next(self, upcoming: list[ByteRange]) -> None:
-        """What idle workers fetch while and after this layer is computed."""
+        """Sets the ranges that idle workers fetch while and after this layer is computed."""
         self._core.read_next(upcoming)
 
     def layout(self) -> tuple[PanelLayout, PanelLayout]:
-        """Of the packed gate_up, whose panels alternate 16 rows of gate and 16 of up, and of the down that follows."""
+        """Layouts of the packed gate_up, and of the down that follows. Panels of gate_up alternate 16 rows of gate and
+        16 of up."""
         gate_up, down = self._core.layout()
         return gate_up, down
 

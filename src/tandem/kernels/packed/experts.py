@@ -82,7 +82,7 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
             self._core.set_biases(*self.biases)
 
     def set_biases(self, biases: ExpertBiases) -> None:
-        """Of all experts, those that live elsewhere included, so that one may come without its own."""
+        """Takes the biases of all experts, those elsewhere included, so that one may come without its own."""
         self.biases = biases
         self._core.set_biases(*biases)
 
@@ -110,7 +110,7 @@ class PackedExperts(ExpertBytes, ExpertPlaces):
             self._used.update(zip(ids, sources, strict=True))
 
     def pack_to(self, ids: Sequence[int], experts: Sequence[ExpertWeights], out: Tensor) -> None:
-        """What `load_each` would make of them, one after the other in `out`, uint8 [their bytes]. No expert is kept,
+        """Packs experts as `load_each` would, one after the other into `out`, uint8 [their bytes]. No expert is kept,
         but their formats are the layer's from now on. An empty layer takes no memory for it."""
         self._hold_each(ids, experts)
         self._core.pack_to([_sources(expert, self.in_place) for expert in experts], out)

@@ -49,7 +49,7 @@ class Section(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """What the file was made from (`key`, with `about` for people), and its sections."""
+    """Table of a file: its sections, and what it was made from (`key`, with `about` for people)."""
 
     key: str
     about: str
@@ -93,19 +93,19 @@ class PackedFile:
         mapped.
         """
         try:
-            found = checksums_of(pool, *map(self.view, parts), in_place=in_place)
+            sums = checksums_of(pool, *map(self.view, parts), in_place=in_place)
         except CheckpointError as error:
             raise self._wrong("cannot be read, or was cut short meanwhile") from error
         expected = [(sum_, part, i) for part in parts for i, sum_ in enumerate(part.checksums)]
-        if len(found) != len(expected):
+        if len(sums) != len(expected):
             raise self._wrong("has a table that does not fit")
-        for sum_, (right, part, index) in zip(found, expected, strict=True):
+        for sum_, (right, part, index) in zip(sums, expected, strict=True):
             if sum_ != right:
                 at = part.offset + index * BLOCK_BYTES
                 raise self._wrong(f"is damaged at byte {at} or soon after, in {self._name_at(at)}")
 
     def _name_at(self, offset: int) -> str:
-        """What lies there."""
+        """Name of the section that has the byte at `offset`."""
         parts = ((section.name, part) for section in self.table.sections for part in section.parts)
         return next(name for name, part in parts if 0 <= offset - part.offset < part.nbytes)
 
@@ -123,7 +123,7 @@ def checksum_of(data: bytes) -> int:
 
 
 def checksums_of(pool: _core.WorkerPool, *data: memoryview, in_place: bool = True) -> list[int]:
-    """Of every BLOCK_BYTES of each."""
+    """Checksums of every BLOCK_BYTES of each memory, in order."""
     return _core.block_checksums(pool, list(data), BLOCK_BYTES, in_place)
 
 

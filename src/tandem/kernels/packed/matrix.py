@@ -82,11 +82,11 @@ class PackedMatrix:
         return self._core.bytes
 
     def read_next(self, upcoming: list[_core.ByteRange]) -> None:
-        """What idle workers fetch while and after this matrix is multiplied."""
+        """Sets the ranges that idle workers fetch while and after this matrix is multiplied."""
         self._core.read_next(upcoming)
 
     def layout(self) -> PanelLayout:
-        """Of its panels; raises KernelError where the GPU kernels do not read them."""
+        """Layout of its panels; raises KernelError where the GPU kernels do not read them."""
         return self._core.layout()
 
     @property

@@ -42,8 +42,8 @@ def scale_type(w: WeightCodes) -> str:
     if w.halves is not None:
         return "bytes8" if w.group == 32 else "bytes16"
     if w.scales.dtype not in _SCALE_TYPES:
-        known = ", ".join(str(dtype) for dtype in _SCALE_TYPES)
-        raise KernelError(f"scales cannot be {w.scales.dtype}: take one of {known}")
+        types = ", ".join(str(dtype) for dtype in _SCALE_TYPES)
+        raise KernelError(f"scales cannot be {w.scales.dtype}: take one of {types}")
     return _SCALE_TYPES[w.scales.dtype]
 
 
@@ -59,7 +59,7 @@ def core_source(weight: Weight) -> _core.Codes | Tensor:
 
 
 def made_here(fmt: str, group: int) -> _core.WeightFormat:
-    """What numbers are packed as: groups have bfloat16 scales, rows float32 ones."""
+    """Format in which numbers are packed: groups have bfloat16 scales, rows float32 ones."""
     return _core.WeightFormat(fmt, group, "bf16" if group else "f32")
 
 

@@ -36,7 +36,7 @@ class ShmGroup:
         EngineError where there is no memory, RankLost where the rank that has made it is gone."""
         piece = min(_PIECE_BYTES, _MOST_RECEIVED_BYTES // ranks) // _LINE_BYTES * _LINE_BYTES
         size = _core.shm_lane_bytes(ranks, piece)
-        file = _opened(path) if path else _made(size)
+        file = _opened(path) if path else _memory_file(size)
         weakref.finalize(self, os.close, file)
         self.path = path or f"/proc/{os.getpid()}/fd/{file}"
         memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
@@ -67,7 +67,7 @@ class ShmGroup:
         return total.to(rows.dtype)
 
 
-def _made(size: int) -> int:
+def _memory_file(size: int) -> int:
     try:
         file = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC)
         try:

@@ -31,8 +31,8 @@ class PagedAttention:
     ) -> Tensor:
         """q [1, H, T, D], k [1, G, T, D], v [1, G, T, E] of the new tokens, which are kept -> [1, T, H, E]."""
         k_pages, v_pages = pages
-        for new, there in ((k, k_pages), (v, v_pages)):
-            there.view(-1, *there.shape[2:])[batch.cache_slots] = _rows(new).to(there.dtype)
+        for new, target in ((k, k_pages), (v, v_pages)):
+            target.view(-1, *target.shape[2:])[batch.cache_slots] = _rows(new).to(target.dtype)
         q = _rows(q).to(k_pages.dtype).contiguous()
         call = self.call
         if not call.softcap and sinks is None and call.key_dim == call.value_dim:

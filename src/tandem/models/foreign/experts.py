@@ -22,7 +22,7 @@ BOTH, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
 class LayerExperts:
-    """What an experts module of Transformers computes: the sum over a token's experts."""
+    """Sum over a token's experts, in place of an experts module of Transformers."""
 
     def __init__(
         self, experts: Experts, tally: Tally | None, norm: Callable[[Tensor], Tensor] | None
@@ -99,8 +99,8 @@ class ExpertReader:
         """Through Transformers' converter, with this expert alone."""
         count = self._shapes[part][0]
         tensors = {p: self._of_expert(names, expert, count) for p, names in source.found.items()}
-        made = source.converted(self._names[part], self._model, tensors)
-        return made[self._names[part]][0]
+        by_name = source.converted(self._names[part], self._model, tensors)
+        return by_name[self._names[part]][0]
 
     def _of_expert(self, names: list[str], expert: int, count: int) -> list[Tensor]:
         if len(names) == count:

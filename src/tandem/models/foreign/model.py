@@ -75,23 +75,23 @@ def foreign_model(b: Builder) -> ForeignModel | AloneModel:
     code = b.config.foreign
     assert code is not None
     model = skeleton(code.config_json, b.dtype, None if code.alone else NAME)
-    found = observe(skeleton(code.config_json, b.dtype))
-    loader = WeightLoader(b, model, _ran(model, found))
+    observation = observe(skeleton(code.config_json, b.dtype))
+    loader = WeightLoader(b, model, _ran(model, observation))
     loader.load()
     if code.alone:
         return AloneModel(model, loader.experts)
-    return ForeignModel(model, loader.experts, _attention(b, model, found))
+    return ForeignModel(model, loader.experts, _attention(b, model, observation))
 
 
-def _ran(model: Any, found: Observation) -> set[str]:
+def _ran(model: Any, observation: Observation) -> set[str]:
     """Modules that text passes through; all where the pass did not come to its end."""
-    return {name for name, _ in model.named_modules()} if found.alone else found.ran
+    return {name for name, _ in model.named_modules()} if observation.alone else observation.ran
 
 
-def _attention(b: Builder, model: Any, found: Observation) -> dict[int, PagedAttention]:
+def _attention(b: Builder, model: Any, observation: Observation) -> dict[int, PagedAttention]:
     """In the order of the model's states: by layer, and within a layer as they were called."""
     modules = dict(model.named_modules())
-    calls = sorted(found.attention, key=lambda call: layer_of(call.module))
+    calls = sorted(observation.attention, key=lambda call: layer_of(call.module))
     if len(calls) != len(b.config.states):
         raise EngineError("Transformers' modules attend otherwise than when the model was planned")
     return {id(modules[call.module]): PagedAttention(b.ops, call) for call in calls}

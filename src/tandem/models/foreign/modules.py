@@ -27,9 +27,9 @@ class Matrix(nn.Module):
     @cached_property
     def weight(self) -> Tensor:
         """Out of the mapped file, when somebody asks."""
-        found = self._read("weight")
-        assert found is not None
-        return found
+        weight = self._read("weight")
+        assert weight is not None
+        return weight
 
     @cached_property
     def bias(self) -> Tensor | None:

@@ -34,8 +34,8 @@ class Source:
         for pattern, each in tensors.items():
             for name, tensor in zip(self.found[pattern], each, strict=False):
                 work.add_tensor(target, name, pattern, lambda tensor=tensor: tensor)
-        made = work.convert(target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        by_name = work.convert(target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in by_name.items()}
 
 
 def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[str]]:
@@ -53,7 +53,7 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found: dict[str, Source] = {}
+    by_target: dict[str, Source] = {}
     unused = []
     for name in sorted(matrix_names(names), key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
@@ -62,9 +62,9 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
         if target not in targets:
             unused.append(name)
             continue
-        source = found.setdefault(target, Source(by_pattern.get(pattern) if pattern else None))
+        source = by_target.setdefault(target, Source(by_pattern.get(pattern) if pattern else None))
         source.found[pattern or name].append(name)
-    return found, unused
+    return by_target, unused
 
 
 def _spelt_otherwise(

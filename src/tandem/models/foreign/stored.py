@@ -16,7 +16,7 @@ from tandem.models.foreign.names import Source, module_of, sources
 
 
 class StoredTensors:
-    """Of a skeleton: its tensors by their names in it."""
+    """Tensors of a skeleton, by their names in it."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         self._model, self.checkpoint = model, checkpoint
@@ -27,11 +27,11 @@ class StoredTensors:
         self._absent = _patterns(getattr(model, "_keys_to_ignore_on_load_missing", None))
 
     def source(self, name: str) -> Source | None:
-        """What makes the tensor, or the one that it is tied to."""
+        """Source of the tensor, or of the one that it is tied to; None where no file has it."""
         return self.found.get(name if name in self.found else self._tied.get(name, name))
 
     def plain(self, name: str) -> str | None:
-        """What it is called in the checkpoint, where it is stored as it is."""
+        """Name of the tensor in the checkpoint; None where it is not stored as it is."""
         source = self.source(name)
         return None if source is None or source.converter is not None else source.name
 
@@ -50,15 +50,15 @@ class StoredTensors:
         if source is None:
             raise self.missing(name)
         if source.converter is None:
-            made = {name: self.numbers(source.name)}
+            by_name = {name: self.numbers(source.name)}
         else:
             tensors = {p: [self.numbers(each) for each in names] for p, names in source.found.items()}
             target = next(t for t, s in self.found.items() if s is source)
-            made = source.converted(target, self._model, tensors)
-        return {each: self._checked(each, tensor) for each, tensor in made.items()}
+            by_name = source.converted(target, self._model, tensors)
+        return {each: self._checked(each, tensor) for each, tensor in by_name.items()}
 
     def numbers(self, name: str) -> Tensor:
-        """Of a tensor by its name in the checkpoint, decoded where it is stored as codes."""
+        """Numbers of a tensor by its name in the checkpoint, decoded where it is stored as codes."""
         if name in self.checkpoint:
             return self.checkpoint.get(name)
         shape = self.targets[name].shape if name in self.targets else ()
@@ -69,11 +69,11 @@ class StoredTensors:
         return numbers(self.checkpoint.weight(module_of(name), (shape[0], shape[1])))
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        wanted = self.targets[name].shape
-        if tensor.shape != wanted:
+        shape = self.targets[name].shape
+        if tensor.shape != shape:
             raise CheckpointError(
                 f"{self.checkpoint.path}: what makes {name} has shape {tuple(tensor.shape)}, but config.json implies "
-                f"{tuple(wanted)}"
+                f"{tuple(shape)}"
             )
         return tensor.to(self.dtype(name), copy=True).contiguous()
 

@@ -48,13 +48,13 @@ class WeightLoader:
         self._b.all_done()
 
     def _own_tensors(self) -> list[str]:
-        """What is neither the experts' nor of a part that text does not need."""
+        """Names of tensors that are neither the experts' nor of a part that text does not need."""
         inside = tuple(f"{name}." for name in self._modules)
         norms = tuple(f"{name}.post_expert_norm." for name in self._modules)
-        kept = [
+        names = [
             name for name in self._stored.targets if name.startswith(norms) or not name.startswith(inside)
         ]
-        return [name for name in kept if not name.startswith(self._idle)]
+        return [name for name in names if not name.startswith(self._idle)]
 
     def _load(self, names: Iterable[str]) -> None:
         for name in names:
@@ -75,14 +75,14 @@ class WeightLoader:
     def _matrix(self, module: str) -> Matrix:
         own, target, stored = self._matrices[module], f"{module}.weight", self._stored
         name = module_of(stored.plain(target) or "")
-        beside = own.bias is not None and stored.plain(f"{module}.bias") == f"{name}.bias"
+        joint_bias = own.bias is not None and stored.plain(f"{module}.bias") == f"{name}.bias"
         narrow, read = stored.dtype(target) == self._b.dtype, partial(self._read_again, module)
         if narrow:
-            packed = self._b.linear([name], [own.out_features], own.in_features, bias=beside)
+            packed = self._b.linear([name], [own.out_features], own.in_features, bias=joint_bias)
         else:
             packed = self._b.float_linear(name, own.out_features, own.in_features)
-        late = own.bias is not None and not (beside and narrow)
-        return Matrix(packed, read, self._resident(f"{module}.bias") if late else None)
+        separate_bias = own.bias is not None and not (joint_bias and narrow)
+        return Matrix(packed, read, self._resident(f"{module}.bias") if separate_bias else None)
 
     def _read_again(self, module: str, part: str) -> Tensor | None:
         """The numbers of a packed matrix, or its bias."""
@@ -107,8 +107,8 @@ class WeightLoader:
             return
         if self._stored.source(name) is None and self._stored.may_lack(name):
             return
-        for made, tensor in self._stored.made(name).items():
-            put(self._model, made, self._b.ops.resident(tensor))
+        for target, tensor in self._stored.made(name).items():
+            put(self._model, target, self._b.ops.resident(tensor))
 
     def _load_experts(self, layer: int) -> None:
         names = {layer_of(name): name for name in self._modules}
@@ -129,7 +129,7 @@ class WeightLoader:
             module._parameters[name] = None
 
     def _fill_buffers(self) -> None:
-        """What no file holds (rotations, for example) is computed by Transformers' own code."""
+        """Computes buffers that no file holds (rotations, for example), by Transformers' own code."""
         model = self._model
         buffers = {n: x for n, x in model.named_buffers() if x.is_meta and not n.startswith(self._idle)}
         for name, buffer in buffers.items():
@@ -140,9 +140,9 @@ class WeightLoader:
         model.initialize_weights()
         for name in buffers:
             self._check_filled(name)
-        left = [n for n, x in model.named_parameters() if x.is_meta and not n.startswith(self._idle)]
-        if left:
-            raise self._stored.missing(left[0])
+        missing = [n for n, x in model.named_parameters() if x.is_meta and not n.startswith(self._idle)]
+        if missing:
+            raise self._stored.missing(missing[0])
 
     def _check_filled(self, name: str) -> None:
         buffer = self._model.get_buffer(name)

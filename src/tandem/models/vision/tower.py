@@ -20,7 +20,7 @@ from tandem.spec.vision import CPU_PATCHES, Tower
 
 @dataclass(frozen=True, slots=True)
 class TowerNames:
-    """What a checkpoint calls it: in front of all names, the mergers of blocks, and the modules of a merger."""
+    """Names in a checkpoint: the prefix of all, the mergers of blocks, and the modules of a merger."""
 
     prefix: str = "model.visual."
     deep: str = "deepstack_merger_list"
@@ -44,8 +44,8 @@ class VisionTower:
         self._learned = b.float_tensor(f"{prefix}pos_embed.weight", tower.side**2, hidden)
         self._blocks = [_Block(b, tower, f"{prefix}blocks.{i}.") for i in range(tower.depth)]
         self._merger = _Merger(b, tower, f"{prefix}merger.", names.merger, early=True)
-        deep = range(len(tower.deep))
-        self._deep = [_Merger(b, tower, f"{prefix}{names.deep}.{i}.", names.merger, early=False) for i in deep]
+        indices = range(len(tower.deep))
+        self._deep = [_Merger(b, tower, f"{prefix}{names.deep}.{i}.", names.merger, early=False) for i in indices]
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +74,9 @@ class VisionTower:
     def _places(self, order: Tensor) -> Tensor:
         """Learned positions of an image's patches, [patches, hidden]."""
         down, across = (order.max(0).values + 1).tolist()
-        learned = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
-        there = order.to(self.device)
-        return learned[there[:, 0], there[:, 1]].to(self.dtype)
+        table = positions_of(self._learned.view(self.tower.side, self.tower.side, -1), down, across)
+        cells = order.to(self.device)
+        return table[cells[:, 0], cells[:, 1]].to(self.dtype)
 
     def _rows(self, patches: int) -> int:
         return patches if self.device.type == "cuda" else CPU_PATCHES
@@ -140,8 +140,8 @@ class _Merger:
         parts = list[Tensor]()
         for rows in tiles:
             y = x[rows]
-            together = self._norm(y).view(-1, self._wide) if self._early else self._norm(y.view(-1, self._wide))
-            parts.append(self._down(F.gelu(self._up(together))))
+            merged = self._norm(y).view(-1, self._wide) if self._early else self._norm(y.view(-1, self._wide))
+            parts.append(self._down(F.gelu(self._up(merged))))
             yield
         return torch.cat(parts)
 
@@ -156,11 +156,11 @@ def with_stored_tower(model: ModelConfig, checkpoint: TensorNames) -> ModelConfi
 
 
 def names_of(checkpoint: TensorNames) -> TowerNames | None:
-    """Of the spellings the one whose first block is there."""
-    there = (names for names in SPELLINGS if checkpoint.has_matrix(f"{names.prefix}blocks.0.attn.qkv"))
-    return next(there, None)
+    """Spelling whose first block the checkpoint has; None: it has no tower."""
+    matches = (names for names in SPELLINGS if checkpoint.has_matrix(f"{names.prefix}blocks.0.attn.qkv"))
+    return next(matches, None)
 
 
 def tower_of(b: Builder) -> VisionTower | None:
-    """Of the model, where images are read."""
+    """Tower of the model; None where no images are read."""
     return None if b.config.vision is None else VisionTower(b, b.config.vision)

@@ -1,4 +1,4 @@
-"""What lies between gate and up, and down, in the CUDA kernels that end in it."""
+"""Activation between gate and up, and down, in the CUDA kernels that end in it."""
 
 from __future__ import annotations
 

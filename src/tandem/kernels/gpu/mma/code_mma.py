@@ -62,8 +62,8 @@ def kernel(
     kind: Kind, blocks: Blocks, device_index: int | None, ending: Activation | None, ready: bool = False
 ) -> Any:
     """Compiled on first use. ending: the activation that panels of gate and up end in. ready: as `multiply` has it."""
-    (made,) = compiled(source(kind, blocks, ending, ready), ("multiply",), device_index)
-    return made
+    (function,) = compiled(source(kind, blocks, ending, ready), ("multiply",), device_index)
+    return function
 
 
 def source(kind: Kind, blocks: Blocks, ending: Activation | None = None, ready: bool = False) -> str:
@@ -87,16 +87,16 @@ def blocks_of(panels: Panels, rows: int, processors: int) -> Blocks:
         return Blocks(1, tiles, 4, _ahead(panels, 4, ahead), SMALL if tiles == 1 else 4)
     two = tiles == 2 or (tiles == 1 and panels.codes == 8)
     each = 2 if two and panels.panels // 2 >= processors else 1
-    alone = panels.panels <= processors
-    warps = 16 if alone else 8
-    return Blocks(each, tiles, warps, _ahead(panels, warps, ahead), 1 if alone else 2)
+    one_block = panels.panels <= processors
+    warps = 16 if one_block else 8
+    return Blocks(each, tiles, warps, _ahead(panels, warps, ahead), 1 if one_block else 2)
 
 
 def pairs_of(panels: Panels, rows: int, processors: int) -> Blocks:
     """As `blocks_of`, of a gate's panel and an up's: as many steps in flight as one panel has of twice the length."""
-    alone = panels.panels // 2 <= processors
-    ahead, warps = 4 if panels.codes == 8 and rows <= TILE_ROWS else 2, 16 if alone else 8
-    return Blocks(2, 1 if rows <= TILE_ROWS else 2, warps, _ahead(panels, warps, ahead), 1 if alone else 2)
+    one_block = panels.panels // 2 <= processors
+    ahead, warps = 4 if panels.codes == 8 and rows <= TILE_ROWS else 2, 16 if one_block else 8
+    return Blocks(2, 1 if rows <= TILE_ROWS else 2, warps, _ahead(panels, warps, ahead), 1 if one_block else 2)
 
 
 def _ahead(panels: Panels, warps: int, most: int) -> int:
@@ -131,8 +131,8 @@ def activate(x: Tensor, pool: Tensor, panels: Panels, how: Activation, ready: bo
     """The activation of a product with gate and up, of up to MOST_ROWS rows, in x's type. ready: as `multiply` has it,
     of up to MOST_PAIRED_ROWS."""
     out = x.new_empty((len(x), panels.columns // 2))
-    for some, to in zip(x.split(MOST_PAIRED_ROWS), out.split(MOST_PAIRED_ROWS), strict=True):
-        multiply(some, pool, panels, None, to, how, ready)
+    for part, to in zip(x.split(MOST_PAIRED_ROWS), out.split(MOST_PAIRED_ROWS), strict=True):
+        multiply(part, pool, panels, None, to, how, ready)
     return out
 
 

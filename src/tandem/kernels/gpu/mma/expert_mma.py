@@ -60,7 +60,7 @@ def kernels(kind: Kind, activation: Activation, device_index: int | None) -> tup
 
 
 def source(kind: Kind, activation: Activation = SILU) -> str:
-    """Of both kernels for one kind of codes."""
+    """CUDA source of both kernels for one kind of codes."""
     gate_up, down = AHEAD[kind.fmt]
     ahead = f"enum {{ kGateUpAhead = {gate_up}, kDownAhead = {down} }};\n"
     return code_steps(kind) + ahead + activation_steps(activation) + SOURCE

@@ -22,7 +22,7 @@ SOURCE = cuda_source(__file__)
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for."""
+    """Kind of codes that kernels are compiled for."""
 
     fmt: str
     scale: str

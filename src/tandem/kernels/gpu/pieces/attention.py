@@ -80,8 +80,8 @@ class PieceAttention:
         self._rehearses = False
 
     def begin(self, batch: BatchLayout, captured: bool) -> None:
-        """What is planned counts until the next step that runs alone begins. Graphs of prompts are rehearsed without
-        tokens: then cuDNN is tried, which takes two seconds the first time."""
+        """Plans a step; the plan counts until the next step that runs alone begins. Graphs of prompts are rehearsed
+        without tokens: then cuDNN is tried, which takes two seconds the first time."""
         self._ours.begin(batch, captured)
         self._runs = () if captured else runs_of(batch)
         several = batch.positions.shape[0] > batch.seq_lens.shape[0]  # rows of one: not before a decode step's graph
@@ -121,7 +121,7 @@ class PieceAttention:
 
 
 def _part(batch: BatchLayout, run: Run) -> BatchLayout:
-    """Of the sequences of a run, which are not whole steps."""
+    """Layout of the sequences of a run, which are not whole steps."""
     first, last = run.sequences.start, run.sequences.stop
     starts = batch.query_starts[first : last + 1]
     layout: Any = batch
@@ -146,7 +146,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_of(before: int, rows: int) -> Chunk:
-    """Of `rows` rows after so many tokens."""
+    """Chunk of `rows` rows after `before` tokens."""
     begin, pieces = 0, []
     for size in PIECES:
         while begin + size <= before:
@@ -169,10 +169,10 @@ class Pieces:
     def __call__(self, q: Tensor, before: int) -> Tensor:
         """q [t, H, D] after so many tokens -> [t, H * E]."""
         each = gqa_rows(q.shape[1], q.shape[2], self._pages[1].shape[3])
-        found = [
-            self._some(some, chunk_of(before + i * each, len(some))) for i, some in enumerate(q.split(each))
+        parts = [
+            self._some(part, chunk_of(before + i * each, len(part))) for i, part in enumerate(q.split(each))
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _some(self, q: Tensor, chunk: Chunk) -> Tensor:
         own, sums = self._square(q, chunk)
@@ -188,14 +188,14 @@ class Pieces:
         return out
 
     def _square(self, q: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Of the tokens that are in no piece."""
+        """Attention to the tokens that are in no piece, and its sums."""
         rows = slice(chunk.skipped, chunk.skipped + len(q))
         keys = self._keys_values(chunk.begin, chunk.begin + rows.stop, chunk.begin + chunk.size, q.dtype)
         own, sums = self._attend(_placed(q, chunk.skipped, chunk.size), *keys, self._scale, True)
         return own[rows], sums[:, rows]
 
     def _keys_values(self, begin: int, last: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of positions begin … last - 1, and zeros up to `end`: [end - begin, G, D] and [end - begin, G, E]."""
+        """Keys and values of positions begin … last - 1, then zeros up to `end`: [end - begin, G, D] and [.., G, E]."""
         *kinds, table = self._pages
         keys, values = (
             gather(pages.flatten(2)[:, :, None], table, begin, last, end - begin)

@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 def runs_of(batch: BatchLayout) -> tuple[Run, ...]:
-    """Of a batch in host memory; (): no chunk is long."""
+    """Runs of a batch in host memory; (): no chunk is long."""
     sequences = len(batch.seq_lens)
     if len(batch.positions) < LEAST_ROWS + sequences - 1:
         return ()

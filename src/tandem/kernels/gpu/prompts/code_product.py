@@ -62,8 +62,8 @@ def kernel(
     kind: Kind, blocks: Blocks, scale_steps: int, ending: Activation | None, device_index: int | None
 ) -> Any:
     """Compiled on first use. ending: the activation that panels of gate and up end in."""
-    (made,) = compiled(source(kind, blocks, scale_steps, ending), ("multiply_codes",), device_index)
-    return made
+    (function,) = compiled(source(kind, blocks, scale_steps, ending), ("multiply_codes",), device_index)
+    return function
 
 
 def source(kind: Kind, blocks: Blocks, scale_steps: int, ending: Activation | None) -> str:
@@ -96,9 +96,9 @@ def activated(
     packed: its expert 0 has rows up to ends[0], int32 [E]. whose int32 [R]: numbers of the biases' experts, if any.
     """
     out = x.new_empty((len(x), between.width))
-    made = _launcher(gate_up, mean_rows, between.activation, x.device)
+    launcher = _launcher(gate_up, mean_rows, between.activation, x.device)
     biases = 0 if between.gate_up is None else between.gate_up.data_ptr()
-    made(x, packed, 0, ends, (whose.data_ptr(), biases, out.data_ptr()), between.rows)
+    launcher(x, packed, 0, ends, (whose.data_ptr(), biases, out.data_ptr()), between.rows)
     return out
 
 
@@ -107,8 +107,8 @@ def multiplied(
 ) -> Tensor:
     """bfloat16 [R, columns]: row r of x times its expert's matrix, from byte `offset` on; as `activated`."""
     out = x.new_empty((len(x), panels.columns))
-    made = _launcher(panels, mean_rows, None, x.device)
-    made(x, packed, offset, ends, (0, 0, out.data_ptr()), panels.columns)
+    launcher = _launcher(panels, mean_rows, None, x.device)
+    launcher(x, packed, offset, ends, (0, 0, out.data_ptr()), panels.columns)
     return out
 
 
@@ -116,7 +116,7 @@ def _launcher(
     panels: Panels, mean_rows: float, ending: Activation | None, device: torch.device
 ) -> Callable[[Tensor, Packed, int, Tensor, tuple[int, int, int], int], None]:
     how = blocks_of(panels, mean_rows)
-    made = kernel(kind_of(panels), how, 1 << group_shift(panels), ending, device.index)
+    function = kernel(kind_of(panels), how, 1 << group_shift(panels), ending, device.index)
 
     def start(
         x: Tensor, packed: Packed, offset: int, ends: Tensor, pointers: tuple[int, int, int], columns: int
@@ -124,7 +124,7 @@ def _launcher(
         grid = -(-panels.panels // (2 * how.warps)), len(x) // how.rows + len(ends)
         sizes = panels.depth, panels.padded_depth // STEP, group_shift(panels), columns, panels.panels
         launch(
-            made, grid, 32 * how.warps, int(torch.cuda.current_stream(device).cuda_stream),
+            function, grid, 32 * how.warps, int(torch.cuda.current_stream(device).cuda_stream),
             x.data_ptr(), packed.pool.data_ptr() + packed.slot * packed.stride + offset, ends.data_ptr(), *pointers,
             np.int32(len(ends)), *map(np.uint64, (packed.stride, panels.panel_bytes, panels.scale_offset)),
             *map(np.int32, sizes),

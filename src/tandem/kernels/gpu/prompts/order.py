@@ -77,12 +77,12 @@ def order(keys: Tensor, counts: Tensor, parts: Sequence[int]) -> Order:
 def _heads(parts: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [keys]: the first key of each key's part. Kept: a copy to the GPU would wait for streamed experts. What a
     graph reads is kept for good: steps of other shares would drive it out, and the graph would read freed memory."""
-    found = _recorded.get((parts, device))
-    if found is None:
-        found = _made_heads(parts, device)
+    heads = _recorded.get((parts, device))
+    if heads is None:
+        heads = _made_heads(parts, device)
         if _is_recorded(device):
-            _recorded[parts, device] = found
-    return found
+            _recorded[parts, device] = heads
+    return heads
 
 
 @lru_cache(maxsize=256)

@@ -69,17 +69,17 @@ def _row_bytes(device: torch.device) -> int:
     return expert_row_bytes(_memory(device))
 
 
-_kept: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
+_scratches: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
 
 
 def _scratch(device: torch.device, numbers: int) -> Tensor:
-    """What experts are unpacked into, one part after the other. All layers of a shape share it, and keep it: CUDA
-    graphs know where it is."""
-    found = _kept.get((device, numbers))
-    if found is None:
+    """Memory into which experts are unpacked, one part after the other, bfloat16 [numbers]. All layers of a shape share
+    it, and keep it: CUDA graphs know where it is."""
+    scratch = _scratches.get((device, numbers))
+    if scratch is None:
         with torch.inference_mode(False):
-            found = _kept[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
-    return found
+            scratch = _scratches[device, numbers] = torch.empty(numbers, dtype=torch.bfloat16, device=device)
+    return scratch
 
 
 def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part]:
@@ -91,7 +91,7 @@ def parts_of(pool: Tensor, stride: int, experts: int, at_once: int) -> list[Part
 
 
 class PromptExperts:
-    """Of one shape and format; whose they are is said at each call. codes: whether few rows need no unpacking."""
+    """Products of experts of one shape and format; each call names the experts. codes: few rows need no unpacking."""
 
     def __init__(
         self, gate_up: Panels, down: Panels, between: Between, device: torch.device, experts: int
@@ -118,27 +118,27 @@ class PromptExperts:
         sizes = [part.count for part in parts]
         counts = torch.zeros((len(pieces), sum(sizes)), dtype=torch.int32, device=x.device)
         orders = [order(piece[1], counts[i], sizes) for i, piece in enumerate(pieces)]
-        first, unpacked = 0, not (self.codes and from_codes(keys.numel(), self._experts))
+        first, unpacks = 0, not (self.codes and from_codes(keys.numel(), self._experts))
         for part in parts:
-            numbered = range(first, first + part.count)
+            key_range = range(first, first + part.count)
             part.arrive()
-            matrices = self._unpacked(part, counts, first) if unpacked else None
-            if unpacked:
+            matrices = self._unpacked(part, counts, first) if unpacks else None
+            if unpacks:
                 part.read()
             for (own, _, *chosen, out), each in zip(pieces, orders, strict=True):
-                some = Routing(*chosen)
-                result = self._products(own, each, some, numbered, matrices or part.packed)
-                rows.add(result, each, some, self.between.down, out, numbered, new=first == 0)
+                piece_routing = Routing(*chosen)
+                result = self._products(own, each, piece_routing, key_range, matrices or part.packed)
+                rows.add(result, each, piece_routing, self.between.down, out, key_range, new=first == 0)
                 del result  # its memory is the next products'
-            if not unpacked:
+            if not unpacks:
                 part.read()
-            first = numbered.stop
+            first = key_range.stop
         return sums
 
     def _pieces(
         self, x: Tensor, keys: Tensor, routing: Routing, sums: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """Of so many tokens that what lies between the products is bounded."""
+        """Pieces of so many tokens that the memory between the products is bounded."""
         per_token = keys.shape[1] * pair_bytes(self.hidden, self.width)
         each = max(1, _row_bytes(x.device) // per_token // ALIGNED_TOKENS) * ALIGNED_TOKENS
         chosen = routing.ids.contiguous(), routing.weights.contiguous()
@@ -150,9 +150,9 @@ class PromptExperts:
         each = self.width * self.hidden
         if self._made is None:
             self._made = _scratch(part.packed.pool.device, max(self.at_once, part.count) * 3 * each)
-        made = self._made
+        scratch = self._made
         first = part.count * 2 * self.between.rows * self.hidden
-        gate_up, down, _ = made.split([first, part.count * each, made.numel() - first - part.count * each])
+        gate_up, down, _ = scratch.split([first, part.count * each, scratch.numel() - first - part.count * each])
         gate_up = gate_up.view(part.count, 2 * self.between.rows, self.hidden)
         down = down.view(part.count, self.hidden, self.width)
         unpack(part.packed, 0, self._gate_up, 2, counts, key, gate_up)
@@ -162,8 +162,8 @@ class PromptExperts:
     def _products(
         self, x: Tensor, order: Order, routing: Routing, keys: range, which: tuple[Tensor, Tensor] | Packed
     ) -> Tensor:
-        """Of each of the part's rows its expert's result without the bias, bfloat16 [T * k, hidden]. which: matrices,
-        or their codes."""
+        """Results of the part's experts for each of its rows, without the bias, bfloat16 [T * k, hidden]. which:
+        matrices, or their codes."""
         ends = order.ends[keys.start : keys.stop]
         ids = None if self.between.gate_up is None else routing.ids
         gathered, whose = rows.gather(x, order, ids, keys)
@@ -182,7 +182,7 @@ class PromptExperts:
 
 
 def _product_of(x: Tensor, pairs: int, mean_rows: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Of the rows of tokens x: `grouped.grouped_product`, or PyTorch's, which gives the same bits."""
+    """Product of the rows of tokens x: `grouped.grouped_product`, or PyTorch's, which gives the same bits."""
     long = pairs > MANY_PAIRS or (len(x) > SHORT and mean_rows >= MANY_ROWS)
     if has_pytorchs(x.device) and (long or x.device.type == "cpu"):
         return lambda rows, matrices, ends: cast(Tensor, grouped_product(rows, matrices.transpose(1, 2), offs=ends))

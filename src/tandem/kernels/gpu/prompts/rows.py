@@ -1,5 +1,5 @@
-"""What is done to rows around the grouped products: they are brought together, gate and up become one, and a token's
-results are added. Biases are added to products as they are read, in float32.
+"""Rows around the grouped products: they are brought together, gate and up become one, and a token's results are
+added. Biases are added to products as they are read, in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GATED_ROWS, GATED_COLUMNS = 8, 256
 
 @triton.jit
 def _places(keys, ranks, first, t, head, tail, TOP_K: tl.constexpr, PAIRS: tl.constexpr):
-    """Of token t's pairs: their rows in the part of keys [head, tail), and which are in it."""
+    """Rows of token t's pairs in the part of keys [head, tail), and which pairs are in it."""
     k = tl.arange(0, PAIRS)
     key = tl.load(keys + t * TOP_K + k, k < TOP_K, other=-1)
     here = (key >= head) & (key < tail)

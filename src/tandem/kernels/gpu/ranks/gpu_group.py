@@ -28,16 +28,16 @@ class GpuGroup:
         """Raises EngineError where there is none."""
         self._rank, self._ranks, self._device = meeting.rank, meeting.ranks, device
         self.seconds: dict[str, float] = {}  # of a sum of TRIED_BYTES, by lane
-        made = dict(self._made(meeting, lanes))
-        if not made:
+        lane_by_name = dict(self._made(meeting, lanes))
+        if not lane_by_name:
             raise EngineError(f"no way between GPUs works: {'; '.join(self.failures)}")
         best = min(self.seconds, key=lambda name: self.seconds[name])
-        self.lane = made[meeting.share("lane", best.encode())[0].decode()]  # rank 0's choice
+        self.lane = lane_by_name[meeting.share("lane", best.encode())[0].decode()]  # rank 0's choice
         _log.info("sums of %d ranks go through %s: %s", self._ranks, self.lane.name, self.text())
 
     def text(self) -> str:
-        found = [f"{name} {seconds * 1e6:.1f} us" for name, seconds in self.seconds.items()]
-        return ", ".join([*found, *self.failures])
+        times = [f"{name} {seconds * 1e6:.1f} us" for name, seconds in self.seconds.items()]
+        return ", ".join([*times, *self.failures])
 
     def _made(self, meeting: Meeting, lanes: tuple[str, ...]) -> Iterator[tuple[str, Lane]]:
         """Those that work and are right on all ranks."""

@@ -16,7 +16,7 @@ from tandem.kernels.gpu.cuda_driver import cuda_driver
 from tandem.kernels.ranks.meeting import Meeting
 
 LANES = ("peer", "host")
-_kept: list[object] = []
+_mapped_memory: list[object] = []
 """CPU memory that CUDA has mapped, until the process ends: others may still write to it, and CUDA fails to allocate
 where it is unmapped behind its back."""
 
@@ -50,7 +50,7 @@ class LaneMemory:
     def _own_in_ram(self) -> bytes:
         descriptor = os.memfd_create("tandem-rank")
         os.ftruncate(descriptor, self.nbytes)
-        _kept.append(descriptor)
+        _mapped_memory.append(descriptor)
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode()
 
     def _seen(self, rank: int, handle: bytes) -> int:
@@ -59,16 +59,16 @@ class LaneMemory:
         if rank == self._meeting.rank:
             return self._own
         driver = self._driver
-        opened = driver.CUipcMemHandle()
-        opened.reserved = handle
-        lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        return int(self._call("cuIpcOpenMemHandle", opened, lazily.value))
+        ipc_handle = driver.CUipcMemHandle()
+        ipc_handle.reserved = handle
+        lazy_flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._call("cuIpcOpenMemHandle", ipc_handle, lazy_flag.value))
 
     def _mapped(self, path: str) -> int:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), self.nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        _kept.append(memory)
+        _mapped_memory.append(memory)
         flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
         self._call("cuMemHostRegister", address, self.nbytes, flags)
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
