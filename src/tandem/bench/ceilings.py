@@ -1,4 +1,4 @@
-"""What this machine can do at best: DRAM read bandwidth and multiply-adds in registers, with our own threads.
+"""Ceilings of this machine: DRAM read bandwidth and multiply-adds in registers, with our own threads.
 
 Every kernel's time is compared with `Ceilings.bound_seconds`: the roofline model (Williams, Waterman and Patterson,
 2009) with both roofs measured beside it. A ceiling is the best of its repeats, a kernel's time the median of its own.
@@ -30,7 +30,7 @@ DRAM_BYTES = 2 << 30  # at least: a virtual machine may see a part of its host's
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one tier and one set of threads."""
+    """Roofs of one kernel tier with one set of threads."""
 
     read_gbps: float  # DRAM, GB/s
     flops: float  # multiply-adds in the compute type that the tier uses for a format, operations per second
@@ -106,7 +106,7 @@ class DramReader:
         )
 
     def mean_gbps(self, min_seconds: float = 0.1) -> float:
-        """Of all readings together: what something else that lasts as long can have."""
+        """Mean GB/s of all readings together: what something else that lasts as long can have."""
         readings = self._readings(min_seconds, 1)
         return sum(each.nbytes for each in readings) / sum(each.seconds for each in readings) / 1e9
 

@@ -32,7 +32,7 @@ WARM_STEPS = 4  # before each timed run
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. `steps` decode steps are timed `repeats` times per batch size."""
+    """The flags of a run. `steps` decode steps are timed `repeats` times per batch size."""
 
     model: str
     formats: tuple[str, ...]

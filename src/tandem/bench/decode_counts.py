@@ -1,4 +1,4 @@
-"""What the steps of a decoding benchmark used, in all."""
+"""Totals of a decoding benchmark's steps: experts, tokens, bytes and seconds."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _rounded(weight: Tensor, fmt: str, group: int) -> WeightCodes:
 
 
 def empty_layer(hidden: int, width: int, name: str) -> PackedExperts:
-    """Of one expert, with the layout that such experts have."""
+    """A layer of one expert, with the layout that such experts have."""
     layer = PackedExperts(_workspace(), 1, hidden, width, name if name in NUMBERS else "bf16")
     if name not in NUMBERS:
         up, down = (as_stored(torch.ones(1, depth), name) for depth in (hidden, width))
@@ -104,7 +104,7 @@ def empty_layer(hidden: int, width: int, name: str) -> PackedExperts:
 
 @functools.cache
 def expert_bytes(hidden: int, width: int, name: str) -> int:
-    """What one expert takes once it is packed, scales and padding included: an empty layer is asked."""
+    """Bytes of one expert once it is packed, scales and padding included: an empty layer is asked."""
     return empty_layer(hidden, width, name).bytes_per_expert
 
 

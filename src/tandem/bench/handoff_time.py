@@ -1,4 +1,4 @@
-"""What a layer's hand-off takes inside a CUDA graph."""
+"""Time of a layer's hand-off inside a CUDA graph."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ HERE = Place()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
+    """The flags of a run; context: tokens that every sequence has; dense: what dense projections are stored as,
     of `stored.FORMATS`; foresight: with it, without, or both in turn; prompts: those that fit are graphs, as in the
     server, and their tokens choose among all experts."""
 
@@ -144,7 +144,7 @@ class Built:
 
 
 def foresight_modes(text: str) -> tuple[bool, ...]:
-    """Of the flag --foresight."""
+    """Parses the flag --foresight: the modes that it names, measured in turn. Raises ConfigError."""
     modes = {"on": (True,), "off": (False,), "both": (True, False)}
     if text not in modes:
         raise ConfigError(f"--foresight {text!r} is not known; give {', '.join(modes)}")
@@ -338,7 +338,7 @@ def _add_repeat(measured: Measured, built: Built, steps: Iterator[float]) -> Non
 
 
 def dram_reader(built: Built) -> DramReader:
-    """Of the CPU's experts where they lie; of anything, where there are none."""
+    """A reader of the CPU's experts where they lie; of a buffer of its own, where there are none."""
     layers, pool, tier = built.side.handoff.layers, built.workers, built.plan.tier
     return DramReader.of(layers, pool, tier) if layers else DramReader(pool, tier)
 

@@ -1,4 +1,4 @@
-"""What the plan says a model takes, beside what it takes: RAM of this process, and GPU memory."""
+"""Memory of a model as planned, beside memory as measured: RAM of this process, and GPU memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def anonymous_bytes(status: Path = _STATUS) -> int:
 
 
 def gpu_bytes() -> int:
-    """What tensors take of the current GPU; 0 without one."""
+    """Bytes of tensors on the current GPU; 0 without one."""
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
 
 
 def pinned_bytes() -> int:
-    """What PyTorch has pinned, in use or kept; 0 without a GPU."""
+    """Bytes that PyTorch has pinned, in use or kept; 0 without a GPU."""
     found = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
     return int(found.get("allocated_bytes.current", 0))
 

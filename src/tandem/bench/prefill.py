@@ -40,8 +40,8 @@ WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0}  # the share of the experts in CPU
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where
-    it pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
+    """The flags of a run. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where it
+    pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
 
     config: str
     formats: tuple[str, ...]
@@ -73,7 +73,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a prompt: operations and bytes of what is always on the GPU; of all routed experts, and their share there."""
+    """A prompt's operations and bytes: of what is always on the GPU; of all routed experts, and their share there."""
 
     dense_flops: float
     dense_bytes: float
@@ -166,7 +166,7 @@ def _in_turn(request: Request, built: hybrid.Built, tokens: int) -> dict[str, li
 
 
 def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int = 0) -> Iterator[float]:
-    """Of a prompt from nothing, or after so many tokens; one before warms up."""
+    """Seconds of a prompt from nothing, or after so many tokens, one for each repeat; one before warms up."""
     for repeat in range(repeats + 1):
         started = perf_counter()
         with torch.inference_mode():

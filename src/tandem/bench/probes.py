@@ -90,7 +90,7 @@ def _compute_flops(pool: _core.WorkerPool, tier: str) -> dict[str, float]:
 
 
 def buffer_reader(machine: Machine, pool: _core.WorkerPool, tier: str) -> DramReader:
-    """Of memory of its own."""
+    """A reader of memory of its own: a buffer no larger than a quarter of what is free."""
     nbytes = max(QUICK_BYTES, THREAD_BYTES * machine.max_threads)
     return DramReader(pool, tier, min(nbytes, machine.available_memory // 4))
 
@@ -105,7 +105,7 @@ def with_gpu_speeds(speeds: Speeds, gpu: GpuSpeeds | None) -> Speeds:
 
 
 def gpu_speeds(device: torch.device | None = None) -> GpuSpeeds | None:
-    """Of the GPU that PyTorch would use; None where it can use none."""
+    """Speeds of the GPU that PyTorch would use; None where it can use none."""
     if not torch.cuda.is_available():
         return None
     where = device or torch.device("cuda")
@@ -149,7 +149,7 @@ def _product_flops(device: torch.device) -> float:
 
 
 def _graph_seconds(device: torch.device) -> float:
-    """Of a kernel that waits for the one before."""
+    """Seconds of a kernel in a CUDA graph that waits for the one before."""
     x, graph = torch.zeros(64, device=device), torch.cuda.CUDAGraph()
     x.add_(1)
     torch.cuda.synchronize()

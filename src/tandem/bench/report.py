@@ -90,7 +90,7 @@ def write(config: EngineConfig, out: Path) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """What was measured, beside what was predicted of it."""
+    """Lines of rates as measured, each beside what was predicted of it."""
     predicted = found["plan"]["predicted"]
     ranges = (predicted["decode"]["1"], predicted["prompt"])
     return [

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 _STARTED = perf_counter()
 STAMP = ("machine", "commit", "command", "date")
 ASKED = {"format": "", "strategy": "", "batch": " sequences", "tokens": " tokens"}
-"""Of a row, with their units: what `say` shows."""
+"""Keys of a row that `say` shows, with their units."""
 RESULTS = (
     ":(top,exclude)benchmarks/results"  # each run writes there, and the next one measures the same commit
 )
@@ -56,7 +56,7 @@ def machine_name(machine: Machine, threads: int | None = None) -> str:
 
 
 def stamp(machine: str) -> Row:
-    """What every row says of its run: {machine, commit, command, date}."""
+    """The columns of every row about its run: {machine, commit, command, date}."""
     program = Path(sys.argv[0]).name
     return {
         "machine": machine, "commit": commit(), "command": " ".join([program, *sys.argv[1:]]),
@@ -164,7 +164,7 @@ def _write_current(file: Path, rows: Sequence[Row]) -> Path:
 
 
 def _identity(row: Row) -> str:
-    """What was measured, without how much it was: names, formats, counts and shares."""
+    """JSON of a row's keys, without its measurements: names, formats, counts and shares."""
     said = {name: value for name, value in row.items() if name not in STAMP}
     keys = {name: value for name, value in said.items() if isinstance(value, str | bool) or name in COUNTS}
     return json.dumps(keys, sort_keys=True)

@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 Figures = Mapping[str, float]
-"""Of a machine, by their names in `Speeds`."""
+"""Speeds of a machine, by their names in `Speeds`."""
 
 
 class Running(NamedTuple):
@@ -141,7 +141,7 @@ def depths_of(question: Question, plan: Plan, predicted: Prediction, context: in
 
 
 def _sample_bytes(question: Question, plan: Plan) -> float:
-    """Of a layer of a sample."""
+    """Bytes of a layer of a sample."""
     model = question.model
     nbytes = model.expert_bytes(plan.expert_format, question.stored.experts)
     experts = _expert_count(model, nbytes, plan.gpu is not None) * nbytes * len(model.moe_layers)
@@ -149,7 +149,7 @@ def _sample_bytes(question: Question, plan: Plan) -> float:
 
 
 def whole_seconds(layers: int, depths: Sequence[int], seconds: Sequence[float]) -> float:
-    """Of all layers, from those of samples of so many."""
+    """Seconds of all layers, from those of samples of so many."""
     deepest, longest = depths[-1], seconds[-1]
     each = longest / deepest
     if len(depths) > 1:  # a quarter of the mean at least: two times that are nearly equal say little
@@ -169,7 +169,7 @@ def _period(layers: Sequence[Layer]) -> int:
 
 
 def _free() -> None:
-    """What a sample took."""
+    """Frees the memory that a sample took."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -272,7 +272,7 @@ def running_plan(question: Question, small: Plan, model: ModelConfig) -> Running
 
 
 def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
-    """Of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
+    """Plan of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
     dense, experts = _dense_format(question), _experts_format(question, plan)
     share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
     config = dataclasses.replace(
@@ -354,7 +354,7 @@ def _method(question: Question, plan: Plan) -> str | None:
 
 
 def _experts_format(question: Question, plan: Plan) -> str:
-    """What the sample's experts are stored as, of FORMATS; "bf16" where they are made while loading, or are stored as
+    """Format of the sample's experts as stored, of FORMATS; "bf16" where they are made while loading, or are stored as
     nothing that can be made up."""
     stored = question.stored.experts.name if plan.expert_format == STORED else "bf16"
     return next((name for name in FORMATS if stored.split()[0] == name.split("-")[0]), "bf16")

@@ -30,7 +30,7 @@ _ERRORS_SHOWN = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. url None: `model` is served with `flags` for the time of the measurement."""
+    """The flags of a run. url None: `model` is served with `flags` for the time of the measurement."""
 
     model: str
     url: str | None

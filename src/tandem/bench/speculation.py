@@ -43,7 +43,7 @@ BEGUN = {  # how an answer begins; without it the demo model talks about the cod
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. `tokens` of each answer are timed, `repeats` times each way; acceptances: of guesses
+    """The flags of a run. `tokens` of each answer are timed, `repeats` times each way; acceptances: of guesses
     from the known answer, instead of the algorithm's own."""
 
     model: str

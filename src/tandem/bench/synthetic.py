@@ -42,7 +42,7 @@ HASHES = {
     "layer_multipliers": (0x9E3779B1, 2), "ngram_heads_vocab_sizes": (HASH_ROWS, 0),
     "ngram_heads_offsets": (0, HASH_ROWS),
 }  # fmt: skip
-"""Of n-grams: the first, and what each has more than the one before. They name rows of any table."""
+"""Hashes of n-grams: the first, and what each has more than the one before. They name rows of any table."""
 
 FAR = 400.0
 """Times as large as others embedded tokens are, where many tokens must choose different experts. What made-up layers
@@ -179,7 +179,7 @@ class ReplayedAnywhere(ReplayedExperts):
 
 
 class NoExperts:
-    """What a step costs without its routed experts."""
+    """A store without experts: what a step costs without its routed experts."""
 
     expert_bytes = 0
     places = None

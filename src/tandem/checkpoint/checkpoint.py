@@ -59,7 +59,7 @@ class Checkpoint(MappedTensors):
         return lookup_of(stored_rows(self, module, shape), where, progress)
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
-        """Of the matrix [N, K] of `module` (a name without `.weight`), however it is stored, these rows and columns.
+        """Rows and columns of the matrix [N, K] of `module` (a name without `.weight`), however it is stored.
 
         Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
         absent, of another shape, or stored in a way that cannot be read.
@@ -89,7 +89,7 @@ class Checkpoint(MappedTensors):
         return self._surveyed(module).format
 
     def formats(self) -> StoredFormats:
-        """What experts and dense matrices are stored as, for the planner."""
+        """Formats that experts and dense matrices are stored as, for the planner."""
         found = stored_formats((module, stored.format, n) for module, (stored, n) in self._survey.items())
         return replace(found, tables=stored_tables(self))
 

@@ -133,7 +133,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _refuse_other_files(out: Path) -> None:
-    """What is there is replaced as a whole, so it may be a demo model that is damaged or older, and nothing else."""
+    """Raises ConfigError if `out` holds anything but a demo model, damaged or older: it is replaced as a whole."""
     if not out.exists():
         return
     found = sorted(file.name for file in out.iterdir()) if out.is_dir() else [out.name]

@@ -120,7 +120,7 @@ class GGUFCheckpoint:
         return replace(found, experts=replace(found.experts, unlike=self._unlike()), tables=self._tables())
 
     def _tables(self) -> StoredFormat:
-        """What tables that are read by row are stored as."""
+        """Format of the tables that are read by row."""
         names = [name for name in self._rows.places if is_table(name) and name.endswith(".weight")]
         if not names:
             return StoredFormat()

@@ -219,7 +219,7 @@ def wholes_of(model: GGUFModel) -> Mapping[str, list[int]]:
 
 
 def config_json(model: GGUFModel) -> Config:
-    """What `config.json` would say. CheckpointError for an architecture that is not supported, or a missing key."""
+    """Content of `config.json`. CheckpointError for an architecture that is not supported, or a missing key."""
     architecture = supported(model)
     keys = _Keys(model)
     own = GGUF[architecture].config(keys)
@@ -227,7 +227,7 @@ def config_json(model: GGUFModel) -> Config:
 
 
 def generation_json(model: GGUFModel) -> Config:
-    """What `generation_config.json` would say: tokens that end an answer, sampling where its authors recommend one."""
+    """Content of `generation_config.json`: tokens that end an answer, sampling where its authors recommend one."""
     generation: Config = {"eos_token_id": end_ids(model)}
     for key, name in SAMPLING.items():
         value = model.metadata.get(f"general.sampling.{key}")

@@ -14,7 +14,7 @@ from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_file import GGUFTensor
 
 TABLE = "model.ngram_table"
-"""What stands for the rows of a table, before `Gguf.parts` gives it to a layer."""
+"""Name of the rows of a table, before `Gguf.parts` gives them to a layer."""
 OUTER = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "token_embd_norm": "model.norm",
     "output": "lm_head", "output_hc_norm": "model.norm",
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of an expert's matrix, or vector."""
+        """Shape of an expert's matrix, or vector."""
         rows, *columns = self.tensor.shape[1:]
         return (rows if self.half is None else rows // 2, *columns)
 

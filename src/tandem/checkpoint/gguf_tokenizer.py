@@ -103,7 +103,7 @@ def gguf_tokenizer(model: GGUFModel) -> Tokenizer:
 
 
 def gguf_texts(model: GGUFModel) -> dict[str, Any]:
-    """What tokenizer_config.json would say: bos_token, eos_token …, chat_template; only what the file has."""
+    """Content of tokenizer_config.json: bos_token, eos_token …, chat_template; only what the file has."""
     tokens = model.array("tokenizer.ggml.tokens", str)
     texts: dict[str, Any] = {}
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):

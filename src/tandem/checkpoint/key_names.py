@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from tandem.architectures import FAMILIES
 
 DRAFT = "mtp."
-"""Of layers that only guess: their numbers are their own."""
+"""Beginning of the names of layers that only guess: their numbers are their own."""
 
 _NUMBERED_DRAFT = re.compile(r"(?:model\.)?layers\.(\d+)\.e_proj\.")
-"""Of such a layer that is counted with the others: no other has this matrix."""
+"""Name of a matrix that only such a layer has, where it is counted with the others."""
 _DRAFTS_OWN = {"shared_head.norm.": "norm.", "hc_head.hc_": "hc_head_"}
 
 _DEEPSEEK_ROOTS = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
@@ -66,7 +66,7 @@ def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def _pieces(names: tuple[str, ...]) -> dict[str, str]:
-    """What families call otherwise in these names."""
+    """Pieces of these names that families spell otherwise: {theirs: ours}."""
     fitting = (renames for renames in _RENAMES if renames.fits(names))
     return {theirs: ours for renames in fitting for theirs, ours in renames.pieces.items()}
 

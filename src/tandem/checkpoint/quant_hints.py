@@ -112,7 +112,7 @@ def _groups(section: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _bits(sections: Iterable[Mapping[str, Any]], where: str) -> int:
-    """Of integers; 0 where nothing or several things are said."""
+    """Bits of integers, 4 or 8; 0 where nothing or several things are said. Raises CheckpointError for others."""
     said = {s.get("bits", s.get("w_bit", s.get("num_bits"))) for s in sections} - {None}
     for value in said - {4, 8}:
         raise CheckpointError(f"{where}: {value!r} bits cannot be read; 4 and 8 can")

@@ -1,4 +1,4 @@
-"""What a user types as MODEL → a directory, or a GGUF file."""
+"""MODEL, as a user types it → a directory, or a GGUF file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scale tensor's shape says: one scale per tensor, row, group or block."""
+"""Granularity of scales, from a scale tensor's shape: one scale per tensor, row, group or block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_numbers(scale: Tensor) -> Tensor:
 
 
 def scaling(part: Part, shape: tuple[int, int], hints: QuantHints, *, transposed: bool = False) -> Scaling:
-    """Of a matrix [N, K]. `transposed`: scales are [groups, N] (GPTQ, AWQ)."""
+    """Granularity of the scales of a matrix [N, K]. `transposed`: scales are [groups, N] (GPTQ, AWQ)."""
     if part.dtype not in NUMBERS:
         raise part.wrong(f"is {part.dtype}; scales here are {', '.join(NUMBERS)}")
     n, k = shape

@@ -65,7 +65,7 @@ class Checkpoint(Protocol):
         ...
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
-        """Of the matrix [N, K] of `module` (a name without `.weight`), however it is stored, these rows and columns.
+        """Rows and columns of the matrix [N, K] of `module` (a name without `.weight`), however it is stored.
 
         Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
         absent, of another shape, or stored in a way that cannot be read.
@@ -87,7 +87,7 @@ class Checkpoint(Protocol):
         ...
 
     def formats(self) -> StoredFormats:
-        """What experts and dense matrices are stored as, for the planner."""
+        """Formats that experts and dense matrices are stored as, for the planner."""
         ...
 
     def expert_files(self) -> tuple[list[Path], bool]:

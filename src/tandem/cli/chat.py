@@ -55,7 +55,7 @@ def chat(
 
 
 def _url(host: str, port: int) -> str:
-    """Of a name or an address, perhaps with its port; a whole URL, as the server prints it, is taken as it is."""
+    """URL of a name or an address, perhaps with its port; a whole URL, as the server prints it, is taken as it is."""
     if "://" in host:
         return host.rstrip("/").removesuffix("/v1")  # the base URL that other clients want
     if re.fullmatch(r"[^:]+:\d+|\[.*\]:\d+", host):

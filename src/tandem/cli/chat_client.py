@@ -24,7 +24,7 @@ class ChatError(TandemError):
 
 @dataclass
 class Speed:
-    """Of the last answer; tokens as the server counted them."""
+    """Speed of the last answer; tokens as the server counted them."""
 
     tokens: int = 0
     first_token_seconds: float = 0.0
@@ -32,7 +32,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding: the first token's time is the prompt's."""
+        """Tokens per second of decoding: the first token's time is the prompt's."""
         span = self.seconds - self.first_token_seconds
         return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
 

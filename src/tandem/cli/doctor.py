@@ -14,7 +14,7 @@ from tandem.machine.machine import Machine
 
 
 def doctor() -> None:
-    """What this machine has, how fast it is, what is wrong, and the command that mends it. Takes some seconds.
+    """Show what this machine has, how fast it is, what is wrong, and the command that mends it. Takes some seconds.
 
     Example: kt doctor
     """

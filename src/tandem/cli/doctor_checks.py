@@ -1,4 +1,4 @@
-"""What `kt doctor` looks at: packages, hardware, settings, speeds, places. Each problem has its command."""
+"""Checks of `kt doctor`: packages, hardware, settings, speeds, places. Each problem has its command."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def kernels_are_built() -> bool:
 
 
 def hardware(machine: Machine) -> Iterator[Finding]:
-    """What `Machine` knows."""
+    """Findings about CPU, NUMA nodes, memory and GPUs, as `Machine` knows them."""
     yield Finding("CPU", machine.cpu_model)
     yield _threads(machine)
     yield _tiers(machine)
@@ -145,7 +145,7 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def settings(machine: Machine, root: Path = Path("/")) -> Iterator[Finding]:
-    """What of the system makes it slow or stops it."""
+    """Findings about settings of the system that make Tandem slow or stop it."""
     yield from _huge_pages(root)
     yield from _governor(root)
     if len(machine.nodes) > 1 and read_text(root / "proc/sys/kernel/numa_balancing") == "1":
@@ -221,7 +221,7 @@ def _pcie(gpu: Gpu, up: float, down: float) -> Finding:
 
 
 def link_gbps(text: str) -> float:
-    """Of "gen5 x16"; 0 where it is not known."""
+    """GB/s of a PCIe link such as "gen5 x16"; 0 where it is not known."""
     words = text.replace("gen", "").split(" x")
     if len(words) != 2 or not all(word.isdecimal() for word in words):
         return 0.0
@@ -250,7 +250,7 @@ def _free(folder: Path) -> tuple[int, Path]:
 
 
 def network() -> Iterator[Finding]:
-    """Whether `kt serve` could listen where it does by default."""
+    """Finding on the port where `kt serve` listens by default: free, or in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -96,7 +96,7 @@ def _way(word: str) -> str:
 
 
 def _peers(pairs: list[Pair], words: dict[Pair, str]) -> Iterator[Finding]:
-    """Whether GPUs can write into each other's memory. No problem: there is another way, which is slower."""
+    """Findings on GPUs that write into each other's memory. Where they cannot, a slower way is used."""
     states = {pair: words[pair] for pair in pairs if pair in words}
     lacking = {pair: state for pair, state in states.items() if state != "OK"}
     if not states:

@@ -42,7 +42,7 @@ def pull(
 
 @model.command("list")
 def list_models() -> None:
-    """What is in the cache, also what other programs have fetched.
+    """List the models in the cache, also those that other programs have fetched.
 
     Example: kt model list
     """

@@ -55,7 +55,7 @@ def models(
 
 
 def _of_name(table: Table, name: str) -> Runs | list[Runs]:
-    """Of a path, a model or a type; several where `name` is how more than one begin. Raises TandemError."""
+    """Rows of a path, a model or a type; several where `name` is how more than one begin. Raises TandemError."""
     from tandem.architectures.model_types import rows_called, type_of_name
     from tandem.flags.env import DEMO
     from tandem.hub.names import may_be_path

@@ -176,7 +176,7 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
 
 
 def _without_the_hub(model: str) -> str:
-    """What to type where nobody answers."""
+    """Advice on what to type where no hub answers."""
     from tandem.bench.architectures import NAMES, named_like
 
     name = named_like(model)

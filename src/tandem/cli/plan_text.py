@@ -146,7 +146,7 @@ def _largest(found: Range) -> str:
 
 
 def speeds_text(speeds: Speeds) -> str:
-    """What the prediction stands on, and where each number comes from."""
+    """Speeds that the prediction stands on, and where each number comes from."""
     parts = [_spoken(speeds, "dram_gbps", f"RAM {speeds.dram_gbps:.0f} GB/s")]
     parts.append(_spoken(speeds, "cpu_flops", f"CPU {speeds.cpu_flops / 1e12:.2f} TFLOPS"))
     if speeds.gpu_gbps:

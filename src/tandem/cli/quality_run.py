@@ -1,4 +1,4 @@
-"""What `kt quality` does: from flags to a comparison, and its result as tables and JSON."""
+"""The run of `kt quality`: from flags to a comparison, and its result as tables and JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_METHODS = ("INT8", "INT4")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for."""
+    """The flags of a run."""
 
     model: str
     methods: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Request:
         return () if self.save_logits else DEFAULT_METHODS
 
     def variants(self, directory: Path) -> list[tuple[str, Variant]]:
-        """What is measured, each with its label."""
+        """Variants that are measured, each with its label."""
         modes = (False, True) if self.int8_activations else (False,)
         nowhere = (None,) if self.cached is None else (0.0,)  # only a GPU has another KV cache
         shares: tuple[float | None, ...] = self.gpu_shares or nowhere

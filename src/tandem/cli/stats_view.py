@@ -1,4 +1,4 @@
-"""What `kt stats` shows in the terminal and as JSON."""
+"""Views of `kt stats`, in the terminal and as JSON."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
 
 
 def _expert_names(model: Path) -> ExpertNames | None:
-    """Of the model's family; None where there is no configuration, or it is no family that is served."""
+    """Expert names of the model's family; None where there is no configuration, or it is no family that is served."""
     file = model / CONFIG
     kind = read_json(file).get("model_type") if file.is_file() else None
     return FAMILIES[kind].names[0].experts if kind in FAMILIES else None

@@ -1,4 +1,4 @@
-"""What lies beside the weights: the index, config.json with compressed-tensors' quantization_config, small files."""
+"""Files beside the weights: the index, config.json with compressed-tensors' quantization_config, small files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _numberless(name: str) -> str:
 
 
 def _fp8_activations(scheme: dict[str, Any]) -> dict[str, Any]:
-    """What fp8 checkpoints are served with elsewhere; Tandem keeps activations in bf16."""
+    """Activations that fp8 checkpoints are served with elsewhere; Tandem keeps activations in bf16."""
     plain = {key: value for key, value in scheme.items() if key != "block_structure"} | {"dynamic": True}
     if "block_structure" in scheme:
         return plain | {"strategy": "group", "group_size": scheme["block_structure"][1]}

@@ -49,7 +49,7 @@ def begin_or_resume(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 def remove_unfinished(out: Path) -> None:
-    """What a killed conversion was writing. Only called while `out` is held."""
+    """Removes what a killed conversion was writing. Only called while `out` is held."""
     for file in out.glob(".*.part"):
         file.unlink()
 

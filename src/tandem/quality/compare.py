@@ -84,7 +84,7 @@ class Head:
 
 @dataclass(slots=True)
 class Sums:
-    """What the rows of one candidate add up to."""
+    """Sums over the rows of one candidate."""
 
     loss: list[Tensor] = field(default_factory=list)
     kl: list[Tensor] = field(default_factory=list)

@@ -29,7 +29,7 @@ _NUMPY: dict[str, Any] = {"F32": np.float32, "I32": np.int32, "F64": np.float64}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a file's rows are the logits of."""
+    """Source of a file's rows of logits."""
 
     label: str
     text_digest: str  # Windows.digest

@@ -119,7 +119,8 @@ def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: 
 
 
 def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: StoredFormats) -> None:
-    """What is there at a time: a layer with its experts, the embedding, or the head."""
+    """Raises ConfigError if the GPU is too small for the largest part at a time: a layer with its experts, the
+    embedding, or the head."""
     if plan.gpu is None:
         return
     gpu = next(each for each in machine.gpus if plan.gpu.uuid in ("", each.uuid))
@@ -181,7 +182,7 @@ class LayerStream:
         return Deferral(max(0, top_k - self.variant.late), top_k)
 
     def biases(self, index: int) -> ExpertBiases | None:
-        """Of the experts of layer `index`; None where they have none."""
+        """Biases of the experts of layer `index`; None where they have none."""
         shape, b = self.config.moe.experts, self._builder
         if not shape.biases:
             return None

@@ -45,7 +45,7 @@ class Windows:
 
     @cached_property
     def digest(self) -> str:
-        """Of all tokens and where windows begin: saved logits belong to one digest."""
+        """Digest of all tokens and of where windows begin: saved logits belong to one digest."""
         text = ";".join(",".join(map(str, window)) for window in self.ids)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a reader of an answer sees while long prompts come and go: the times at which its pieces arrive."""
+"""Readers of answers while long prompts come and go: the times at which their pieces arrive."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tandem.machine.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. url: of a running server. Else `kt serve model flags` is started, or, if `config` says
+    """The flags of a run. url: of a running server. Else `kt serve model flags` is started, or, if `config` says
     so, that architecture with made-up weights and its first `layers` layers."""
 
     model: str
@@ -77,7 +77,7 @@ def _server(request: Request) -> Iterator[str]:
 
 
 def gpu_share(request: Request, url: str) -> float | None:
-    """Of the routed experts that are on the GPU; None where that is not known: of a server that we have not started."""
+    """Share, 0 to 1, of the routed experts that are on the GPU; None for a server that we have not started."""
     if request.url is not None:
         return None
     gpu = httpx.get(f"{url}/server_info", trust_env=False).raise_for_status().json()["plan"]["gpu"]

@@ -1,4 +1,4 @@
-"""What `kt bench kernels` runs: one MoE layer's routed experts, ours and PyTorch's, over the same distinct weights."""
+"""Runs of `kt bench kernels`: one MoE layer's routed experts, ours and PyTorch's, over the same distinct weights."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def measured_rows(request: Request, seen: Traffic) -> Iterator[dict[str, Any]]:
 
 
 def _gpu_step_seconds(request: Request) -> float:
-    """Of a step without routed experts."""
+    """Seconds of a step without routed experts, the median."""
     shape = model_shape(request, 0.0)
     empty = bench_hybrid.build(shape, request.fmt, 0.0, empty=True)
     return statistics.median(

@@ -19,7 +19,7 @@ CHUNK_DRAWS = 1 << 22  # random numbers made at a time
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """Of what is routed: `top_k` of `experts` in each of `layers`, for `tokens` tokens."""
+    """Sizes of a trace: `top_k` of `experts` in each of `layers`, for `tokens` tokens."""
 
     tokens: int
     layers: int

@@ -37,7 +37,7 @@ WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at 
 
 
 def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
-    """Of live placement. moved_gb: both ways together. The others are per step: thread_us and thread_us_of: the
+    """Columns of live placement. moved_gb: both ways together. The others are per step: thread_us and thread_us_of: the
     engine's thread, and its parts; waited_us: of that, what the GPU may have stood still for; beside_us: between
     layers, not in thread_us."""
     if live is None:
@@ -60,8 +60,8 @@ def model_shape(request: Request, share: float) -> bench_hybrid.Request:
 
 
 def placements(request: Request, seen: Traffic, share: float) -> dict[str, ExpertPlacement]:
-    """Of the strategies that can be measured in turn: every layer has experts on both sides. A hand-off that is not
-    needed, as where a whole layer is on the GPU, is not in the graph of a model of its own."""
+    """Placements by strategy, of those that can be measured in turn: every layer has experts on both sides. A hand-off
+    that is not needed, as where a whole layer is on the GPU, is not in the graph of a model of its own."""
     layers, experts = seen.counts.shape
     made = {}
     for name in request.strategies:

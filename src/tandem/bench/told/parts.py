@@ -34,7 +34,7 @@ STRIDE = 7919  # from an answer's token to the next; odd, and no vocabulary's di
 
 
 def told_tokens(first: int, count: int, vocab: int) -> list[int]:
-    """Of every answer, at positions from `first` on."""
+    """`count` tokens of every answer, at positions from `first` on."""
     return [position * STRIDE % vocab for position in range(first, first + count)]
 
 
@@ -107,7 +107,7 @@ class Told(NamedTuple):
 
 
 def told_parts(config: EngineConfig, dense: str, overlap: float) -> Told:
-    """Of the folder `config.model`. Raises ConfigError."""
+    """Engine parts of the folder `config.model`, and their routing. Raises ConfigError."""
     made: list[ToldRouting] = []
     parts = made_up_parts(config, dense=dense, start=partial(_start, overlap, made))
     model, [routing] = parts.model_config, made

@@ -33,7 +33,7 @@ def chains(layers: int, experts: int, top_k: int, overlap: float, tokens: int = 
 
 
 def _next(before: Tensor, experts: int, overlap: float, drawn: torch.Generator) -> Tensor:
-    """Of the next token, [layers, top_k]."""
+    """Experts of the next token, [layers, top_k]."""
     layers, top_k = before.shape
     shuffled = before.gather(1, torch.rand(before.shape, generator=drawn).argsort(1))
     fresh = torch.rand(layers, experts, generator=drawn).scatter_(1, before, -1.0).topk(top_k).indices
@@ -76,7 +76,7 @@ class ToldRouting:
         self.chosen[:, :rows].copy_(self._table.index_select(0, places).transpose(0, 1))
 
     def begin_guesses(self, batch: ForwardBatch) -> None:
-        """Of draft layers' rows that guess; each sequence has one, or a block."""
+        """Chooses experts for draft layers' rows that guess; each sequence has one, or a block."""
         places = batch.positions[batch.logits_rows]
         apart = torch.arange(len(places), device=places.device) * APART
         rows = (places + apart)[:, None] + torch.arange(self._block, device=places.device)

@@ -41,7 +41,7 @@ ROOM = 64  # tokens of a sequence beside its prompt and its answer
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. fixed: widths that are measured as well; draft_seconds: of each guess."""
+    """The flags of a run. fixed: widths that are measured as well; draft_seconds: of each guess."""
 
     config: str
     formats: tuple[str, ...]
@@ -74,7 +74,7 @@ class Request:
 
 
 def request(flags: Mapping[str, Any]) -> Request:
-    """Of the parameters of `kt bench decode`. Raises ConfigError."""
+    """Reads a request from the parameters of `kt bench decode`. Raises ConfigError."""
     algorithm = check_algorithm(flags["speculative"])
     algorithm = "NEXTN" if algorithm == "EAGLE" else algorithm
     if flags["config"] is None:

@@ -24,7 +24,7 @@ class TwoCheckpoints(ABC):
 
     @abstractmethod
     def _is_other(self, name: str) -> bool:
-        """Of a tensor or a module: whether the other one has it, or should have it."""
+        """Whether the other one has this tensor or module, or should have it."""
 
     @property
     def path(self) -> Path:

@@ -36,7 +36,7 @@ def check_not_kt_packed(path: Path, model: Path | None = None) -> None:
 
 
 def _found(path: Path) -> str:
-    """What kind it is, for people; "" for anything else."""
+    """Kind of the packed experts at `path`, for people; "" for anything else."""
     if not path.is_dir():
         return ""
     loose = [file.name for layer in sorted(path.glob("_layer_*"))[:1] for file in layer.glob("_numa_*/*.kt")]

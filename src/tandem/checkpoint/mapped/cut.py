@@ -73,7 +73,7 @@ def _in_order(found: Stored, parts: Parts, tensors: Tensors, columns: slice) -> 
 
 
 def _cuts(found: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str, Cut] | None:
-    """What of each tensor is theirs; None where they are no whole places of it."""
+    """Cuts of these rows and columns out of each tensor; None where they are no whole places of it."""
     if (rows.step or 1) != 1:
         return None
     cuts = {}
@@ -89,7 +89,7 @@ def _cuts(found: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str,
 
 
 def _cut(found: Stored, part: Part, role: str, rows: slice, columns: slice) -> Cut | None:
-    """Of a tensor whose rows are the matrix's."""
+    """The cut out of a tensor whose rows are the matrix's."""
     if role in ("shape", "multiplier", "divisor"):
         return ()
     if role == "order":

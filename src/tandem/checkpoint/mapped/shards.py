@@ -118,7 +118,7 @@ class Shards:
 
 
 def _instead(directory: Path) -> str:
-    """What a directory without weights has, and what to do about it."""
+    """Advice about a directory without weights: what it has, and what to do about it."""
     if unfinished := [path.name for path in directory.iterdir() if path.suffix in _UNFINISHED]:
         return f"the download of {unfinished[0]} is not finished; fetch the rest"
     if pickles := [path.name for path in directory.iterdir() if path.suffix in _PICKLES]:

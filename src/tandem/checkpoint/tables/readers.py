@@ -29,7 +29,7 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 def ignored(_: int) -> None:
-    """Of progress that nobody looks at."""
+    """Drops progress that nobody looks at."""
 
 
 class RowReader(Protocol):
@@ -57,7 +57,7 @@ class Files:
             os.close(file)
 
     def places(self, numbers: Tensor) -> list[tuple[int, int]]:
-        """Of each row: its file, and the first byte in it."""
+        """Each row's file, by its number, and the first byte in it. Raises CheckpointError beyond the last row."""
         if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= self.stored.rows):
             raise CheckpointError(f"{self.stored.name} has {self.stored.rows} rows, and one beyond them was asked for")
         piece = torch.searchsorted(self._ends, numbers, right=True)

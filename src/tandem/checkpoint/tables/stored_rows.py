@@ -52,7 +52,7 @@ class StoredRows:
 
 
 def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> StoredRows:
-    """Of the table `module`, [rows, width], in one tensor or in several, `shard_0`, `shard_1`, ….
+    """Stored rows of the table `module`, [rows, width], in one tensor or in several, `shard_0`, `shard_1`, ….
 
     Raises CheckpointError: it is absent, of another shape, or stored in a way that cannot be read row by row.
     """
@@ -74,7 +74,7 @@ def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> 
 
 
 def stored_tables(tensors: MappedTensors) -> StoredFormat:
-    """What all tables together are stored as, for the planner."""
+    """Format of all tables together, for the planner."""
     parts = [tensors.part(name) for name in tensors.names() if is_table(name) and name.endswith(".weight")]
     if not parts:
         return StoredFormat()
