@@ -55,8 +55,8 @@ def last_level_cache_bytes(caches: Path = _CACHES) -> int:
 def beyond_caches_bytes() -> int:
     """So much memory that reading it anew reads DRAM: several times the last-level cache. A cache that does not replace
     in order keeps a share of what is read over and over. 0.25 of the free memory at most."""
-    wanted = max(8 * last_level_cache_bytes(), DRAM_BYTES)
-    return min(wanted, Machine.detect().available_memory // 4)
+    nbytes = max(8 * last_level_cache_bytes(), DRAM_BYTES)
+    return min(nbytes, Machine.detect().available_memory // 4)
 
 
 def _parse_size(text: str) -> int:

@@ -59,8 +59,8 @@ def choices(question: Question, plan: Plan) -> Iterator[tuple[str, Choice[int, i
         shrinks = bool(shared) and sizes.tokens > shared
         yield f"prefill of {sizes.tokens}", path_of(sizes, facts, shrinks=shrinks)
         if facts is not None:
-            beside = StepSizes(min(sizes.tokens, shared or sizes.tokens))
-            yield f"prefill of {beside.tokens} beside decode", background_path_of(beside, facts)
+            background = StepSizes(min(sizes.tokens, shared or sizes.tokens))
+            yield f"prefill of {background.tokens} beside decode", background_path_of(background, facts)
 
 
 def decode(config: str | None, formats: Wish[str], shares: Wish[float], batches: Wish[int], layers: int | None) -> None:

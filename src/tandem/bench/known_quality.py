@@ -24,6 +24,6 @@ def quality_lines(model: str, is_demo: bool, formats: Sequence[str]) -> Iterator
             yield f"{name}: what it costs is not known here; kt quality {model} --format {name} measures it"
 
 
-def _said(found: dict[str, float]) -> str:
-    kl = f"{found['kl']:.4f} ± {found['kl_error']:.4f}"
-    return f"KL {kl} nats against bf16, the same top token at {found['same_top']:.1%}"
+def _said(figures: dict[str, float]) -> str:
+    kl = f"{figures['kl']:.4f} ± {figures['kl_error']:.4f}"
+    return f"KL {kl} nats against bf16, the same top token at {figures['same_top']:.1%}"

@@ -36,8 +36,8 @@ def gpu_bytes() -> int:
 
 def pinned_bytes() -> int:
     """Bytes that PyTorch has pinned, in use or kept; 0 without a GPU."""
-    found = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
-    return int(found.get("allocated_bytes.current", 0))
+    stats = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
+    return int(stats.get("allocated_bytes.current", 0))
 
 
 @cache
@@ -89,10 +89,10 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     pages = -(-plan.context_length // plan.page_size)
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
     host = host_memory(model, dataclasses.replace(share, tables=2 if plan.num_window_pages else 1))
-    kept = model.state_layout(plan.dtype, guesses=plan.guesses)
-    states = plan.num_pages * plan.page_size * kept.token_bytes + plan.num_slots * kept.slot_bytes
+    layout = model.state_layout(plan.dtype, guesses=plan.guesses)
+    states = plan.num_pages * plan.page_size * layout.token_bytes + plan.num_slots * layout.slot_bytes
     if plan.num_window_pages:
-        states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * kept.window_token_bytes
+        states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * layout.window_token_bytes
     experts = plan.gpu.experts + plan.gpu.draft_experts * draft_experts(model)
     dense = dense_bytes(model, plan.dtype, stored, plan.gpu.embedding_in_ram)
     gpu_bytes = dense + experts * expert + states

@@ -86,11 +86,11 @@ class Work:
 
     def _seconds(self, rates: Rates, travelling: float) -> float:
         """travelling: of the experts in CPU memory."""
-        elsewhere = 1 - self.gpu_share
-        there, here = self.gpu_share + travelling * elsewhere, (1 - travelling) * elsewhere
-        bus = travelling * elsewhere * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
+        cpu_share = 1 - self.gpu_share
+        gpu_part, here = self.gpu_share + travelling * cpu_share, (1 - travelling) * cpu_share
+        bus = travelling * cpu_share * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
         cpu = here * max(self.expert_flops / rates.cpu_flops, self.expert_bytes / (rates.dram_gbps * 1e9))
-        flops, nbytes = self.dense_flops + there * self.expert_flops, self.dense_bytes + there * self.expert_bytes
+        flops, nbytes = self.dense_flops + gpu_part * self.expert_flops, self.dense_bytes + gpu_part * self.expert_bytes
         return max(bus, cpu, flops / rates.gpu.flops, nbytes / (rates.gpu.gbps * 1e9))
 
 
@@ -156,13 +156,13 @@ def _rows(
 
 def _in_turn(request: Request, built: hybrid.Built, tokens: int) -> dict[str, list[float]]:
     """Seconds of prompts, by way."""
-    found = {way: list[float]() for way in request.ways}
-    prompts = {way: prompt_seconds(built, tokens, request.repeats, request.cached) for way in found}
+    seconds = {way: list[float]() for way in request.ways}
+    prompts = {way: prompt_seconds(built, tokens, request.repeats, request.cached) for way in seconds}
     for _ in range(request.repeats):
-        for way, times in found.items():
+        for way, times in seconds.items():
             built.travels(WAYS[way])
             times.append(next(prompts[way]))
-    return found
+    return seconds
 
 
 def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int = 0) -> Iterator[float]:

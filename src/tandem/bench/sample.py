@@ -200,11 +200,11 @@ def _times(
 def repeated(seconds: Callable[[], float], least: int, most: int, before: Sequence[float] = ()) -> list[float]:
     """Until they have taken SHORT_SECONDS together. before: what counts only if it took so long that no other is
     waited for."""
-    found = [each for each in before if each > LONG_SECONDS]
-    least = 1 if found else least
-    while len(found) < least or (len(found) < most and sum(found) < SHORT_SECONDS):
-        found.append(seconds())
-    return found
+    times = [each for each in before if each > LONG_SECONDS]
+    least = 1 if times else least
+    while len(times) < least or (len(times) < most and sum(times) < SHORT_SECONDS):
+        times.append(seconds())
+    return times
 
 
 def _spread(times: Sequence[float]) -> str:
@@ -301,13 +301,13 @@ def _cut(layers: Sequence[Layer], depth: int) -> Iterator[Layer]:
     """The last ones. The first that would take another's choice of tokens makes its own, which others then take."""
     first, chooser = len(layers) - depth, None
     for number, layer in enumerate(layers[first:]):
-        found = next((block.body for block in layer.blocks if cost_of(block.body).reads_choice), None)
-        if found is not None:
-            cost = cost_of(found)
+        reader = next((block.body for block in layer.blocks if cost_of(block.body).reads_choice), None)
+        if reader is not None:
+            cost = cost_of(reader)
             chooser = number if cost.chosen_by is None or chooser is None else chooser
             own = cost.choosing_as(_unless(chooser, number))
             layer = Layer(tuple(
-                dataclasses.replace(block, body=own) if block.body is found else block for block in layer.blocks
+                dataclasses.replace(block, body=own) if block.body is reader else block for block in layer.blocks
             ))  # fmt: skip
         yield layer
 
@@ -319,8 +319,8 @@ def _unless(chooser: int, number: int) -> int | None:
 def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
     """All, where a GPU may bring them and they fit: what the bus takes depends on how many there are."""
     most, all_of_them = _experts_that_fit(model, nbytes), model.moe.experts.count
-    wanted = all_of_them if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
-    return max(model.moe.router.top_k, min(all_of_them, wanted, most))
+    least = all_of_them if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
+    return max(model.moe.router.top_k, min(all_of_them, least, most))
 
 
 def _experts_that_fit(model: ModelConfig, nbytes: int) -> int:

@@ -102,8 +102,8 @@ def decode_bound(request: Request) -> Callable[[int], float]:
     """Tokens per second that no decoding of so many sequences at once can exceed on this machine; 0: not known."""
     config = EngineConfig.from_args([request.model, *request.flags])
     prepare(config)
-    found = planned(config, this_machine())
-    plan, model, stored = found.plan, found.model, found.stored
+    target = planned(config, this_machine())
+    plan, model, stored = target.plan, target.model, target.stored
     if plan.gpu is not None:
         return lambda _batch: 0.0
     gbps = measure_read_gbps(planned_pool(plan), plan.tier)
@@ -192,15 +192,15 @@ def table(rows: list[Row]) -> Table:
     first = rows[0]
     lengths = f"{first.input_len} tokens in, {first.output_len} out"
     caption = "tokens per second out and in; bound: share of what decoding alone could do; times: median (p99) in ms"
-    made = Table(title=f"{first.config}: {first.requests} requests of {lengths}", caption=caption)
-    made.add_column("load")
+    loads = Table(title=f"{first.config}: {first.requests} requests of {lengths}", caption=caption)
+    loads.add_column("load")
     for name in ("out/s", "bound", "in/s", "first token", "per token", "gap p99", "failed"):
-        made.add_column(name, justify="right")
+        loads.add_column(name, justify="right")
     for row in rows:
         load = f"x {row.concurrency}" if row.rate is None else f"{row.rate:g}/s"
-        made.add_row(
+        loads.add_row(
             load, f"{row.tok_s:.1f}", f"{row.share:.0%}" if row.bound_tok_s else "", f"{row.prompt_tok_s:.0f}",
             f"{row.ttft_ms_p50:.0f} ({row.ttft_ms_p99:.0f})", f"{row.tpot_ms_p50:.1f} ({row.tpot_ms_p99:.1f})",
             f"{row.gap_ms_p99:.1f}", str(row.failed),
         )  # fmt: skip
-    return made
+    return loads

@@ -227,7 +227,7 @@ class SyntheticStore:
         if self._chosen is None:
             return self._store.layer(index, count, width, fmt, activation, SyntheticExperts)
         kind, places = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
-        made = self._store.layer(index, count, width, fmt, activation, kind, places)
-        assert isinstance(made, ReplayedExperts)
-        made.chosen = self._chosen[index]
-        return made
+        experts = self._store.layer(index, count, width, fmt, activation, kind, places)
+        assert isinstance(experts, ReplayedExperts)
+        experts.chosen = self._chosen[index]
+        return experts

@@ -141,9 +141,9 @@ def measured(case: TightCase, machine: Machine) -> list[dict[str, Any]]:
         question = tight_question(case, small, wished_speeds(MachineWish(), small, probe.speeds()))
         plan = question.plan()
         whole = dataclasses.replace(plan, radix_cache=False)  # the same prompt is computed several times
-        seen = ran(running_plan(question, whole, question.model), whole, gpus[0].free_bytes, probe)
+        run = ran(running_plan(question, whole, question.model), whole, gpus[0].free_bytes, probe)
         settled = wished_speeds(MachineWish(), small, probe.speeds())
-    return rows(case, dataclasses.replace(question, speeds=settled), plan, seen)
+    return rows(case, dataclasses.replace(question, speeds=settled), plan, run)
 
 
 def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
@@ -193,10 +193,10 @@ def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[di
     speeds = [("decoding", predicted.decode[1], seen.decode), (prompt, predicted.prompt, seen.prompt)]
     return [where | memory, *(
         where | {
-            "what": what, "predicted_low": round(found.low, 1), "predicted_high": round(found.high, 1),
-            "measured": round(rate, 1), "holds": found.low <= rate <= found.high,
+            "what": what, "predicted_low": round(expected.low, 1), "predicted_high": round(expected.high, 1),
+            "measured": round(rate, 1), "holds": expected.low <= rate <= expected.high,
         }
-        for what, found, rate in speeds
+        for what, expected, rate in speeds
     )]  # fmt: skip
 
 

@@ -81,6 +81,6 @@ def _downloaded(scratch: Path) -> Path:
 
 
 def _check(file: Path, name: str) -> None:
-    found = sha256_of(file)
-    if found != SHA256[name]:
-        raise CheckpointError(f"{file} has sha256 {found}, expected {SHA256[name]}: install it again")
+    digest = sha256_of(file)
+    if digest != SHA256[name]:
+        raise CheckpointError(f"{file} has sha256 {digest}, expected {SHA256[name]}: install it again")

@@ -116,8 +116,8 @@ class GGUFCheckpoint:
     def formats(self) -> StoredFormats:
         names = (name for name in self._rows.places if name.endswith(".weight") and len(self._rows.shape(name)) == 2)
         modules = ((name.removesuffix(".weight"), math.prod(self._rows.shape(name))) for name in names)
-        found = stored_formats((module, self.format(module), weights) for module, weights in modules)
-        return replace(found, experts=replace(found.experts, unlike=self._unlike()), tables=self._tables())
+        matrices = stored_formats((module, self.format(module), weights) for module, weights in modules)
+        return replace(matrices, experts=replace(matrices.experts, unlike=self._unlike()), tables=self._tables())
 
     def _tables(self) -> StoredFormat:
         """Format of the tables that are read by row."""

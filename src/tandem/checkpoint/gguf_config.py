@@ -130,14 +130,15 @@ class _Keys:
     @property
     def depth(self) -> int:
         """Layers of the model itself. Files count draft layers among their blocks or do not, and may lack them."""
-        said, drafts, last = self.need("block_count"), self.optional("nextn_predict_layers", 0), _last_block(self.model)
-        own = said if drafts and last == said and not _guesses(self.model, said - drafts) else said - max(drafts, 0)
+        count, drafts = self.need("block_count"), self.optional("nextn_predict_layers", 0)
+        last = _last_block(self.model)
+        own = count if drafts and last == count and not _guesses(self.model, count - drafts) else count - max(drafts, 0)
         if own < 1:
-            raise self.refuse("block_count", f"is {said}, of which {drafts} are draft layers: no layer is left")
+            raise self.refuse("block_count", f"is {count}, of which {drafts} are draft layers: no layer is left")
         if last < own:
             raise self.refuse(
                 "block_count",
-                f"is {said}, but the last block with tensors is blk.{last - 1}: fetch the file again; where its draft "
+                f"is {count}, but the last block with tensors is blk.{last - 1}: fetch the file again; where its draft "
                 f"layer (MTP) was taken away, take a file that keeps it, or one whose block_count is {last}",
             )
         return own

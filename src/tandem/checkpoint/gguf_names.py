@@ -88,13 +88,13 @@ def _halves(layer: str, stems: Mapping[str, str], tensor: GGUFTensor) -> Iterato
 def with_parts(found: dict[str, Place], parts: Mapping[str, Part]) -> dict[str, Place]:
     """`found` without what is only there to be cut, and with what is made of it."""
     sources = {part.of for part in parts.values()}
-    made = {name: place for name, place in found.items() if _inner(name) not in sources}
+    by_name = {name: place for name, place in found.items() if _inner(name) not in sources}
     by_source = {name: place for name, place in found.items() if _inner(name) in sources}
     for name, place in by_source.items():
         front = name.removesuffix(_inner(name))
         same = {front + inner: part for inner, part in parts.items() if part.of == _inner(name)}
-        made |= {full: place._replace(part=part) for full, part in same.items()}
-    return made
+        by_name |= {full: place._replace(part=part) for full, part in same.items()}
+    return by_name
 
 
 def _inner(name: str) -> str:

@@ -33,10 +33,10 @@ class GGUFRows:
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
-        found: dict[str, Place] = {}
+        by_name: dict[str, Place] = {}
         for tensor in model.tensors.values():
-            found.update(places(model.architecture, tensor))
-        self.places = with_parts(found, parts_of(model))
+            by_name.update(places(model.architecture, tensor))
+        self.places = with_parts(by_name, parts_of(model))
         self._heads = _turned_heads(model)
         self._check_kinds()
 

@@ -148,11 +148,11 @@ def _add(tokenizer: Tokenizer, texts: list[str], special: bool) -> None:
 def _frame(tokenizer: Tokenizer, model: GGUFModel, tokens: list[str], begins: bool) -> None:
     """Begin- and end-of-text tokens around a prompt, as far as the file wants them."""
     ids = {name: model.optional(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos")}
-    wanted = {"bos": begins, "eos": False}
+    defaults = {"bos": begins, "eos": False}
     used = {
         name: tokens[index]
         for name, index in ids.items()
-        if model.optional(f"tokenizer.ggml.add_{name}_token", wanted[name]) and 0 <= index < len(tokens)
+        if model.optional(f"tokenizer.ggml.add_{name}_token", defaults[name]) and 0 <= index < len(tokens)
     }
     if used:
         around = [used[name] for name in ("bos",) if name in used], [used[n] for n in ("eos",) if n in used]
@@ -247,10 +247,10 @@ def all_merges(
     for a token so long that it would take hours; path: whose tokens they are."""
     if (longest := max((len(token) for token, _ in scored), default=0)) > LONGEST_TOKEN:
         raise CheckpointError(f"{path} has a token of {longest} characters; at most {LONGEST_TOKEN} are read")
-    found = [
+    ranked = [
         (-score, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
         for token, score in scored
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    return [(left, right) for *_, left, right in sorted(found)]
+    return [(left, right) for *_, left, right in sorted(ranked)]

@@ -49,7 +49,7 @@ def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
-    drafts = sorted({int(found[1]) for name in names if (found := _NUMBERED_DRAFT.match(name))})
+    drafts = sorted({int(match[1]) for name in names if (match := _NUMBERED_DRAFT.match(name))})
     if drafts:
         return lambda name: _from_shared_keys(_as_draft(name, drafts))
     if any(".attn.wkv." in name for name in names):

@@ -43,9 +43,9 @@ def quant_hints(directory: Path) -> QuantHints:
     for name, key in (("config.json", KEY), ("hf_quant_config.json", "quantization")):
         if (directory / name).is_file():
             config = read_json(directory / name)
-            found = config.get(key) or _text_part(config).get(key)
-            if found:
-                return parse_hints(found, f"{directory / name}: {key}")
+            settings = config.get(key) or _text_part(config).get(key)
+            if settings:
+                return parse_hints(settings, f"{directory / name}: {key}")
     return QuantHints(f"{directory / 'config.json'}: {KEY}")
 
 
@@ -113,17 +113,17 @@ def _groups(section: Mapping[str, Any]) -> Iterator[int]:
 
 def _bits(sections: Iterable[Mapping[str, Any]], where: str) -> int:
     """Bits of integers, 4 or 8; 0 where nothing or several things are said. Raises CheckpointError for others."""
-    said = {s.get("bits", s.get("w_bit", s.get("num_bits"))) for s in sections} - {None}
-    for value in said - {4, 8}:
+    widths = {s.get("bits", s.get("w_bit", s.get("num_bits"))) for s in sections} - {None}
+    for value in widths - {4, 8}:
         raise CheckpointError(f"{where}: {value!r} bits cannot be read; 4 and 8 can")
-    return int(said.pop()) if len(said) == 1 else 0
+    return int(widths.pop()) if len(widths) == 1 else 0
 
 
 def _act_order(sections: Iterable[Mapping[str, Any]]) -> bool | None:
     """GPTQ's `desc_act`; compressed-tensors' `actorder`, where only "group" leaves the groups permuted."""
-    said = [s["desc_act"] is True for s in sections if "desc_act" in s]
-    said += [s["actorder"] in (True, "group", "dynamic") for s in sections if "actorder" in s]
-    return any(said) if said else None
+    orders = [s["desc_act"] is True for s in sections if "desc_act" in s]
+    orders += [s["actorder"] in (True, "group", "dynamic") for s in sections if "actorder" in s]
+    return any(orders) if orders else None
 
 
 def _gptq_version(written: str, method: str, where: str) -> int:
@@ -145,7 +145,7 @@ def _refuse_sparse(config: Mapping[str, Any], where: str) -> None:
 
 def _refuse_rotations(config: Mapping[str, Any], where: str) -> None:
     """Quark can write models whose activations must be rotated while they run."""
-    said = config.get("algo_config")
-    names = [str(each.get("name")) for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+    entries = config.get("algo_config")
+    names = [str(each.get("name")) for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
     if rotations := [name for name in names if name in ("rotation", "quarot")]:
         raise CheckpointError(f"{where}.algo_config {rotations[0]!r} cannot be read: activations are not rotated here")

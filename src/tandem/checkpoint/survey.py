@@ -24,7 +24,7 @@ NUMBERS = ("kv_b_proj", ".k_b_proj", ".v_b_proj", "o_a_proj", "_hc.fn", "hc_fn")
 
 def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     """CheckpointError names the first matrix whose scales are missing or do not fit."""
-    found: dict[str, tuple[Stored, int]] = {}
+    matrices: dict[str, tuple[Stored, int]] = {}
     alike: dict[object, tuple[Stored, int] | None] = {}  # thousands of experts have the same few forms
     for module, parts in modules.items():
         part = codes_part(parts)
@@ -35,8 +35,8 @@ def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
             alike[form] = _surveyed(part, parts, hints)
         one = alike[form]
         if one is not None:
-            found[module] = one
-    return found
+            matrices[module] = one
+    return matrices
 
 
 def _surveyed(part: Part, parts: Parts, hints: QuantHints) -> tuple[Stored, int] | None:

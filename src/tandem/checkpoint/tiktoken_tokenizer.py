@@ -63,12 +63,12 @@ def _tokens(path: Path) -> list[bytes]:
 
 def _named(settings: dict[str, Any]) -> dict[int, AddedToken]:
     """Added tokens by their ids."""
-    found = settings.get("added_tokens_decoder")
+    decoder = settings.get("added_tokens_decoder")
     return {
         int(place[:ID_DIGITS]): AddedToken(
             str(token.get("content", "")), normalized=False, special=token.get("special") is True
         )
-        for place, token in (found.items() if isinstance(found, dict) else ())
+        for place, token in (decoder.items() if isinstance(decoder, dict) else ())
         if place.isdecimal() and isinstance(token, dict)
     }
 

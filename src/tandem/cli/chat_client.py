@@ -156,13 +156,13 @@ class ChatClient:
 
     def _body(self) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        wanted = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return {
             "messages": [*system, *self.history],
             "stream": True,
             "stream_options": {"include_usage": True},
             **({} if self.model is None else {"model": self.model}),
-            **{name: value for name, value in wanted.items() if value is not None},
+            **{name: value for name, value in sampling.items() if value is not None},
         }
 
     def _pieces(self, answer: httpx.Response, started: float) -> Iterator[str]:

@@ -21,8 +21,8 @@ def doctor() -> None:
     from rich.console import Console
 
     with Console(stderr=True).status("looking at this machine, and measuring its memory …"):
-        found = list(_findings())
-    show(found)
+        findings = list(_findings())
+    show(findings)
     raise typer.Exit(0 if checks.kernels_are_built() else 1)
 
 

@@ -44,12 +44,12 @@ def topology(text: str) -> dict[Pair, str]:
     lines = [_COLOURS.sub("", line).split() for line in text.splitlines()]
     header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
     columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
-    found: dict[Pair, str] = {}
+    words_of: dict[Pair, str] = {}
     for words in lines:
         if len(words) > len(columns) and re.fullmatch(r"GPU\d+", words[0]) and words != header:
             row = int(words[0][3:])
-            found |= {(row, column): word for column, word in zip(columns, words[1:], strict=False)}
-    return found
+            words_of |= {(row, column): word for column, word in zip(columns, words[1:], strict=False)}
+    return words_of
 
 
 def _hidden(machine: Machine, present: tuple[Gpu, ...]) -> Iterator[Finding]:

@@ -41,12 +41,12 @@ def serve(context: typer.Context) -> None:
     argv = list(context.args)
     if {"-h", "--help", "--help-all"} & set(argv) or not argv:
         return show_help(everything="--help-all" in argv)
-    asked = {"--plan-only", "--force"} & set(argv)
-    config = possible_config([word for word in argv if word not in asked])
-    tell_at_once(f"{'planning' if '--plan-only' in asked else 'starting'} {config.model or config.models} …")
+    own_flags = {"--plan-only", "--force"} & set(argv)
+    config = possible_config([word for word in argv if word not in own_flags])
+    tell_at_once(f"{'planning' if '--plan-only' in own_flags else 'starting'} {config.model or config.models} …")
     if config.models is not None:
-        return serve_several(config, plan_only="--plan-only" in asked)
-    if "--plan-only" in asked:
+        return serve_several(config, plan_only="--plan-only" in own_flags)
+    if "--plan-only" in own_flags:
         from tandem.engine.start.planning import check_tokenizer, plan_of
 
         show_plan(plan_of(config))
@@ -96,8 +96,8 @@ def _is_here(name: str) -> bool:
         from tandem.checkpoint import resolve_model
 
         return bool(resolve_model(name))
-    found = find_snapshot(of_hub)
-    return found is not None and found.model is not None
+    snapshot = find_snapshot(of_hub)
+    return snapshot is not None and snapshot.model is not None
 
 
 def prepare_in_a_child(argv: list[str]) -> None:
@@ -156,8 +156,8 @@ def show_plan(plan: Plan) -> None:
 
     console = Console()
     if plan.idle:
-        said = f"{plan.idle}; `kt plan` with the same flags says what would use it"
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        text = f"{plan.idle}; `kt plan` with the same flags says what would use it"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(plan_table(plan))
     for notice in plan.notices:
         console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)

@@ -25,9 +25,9 @@ def compensated(weight: Tensor, products: Tensor, grid: IntegerGrid, group: int)
     scales = torch.empty(rows, columns // group, dtype=torch.bfloat16)
     for start in range(0, columns, group):
         block = slice(start, start + group)
-        _, found = fit_groups(left[block].T.contiguous(), grid, group, importance[block].contiguous())
-        scales[:, start // group] = found[:, 0]
-        errors = _round_block(left[block], codes[block], found[:, 0].float(), spread[block, block], grid)
+        _, fitted = fit_groups(left[block].T.contiguous(), grid, group, importance[block].contiguous())
+        scales[:, start // group] = fitted[:, 0]
+        errors = _round_block(left[block], codes[block], fitted[:, 0].float(), spread[block, block], grid)
         left[start + group :] -= spread[block, start + group :].T @ errors
     return codes.T.contiguous(), scales
 

@@ -63,12 +63,12 @@ def write_config(source: Source, method: Method, layout: Layout, out: Path) -> N
 def quantization_config(source: Source, method: Method, layout: Layout) -> dict[str, Any]:
     """As compressed-tensors' own package writes it: one group for what was converted, one for fp8 that was kept."""
     done = {module.name for module in layout.converted}
-    kept = [
+    unconverted = [
         module for module in source.modules.values() if module.name not in done and "embed" not in module.name
     ]
-    fp8 = source.fp8_schemes(module for module in kept if module.input_type == "fp8")
-    plain = [module for module in kept if module.input_type != "fp8"]
-    everything = [*kept, *layout.converted]
+    fp8 = source.fp8_schemes(module for module in unconverted if module.input_type == "fp8")
+    plain = [module for module in unconverted if module.input_type != "fp8"]
+    everything = [*unconverted, *layout.converted]
     targets = patterns(layout.converted, everything) if fp8 else ["Linear"]
     groups = [_group(method.format, targets, method.scheme, method.activations)]
     for scheme, modules in fp8:

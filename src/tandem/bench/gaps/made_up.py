@@ -63,10 +63,10 @@ def _vocabulary(size: int) -> tokenizers.Tokenizer:
     whole = decoders.ByteLevel()
     tokens = [each if "\ufffd" not in whole.decode([each]) else f"Ġ{i}" for i, each in enumerate(letters)]
     tokens += [f"Ġ{i}" for i in range(len(letters), size)]
-    made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = whole
-    return made
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = whole
+    return tokenizer
 
 
 class CopiedExperts(CpuExperts):

@@ -103,11 +103,11 @@ def _turns(
     on a shared host it moves. Experts move from the trace's first token on, not before."""
     step = bench_hybrid.decoder(built, 1, request.context)
     reader = bench_hybrid.dram_reader(built)
-    there = trace.to("cuda", torch.int32)[:, :, None]
+    routed = trace.to("cuda", torch.int32)[:, :, None]
     for _ in range(WARM_TOKENS):
         step()
     turns: list[Turn] = []
-    for tokens in there.split(TURN_TOKENS):
+    for tokens in routed.split(TURN_TOKENS):
         hits, started = usage.hits, perf_counter()
         for token in tokens:
             chosen.copy_(token)

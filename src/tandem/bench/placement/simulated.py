@@ -42,8 +42,8 @@ def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -
     if simulated and not simulate:
         console.print("No GPU was found: what follows is simulated by a cost model, nothing is measured.")
     rows: list[dict[str, Any]] = []
-    found = simulated_rows(request) if simulated else _measured_rows(request)
-    for row in found:
+    measured = simulated_rows(request) if simulated else _measured_rows(request)
+    for row in measured:
         rows.append(row | _where(request, machine, simulated))
         say(console, row)
     console.print(table(rows))
@@ -63,16 +63,16 @@ def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
 
 def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
     config = named_config(request.config, request.layers)
-    seen, cost = traffic(request, config), step_cost(request, config)
+    work, cost = traffic(request, config), step_cost(request, config)
     layers, experts = len(config.moe_layers), config.moe.router.num_experts
     for share in request.shares:
         for strategy in request.strategies:
             by = "uniform" if strategy == "dynamic" else strategy
-            placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
+            placement = place(by, layers, experts, round(share * layers * experts), work.counts)
             if strategy == "dynamic":
-                result = simulate_live(seen.trace, placement, cost, PolicySettings())
+                result = simulate_live(work.trace, placement, cost, PolicySettings())
             else:
-                result = simulate_static(seen.trace, placement, cost)
+                result = simulate_static(work.trace, placement, cost)
             rates = dataclasses.asdict(cost) | {"expert_bytes": round(cost.expert_bytes)}
             yield {
                 **shape_columns(request, SIMULATED, strategy, share), "tok_s": round(result.tok_s, 2),
@@ -103,13 +103,13 @@ def table(rows: list[dict[str, Any]]) -> Table:
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     simulated = any(row["bench"] == SIMULATED for row in rows)
     how = "SIMULATED by a cost model, not measured" if simulated else "measured"
-    made = Table(title=f"Tokens/s (share of routed tokens on the GPU), {rows[0]['config']}, {how}")
-    made.add_column("GPU share", justify="right")
+    speeds = Table(title=f"Tokens/s (share of routed tokens on the GPU), {rows[0]['config']}, {how}")
+    speeds.add_column("GPU share", justify="right")
     for strategy in strategies:
-        made.add_column(strategy, justify="right")
+        speeds.add_column(strategy, justify="right")
     for share in dict.fromkeys(row["gpu_share"] for row in rows):
         cells = {row["strategy"]: row for row in rows if row["gpu_share"] == share}
-        made.add_row(
+        speeds.add_row(
             f"{share:.0%}", *(f"{cells[s]['tok_s']:.1f} ({cells[s]['hit']:.0%})" for s in strategies)
         )
-    return made
+    return speeds

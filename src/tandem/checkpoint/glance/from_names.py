@@ -53,8 +53,8 @@ class IndexNames:
 
     def has_matrix(self, module: str) -> bool:
         """Whether the module has a matrix, however that is stored."""
-        wanted = {(module, role) for role in CODES}
-        return any(part_of(name) in wanted for name in self.names)
+        matrices = {(module, role) for role in CODES}
+        return any(part_of(name) in matrices for name in self.names)
 
     def path_of(self, name: str) -> Path:
         return self.path
@@ -160,7 +160,7 @@ def _kinds(names: Iterable[str]) -> dict[str, Roles]:
         kind = "shared" if "shared_expert" in module else "experts" if is_expert(module) else "dense"
         counts[kind][frozenset(roles)] += 1
     plain = frozenset(("weight",))
-    return {kind: found.most_common(1)[0][0] if found else plain for kind, found in counts.items()}
+    return {kind: counter.most_common(1)[0][0] if counter else plain for kind, counter in counts.items()}
 
 
 def _kinds_by_config(hints: QuantHints, config: Mapping[str, Any]) -> dict[str, Roles]:

@@ -200,11 +200,11 @@ class RowsOnDisk:
 
     def _read_all(self, numbers: Tensor, to: memoryview) -> None:
         blocks = memoryview(mmap.mmap(-1, len(numbers) * self._each))  # begins at a page's border
-        wanted = [
+        reads = [
             (*place, to[i * self._row : (i + 1) * self._row], blocks[i * self._each : (i + 1) * self._each])
             for i, place in enumerate(self._files.places(numbers))
         ]
-        _all(self._threads, lambda row: self._read(*row), wanted)
+        _all(self._threads, lambda row: self._read(*row), reads)
 
     def _read(self, file: int, begin: int, to: memoryview, blocks: memoryview) -> None:
         first = begin // BLOCK * BLOCK

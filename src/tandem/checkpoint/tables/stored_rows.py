@@ -85,12 +85,12 @@ def stored_tables(tensors: MappedTensors) -> StoredFormat:
 def _names(tensors: MappedTensors, module: str) -> list[str]:
     if f"{module}.weight" in tensors:
         return [f"{module}.weight"]
-    found = dict(_shards(tensors, module))
-    if not found:
+    shards = dict(_shards(tensors, module))
+    if not shards:
         raise CheckpointError(f"{tensors.path} has no tensor {module}.weight, and no {module}.shard_0.weight")
-    if missing := set(range(len(found))) - set(found):
+    if missing := set(range(len(shards))) - set(shards):
         raise CheckpointError(f"{tensors.path} has no tensor {module}.shard_{min(missing)}.weight")
-    return [found[i] for i in range(len(found))]
+    return [shards[i] for i in range(len(shards))]
 
 
 def _shards(tensors: MappedTensors, module: str) -> Iterator[tuple[int, str]]:
