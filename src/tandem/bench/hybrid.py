@@ -322,13 +322,13 @@ def _in_turn(
     each: dict[bool, Built], batch: int, request: Request, reader: DramReader
 ) -> dict[bool, Measured]:
     """Steps of each and reading DRAM, in turn, so that all see the same machine when others share it."""
-    repeats = {name: Measured([], []) for name in each}
+    by_name = {name: Measured([], []) for name in each}
     steps = {name: step_times(built, batch, request) for name, built in each.items()}
     for _ in range(request.repeats):
         for name, built in each.items():
-            _add_repeat(repeats[name], built, steps[name])
-            repeats[name].dram.append(reader.mean_gbps(READ_SECONDS))
-    return repeats
+            _add_repeat(by_name[name], built, steps[name])
+            by_name[name].dram.append(reader.mean_gbps(READ_SECONDS))
+    return by_name
 
 
 def _add_repeat(measured: Measured, built: Built, steps: Iterator[float]) -> None:

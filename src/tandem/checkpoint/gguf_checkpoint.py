@@ -140,9 +140,9 @@ class GGUFCheckpoint:
         return [file.path for file in self.model.files], True
 
     def nbytes(self, experts: bool | None = None) -> int:
-        wanted = (t for t in self.model.tensors.values() if experts in (None, holds_experts(t)))
-        wanted = (t for t in wanted if not holds_table(t))
-        return sum(tensor.nbytes for tensor in wanted)
+        tensors = (t for t in self.model.tensors.values() if experts in (None, holds_experts(t)))
+        tensors = (t for t in tensors if not holds_table(t))
+        return sum(tensor.nbytes for tensor in tensors)
 
     def identity(self) -> str:
         return identity((file.path for file in self.model.files), ((t,) for t in self.model.tensors.values()))

@@ -200,9 +200,9 @@ def decode(
         from tandem.bench import hybrid as bench_hybrid
 
         shares, formats = tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(fmt or ["BF16"])
-        first = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
+        arguments = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
         more = (threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
-        bench_hybrid.run(bench_hybrid.Request(*first, *more), out)
+        bench_hybrid.run(bench_hybrid.Request(*arguments, *more), out)
         return
     if speculative is not None and overlap is not None:
         from tandem.bench.told import rows as told_rows

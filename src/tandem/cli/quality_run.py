@@ -91,7 +91,7 @@ class Request:
         modes = (False, True) if self.int8_activations else (False,)
         nowhere = (None,) if self.cached is None else (0.0,)  # only a GPU has another KV cache
         shares: tuple[float | None, ...] = self.gpu_shares or nowhere
-        every = [
+        combinations = [
             Variant(directory, method, self.dtype, self.tier, self.threads, mode, share, deferred, cached)
             for method in self.measured
             for mode in modes
@@ -99,7 +99,7 @@ class Request:
             for deferred in ((0, self.late) if self.late else (0,))
             for cached in ((self.cached, "auto") if self.cached else ("auto",))  # the first says what it lacks
         ]
-        return [(_label(variant), variant) for variant in every]
+        return [(_label(variant), variant) for variant in combinations]
 
 
 def _label(variant: Variant) -> str:

@@ -124,15 +124,15 @@ def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: St
     if plan.gpu is None:
         return
     gpu = next(each for each in machine.gpus if plan.gpu.uuid in ("", each.uuid))
-    held = -(-plan.gpu.experts // max(1, len(model.moe_layers)))
-    experts = held * model.expert_bytes(plan.expert_format, stored.experts)
+    gpu_experts = -(-plan.gpu.experts // max(1, len(model.moe_layers)))
+    experts = gpu_experts * model.expert_bytes(plan.expert_format, stored.experts)
     layer = model.dense_bytes(plan.dtype, stored, for_gpu=True) // len(model.layers) + experts
     table = model.vocab * model.hidden * DTYPE_BYTES[plan.dtype]
     needed = max(layer, table) + WORKSPACE_BYTES
     if needed > gpu.free_bytes:
         raise ConfigError(
             f"{gpu.name} is too small: {gib(gpu.free_bytes)} are free, and measuring takes {gib(needed)}, of them "
-            f"{gib(experts)} for {held} experts of a layer and {gib(WORKSPACE_BYTES)} of workspace; give a "
+            f"{gib(experts)} for {gpu_experts} experts of a layer and {gib(WORKSPACE_BYTES)} of workspace; give a "
             "smaller --kt-gpu-experts-ratio, or leave it out"
         )
 

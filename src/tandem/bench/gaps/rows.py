@@ -97,11 +97,11 @@ def row_of(request: Request, name: str, found: Seen, share: float | None) -> Row
     if not idle or not loaded:
         raise LoadError("no gaps were seen; give a shorter --long-prompt, or a longer --output-len")
     tokens, p50, p99 = request.wanted.prompt_len, _ms(idle, 50), _ms(loaded, 99)
-    lone, shared = (_speed(prompts, tokens) for prompts in (found.alone, found.beside))
+    alone_tok_s, shared_tok_s = (_speed(prompts, tokens) for prompts in (found.alone, found.beside))
     figures: dict[str, Any] = {
         "idle_p50_ms": p50, "idle_p99_ms": _ms(idle, 99), "beside_p50_ms": _ms(loaded, 50), "beside_p99_ms": p99,
-        "beside_max_ms": _ms(loaded, 100), "p99_over_idle": round(p99 / p50, 2), "prompt_tok_s": shared,
-        "prompt_alone_tok_s": lone, "prompt_share": round(shared / lone, 3), "idle_gaps": len(idle),
+        "beside_max_ms": _ms(loaded, 100), "p99_over_idle": round(p99 / p50, 2), "prompt_tok_s": shared_tok_s,
+        "prompt_alone_tok_s": alone_tok_s, "prompt_share": round(shared_tok_s / alone_tok_s, 3), "idle_gaps": len(idle),
         "gaps": len(loaded), "prompts": len(found.beside),
     }  # fmt: skip
     return {

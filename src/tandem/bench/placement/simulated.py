@@ -63,16 +63,16 @@ def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
 
 def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
     config = named_config(request.config, request.layers)
-    work, cost = traffic(request, config), step_cost(request, config)
+    workload, cost = traffic(request, config), step_cost(request, config)
     layers, experts = len(config.moe_layers), config.moe.router.num_experts
     for share in request.shares:
         for strategy in request.strategies:
             by = "uniform" if strategy == "dynamic" else strategy
-            placement = place(by, layers, experts, round(share * layers * experts), work.counts)
+            placement = place(by, layers, experts, round(share * layers * experts), workload.counts)
             if strategy == "dynamic":
-                result = simulate_live(work.trace, placement, cost, PolicySettings())
+                result = simulate_live(workload.trace, placement, cost, PolicySettings())
             else:
-                result = simulate_static(work.trace, placement, cost)
+                result = simulate_static(workload.trace, placement, cost)
             rates = dataclasses.asdict(cost) | {"expert_bytes": round(cost.expert_bytes)}
             yield {
                 **shape_columns(request, SIMULATED, strategy, share), "tok_s": round(result.tok_s, 2),

@@ -223,10 +223,10 @@ def rows_in_turn(
     return rows
 
 
-def _room(request: Request, work: Traffic) -> bool:
+def _room(request: Request, workload: Traffic) -> bool:
     """In CPU memory, for every expert."""
     each = expert_bytes(named_config(request.config, request.layers), request.fmt)
-    needed, free = each * work.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
+    needed, free = each * workload.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
     if needed > free:
         _apart(f"all experts take {needed / 2**30:.1f} GiB of CPU memory, and {free / 2**30:.1f} may be used")
     return needed <= free

@@ -43,17 +43,17 @@ def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, 
     return read.contiguous() if isinstance(read, Tensor) else read
 
 
-def _covering(part: slice, unit: int, size: int) -> slice:
+def _covering(extent: slice, unit: int, size: int) -> slice:
     """Whole groups or blocks of `unit` that have those in them."""
-    start, stop, step = part.indices(size)
+    start, stop, step = extent.indices(size)
     first, last = start // max(1, unit) * unit, min(size, -(-stop // max(1, unit)) * unit)
-    return part if unit < 2 or step != 1 or (first, last) == (start, stop) else slice(first, last)
+    return extent if unit < 2 or step != 1 or (first, last) == (start, stop) else slice(first, last)
 
 
-def _inside(part: slice, wide: slice, size: int) -> slice:
+def _inside(extent: slice, wide: slice, size: int) -> slice:
     """The same places, counted from the beginning of `wide`."""
-    (start, stop, _), first = part.indices(size), wide.indices(size)[0]
-    return ALL if part == wide else slice(start - first, stop - first)
+    (start, stop, _), first = extent.indices(size), wide.indices(size)[0]
+    return ALL if extent == wide else slice(start - first, stop - first)
 
 
 def own_columns(weight: Weight, columns: slice) -> Weight:
