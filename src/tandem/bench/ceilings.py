@@ -95,7 +95,7 @@ class DramReader:
     def of(cls, layers: Sequence[PackedExperts], pool: _core.WorkerPool, tier: str) -> DramReader:
         """Reads what these layers lie in, some GiB at a time, one part after the other."""
         reader, dense = cls.__new__(cls), _core.DenseOps(pool, tier)
-        reader._parts = cycle([_part_of(some, dense) for some in _batched(layers, beyond_caches_bytes())])
+        reader._parts = cycle([_part_of(batch, dense) for batch in _batched(layers, beyond_caches_bytes())])
         return reader
 
     def gbps(self, min_seconds: float = 0.2, min_repeats: int = 5) -> float:
@@ -113,9 +113,9 @@ class DramReader:
     def _readings(self, min_seconds: float, min_repeats: int) -> list[_Reading]:
         readings, started = list[_Reading](), time.perf_counter()
         while len(readings) < min_repeats or time.perf_counter() - started < min_seconds:
-            part, begun = next(self._parts), time.perf_counter()
+            part, start = next(self._parts), time.perf_counter()
             part.read()
-            readings.append(_Reading(part.nbytes, time.perf_counter() - begun))
+            readings.append(_Reading(part.nbytes, time.perf_counter() - start))
         return readings
 
 
@@ -137,15 +137,15 @@ def _part_of(layers: Sequence[PackedExperts], dense: _core.DenseOps) -> _Part:
 
 def _batched(layers: Sequence[PackedExperts], size: int) -> Iterator[list[PackedExperts]]:
     """Neighbours of `size` bytes together; the last ones may be fewer."""
-    some, total = list[PackedExperts](), 0
+    batch, total = list[PackedExperts](), 0
     for layer in layers:
-        some.append(layer)
+        batch.append(layer)
         total += layer.bytes_per_expert * layer.loaded
         if total >= size:
-            yield some
-            some, total = [], 0
-    if some:
-        yield some
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def measure_read_gbps(
@@ -210,8 +210,8 @@ class Roofs:
 
     def by_name(self) -> dict[str, Ceilings]:
         """All, by tier and, for integers, the kind."""
-        named = {f"{tier}, {kind}" if kind == INT8_ACTIVATIONS else tier: kind for tier, kind in self.peaks}
-        return {name: self.of(name.partition(",")[0], kind) for name, kind in named.items()}
+        kinds = {f"{tier}, {kind}" if kind == INT8_ACTIVATIONS else tier: kind for tier, kind in self.peaks}
+        return {name: self.of(name.partition(",")[0], kind) for name, kind in kinds.items()}
 
 
 def peak_format(fmt: str) -> str:

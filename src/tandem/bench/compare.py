@@ -43,12 +43,12 @@ def table(reports: Sequence[Report], names: Sequence[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    comparison = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("", *names):
-        shown.add_column(Text(heading), overflow="fold")
+        comparison.add_column(Text(heading), overflow="fold")
     for name, *cells in rows(reports):
-        shown.add_row(Text(name, style="bold"), *map(Text, cells))
-    return shown
+        comparison.add_row(Text(name, style="bold"), *map(Text, cells))
+    return comparison
 
 
 def rows(reports: Sequence[Report]) -> Iterator[list[str]]:

@@ -189,10 +189,10 @@ def table(rows: list[Row]) -> Table:
     for name in ("batch", "tokens/s", "bound", "share", "DRAM GB/s"):
         rates.add_column(name, justify="right")
     for row in rows:
-        known = (
+        cells = (
             (f"{row.bound_tok_s:.1f}", f"{row.share:.0%}", f"{row.dram_gbps:.1f}")
             if row.bound_tok_s
             else ("",) * 3
         )
-        rates.add_row(row.bench, row.format, str(row.batch), f"{row.tok_s:.1f}", *known)
+        rates.add_row(row.bench, row.format, str(row.batch), f"{row.tok_s:.1f}", *cells)
     return rates

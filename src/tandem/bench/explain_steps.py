@@ -83,13 +83,13 @@ def explain(question: Question) -> None:
         for name in COLUMNS:
             table.add_column(name, justify="right" if name == COLUMNS[3] else "left")
         for share in question.shares if machine.gpus else (0.0,):
-            where = f"{share:.0%}" if machine.gpus else "no GPU"
+            share_text = f"{share:.0%}" if machine.gpus else "no GPU"
             try:
                 plan = planned(question, fmt, share, machine)
             except ConfigError as error:  # of this share alone
-                table.add_row(where, "any", "none", "", str(error))
+                table.add_row(share_text, "any", "none", "", str(error))
                 continue
             for step, choice in choices(question, plan):
                 rows = choice.decode or choice.prefill
-                table.add_row(where, step, choice.path.value, str(rows or ""), choice.why)
+                table.add_row(share_text, step, choice.path.value, str(rows or ""), choice.why)
         Console().print(table)

@@ -33,8 +33,8 @@ class Blocks:
         random = torch.Generator().manual_seed(2)
         shape = (rows, depth // self.weights, self.bytes)
         blocks = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
-        for at in self.halves:
-            blocks[..., at], blocks[..., at + 1] = SMALL_HALF & 255, SMALL_HALF >> 8
+        for offset in self.halves:
+            blocks[..., offset], blocks[..., offset + 1] = SMALL_HALF & 255, SMALL_HALF >> 8
         return self.read(blocks.flatten(1))
 
 

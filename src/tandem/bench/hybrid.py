@@ -183,8 +183,8 @@ def _decode_rows(
     built = build(request, fmt, share)
     stored = stored_as(built.config, request.dense, experts_of(fmt))
     memory = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
-    where = _model(request) | {"format": format_name(fmt)}
-    yield {"bench": "memory", **where, "gpu_share": share, **memory}
+    keys = _model(request) | {"format": format_name(fmt)}
+    yield {"bench": "memory", **keys, "gpu_share": share, **memory}
     reader = dram_reader(built)
     each = {foresight: built.with_foresight(foresight) for foresight in request.foresight}
     for batch in request.batches:

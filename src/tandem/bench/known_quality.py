@@ -14,12 +14,12 @@ UNROUNDED = ("BF16", "F32")
 
 def quality_lines(model: str, is_demo: bool, formats: Sequence[str]) -> Iterator[str]:
     """A line for each format that rounds: the demo model's KL, or how to measure another model's."""
-    known: dict[str, Any] = json.loads(DEMO_FILE.read_text(encoding="utf-8"))
+    figures: dict[str, Any] = json.loads(DEMO_FILE.read_text(encoding="utf-8"))
     for name in (name.upper() for name in formats):
         if name in UNROUNDED:
             continue
-        if is_demo and name in known:
-            yield f"{name}: {_said(known[name])} (docs/quality.md)"
+        if is_demo and name in figures:
+            yield f"{name}: {_said(figures[name])} (docs/quality.md)"
         else:
             yield f"{name}: what it costs is not known here; kt quality {model} --format {name} measures it"
 

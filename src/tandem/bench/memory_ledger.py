@@ -46,9 +46,9 @@ def counts_pinned() -> bool:
     if not torch.cuda.is_available():
         return True
     before = anonymous_bytes()
-    held = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    block = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
     grown = anonymous_bytes() - before
-    del held
+    del block
     return_free_memory()
     return grown > PROBE_BYTES // 2
 
@@ -98,17 +98,17 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     gpu_bytes = dense + experts * expert + states
     gpu_bytes += rope_bytes(model, plan.context_length)
     logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
-    returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
-    return Taken(host.total, gpu_bytes + logits + returned, host.parts())
+    sums = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
+    return Taken(host.total, gpu_bytes + logits + sums, host.parts())
 
 
 def memory_columns(plan: Taken, used: Taken) -> dict[str, Any]:
     """Bytes, and how many times as much as planned is used; None where nothing was planned. counted: what is known by
     name of what is used, all but `rest`: mostly the driver's, 48 to 80 MB in one run on an H200."""
-    counted = sum(nbytes for name, nbytes in used.parts.items() if name != "rest")
+    named_bytes = sum(nbytes for name, nbytes in used.parts.items() if name != "rest")
     return {
         "ram_planned": plan.ram, "ram_used": used.ram, "ram_ratio": _ratio(used.ram, plan.ram),
-        "ram_counted": counted, "ram_counted_ratio": _ratio(counted, plan.ram),
+        "ram_counted": named_bytes, "ram_counted_ratio": _ratio(named_bytes, plan.ram),
         "gpu_planned": plan.gpu, "gpu_used": used.gpu, "gpu_ratio": _ratio(used.gpu, plan.gpu),
         "ram_planned_parts": plan.parts, "ram_used_parts": used.parts,
     }  # fmt: skip

@@ -87,9 +87,9 @@ class Work:
     def _seconds(self, rates: Rates, travelling: float) -> float:
         """travelling: of the experts in CPU memory."""
         cpu_share = 1 - self.gpu_share
-        gpu_part, here = self.gpu_share + travelling * cpu_share, (1 - travelling) * cpu_share
+        gpu_part, cpu_part = self.gpu_share + travelling * cpu_share, (1 - travelling) * cpu_share
         bus = travelling * cpu_share * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
-        cpu = here * max(self.expert_flops / rates.cpu_flops, self.expert_bytes / (rates.dram_gbps * 1e9))
+        cpu = cpu_part * max(self.expert_flops / rates.cpu_flops, self.expert_bytes / (rates.dram_gbps * 1e9))
         flops, nbytes = self.dense_flops + gpu_part * self.expert_flops, self.dense_bytes + gpu_part * self.expert_bytes
         return max(bus, cpu, flops / rates.gpu.flops, nbytes / (rates.gpu.gbps * 1e9))
 
@@ -112,9 +112,9 @@ def run(request: Request, out: Path | None) -> None:
     use_one_torch_thread()
     if not Machine.detect().gpus:
         raise ConfigError("kt bench prefill measures a GPU, and there is none")
-    console, rows, where = Console(), [], stamp(machine_name(Machine.detect(), request.threads))
+    console, rows, columns = Console(), [], stamp(machine_name(Machine.detect(), request.threads))
     for row in measure(request):
-        rows.append(row | where)
+        rows.append(row | columns)
         say(console, row)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

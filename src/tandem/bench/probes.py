@@ -108,11 +108,11 @@ def gpu_speeds(device: torch.device | None = None) -> GpuSpeeds | None:
     """Speeds of the GPU that PyTorch would use; None where it can use none."""
     if not torch.cuda.is_available():
         return None
-    where = device or torch.device("cuda")
-    with torch.cuda.device(where):
-        to_gpu, from_gpu = _pinned_gbps(where)
-        rates = _copy_gbps(where), to_gpu, from_gpu, _product_flops(where)
-        speeds = GpuSpeeds(*rates, _graph_seconds(where), _eager_seconds(where))
+    gpu = device or torch.device("cuda")
+    with torch.cuda.device(gpu):
+        to_gpu, from_gpu = _pinned_gbps(gpu)
+        rates = _copy_gbps(gpu), to_gpu, from_gpu, _product_flops(gpu)
+        speeds = GpuSpeeds(*rates, _graph_seconds(gpu), _eager_seconds(gpu))
         torch.cuda.empty_cache()
         return speeds
 

@@ -33,7 +33,7 @@ def _first_turns(entry: Any) -> tuple[str, str] | None:
     turns = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(turns, list) or len(turns) < 2 or not all(isinstance(turn, dict) for turn in turns[:2]):
         return None
-    (asker, prompt), (_, answer) = ((turn.get("from"), turn.get("value")) for turn in turns[:2])
-    if asker not in ("human", "user") or not isinstance(prompt, str) or not isinstance(answer, str):
+    (role, prompt), (_, answer) = ((turn.get("from"), turn.get("value")) for turn in turns[:2])
+    if role not in ("human", "user") or not isinstance(prompt, str) or not isinstance(answer, str):
         return None
     return (prompt, answer) if prompt and answer else None

@@ -155,8 +155,8 @@ def print_and_keep(measured: Callable[[], Iterable[Row]], about: str | None) -> 
 def _write_current(file: Path, rows: Sequence[Row]) -> Path:
     """Rows of other configurations stay; those that were measured again are replaced."""
     old = json.loads(file.read_text()) if file.exists() else []
-    again = {_identity(row) for row in rows}
-    others = [row for row in old if _identity(row) not in again]
+    identities = {_identity(row) for row in rows}
+    others = [row for row in old if _identity(row) not in identities]
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(" " + json.dumps(row) for row in (*others, *rows))
     write_whole(file, f"[\n{lines}\n]\n".encode())
@@ -180,8 +180,8 @@ COUNTS = frozenset((
 def _add_to_history(file: Path, rows: Sequence[Row]) -> None:
     """One line a run and bench: the stamp once, then the rows without it."""
     first = rows[0]
-    bare = [{name: value for name, value in row.items() if name not in (*STAMP, "bench")} for row in rows]
-    line = {"bench": first["bench"], **{name: first[name] for name in STAMP}, "rows": bare}
+    measurements = [{name: value for name, value in row.items() if name not in (*STAMP, "bench")} for row in rows]
+    line = {"bench": first["bench"], **{name: first[name] for name in STAMP}, "rows": measurements}
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps(line) + "\n")

@@ -100,10 +100,10 @@ def verified(question: Question, probe: MachineProbe, asked: Asked) -> Verified:
     """Measures what is asked, of one sequence."""
     use_one_torch_thread()
     decode, prompt, tokens = _measured_rates(question, asked.context, asked.prompt, probe.add)
-    settled = wished_speeds(MachineWish(), question.machine, probe.speeds())
+    speeds = wished_speeds(MachineWish(), question.machine, probe.speeds())
     rates = {"decoding, 1 sequence": decode, f"prompt of {tokens}": prompt}
     shorter = dataclasses.replace(asked, prompt=tokens)
-    return Verified(rates, dataclasses.replace(question, speeds=settled), shorter)
+    return Verified(rates, dataclasses.replace(question, speeds=speeds), shorter)
 
 
 def _measured_rates(
@@ -318,9 +318,9 @@ def _unless(chooser: int, number: int) -> int | None:
 
 def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
     """All, where a GPU may bring them and they fit: what the bus takes depends on how many there are."""
-    most, all_of_them = _experts_that_fit(model, nbytes), model.moe.experts.count
-    least = all_of_them if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
-    return max(model.moe.router.top_k, min(all_of_them, least, most))
+    most, experts = _experts_that_fit(model, nbytes), model.moe.experts.count
+    least = experts if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
+    return max(model.moe.router.top_k, min(experts, least, most))
 
 
 def _experts_that_fit(model: ModelConfig, nbytes: int) -> int:

@@ -130,16 +130,16 @@ def _under(client: LoadClient, name: str, load: Load) -> tuple[list[Answer], flo
 
 
 def _succeeded(answers: list[Answer]) -> list[Answer]:
-    good = [answer for answer in answers if answer.error is None]
-    if not good:
+    answered = [answer for answer in answers if answer.error is None]
+    if not answered:
         raise LoadError(f"every request failed, the first with {answers[0].error}")
-    return good
+    return answered
 
 
-def _row(request: Request, name: str, load: Load, good: list[Answer], seconds: float, bound: float) -> Row:
-    machine, tok_s = Machine.detect(), sum(a.tokens for a in good) / seconds
-    per_token = [t for a in good if (t := a.seconds_per_token) is not None]
-    first, total = [a.first_token_seconds for a in good], [a.ended - a.sent for a in good]
+def _row(request: Request, name: str, load: Load, answers: list[Answer], seconds: float, bound: float) -> Row:
+    machine, tok_s = Machine.detect(), sum(a.tokens for a in answers) / seconds
+    per_token = [t for a in answers if (t := a.seconds_per_token) is not None]
+    first, total = [a.first_token_seconds for a in answers], [a.ended - a.sent for a in answers]
     return Row(
         bench="serve",
         config=name,
@@ -147,22 +147,22 @@ def _row(request: Request, name: str, load: Load, good: list[Answer], seconds: f
         concurrency=load.concurrency,
         rate=load.rate,
         requests=load.requests,
-        failed=load.requests - len(good),
-        input_len=_mean([a.prompt_tokens for a in good]) if load.texts else load.input_len,
-        output_len=_mean([a.tokens for a in good]) if load.texts else load.output_len,
+        failed=load.requests - len(answers),
+        input_len=_mean([a.prompt_tokens for a in answers]) if load.texts else load.input_len,
+        output_len=_mean([a.tokens for a in answers]) if load.texts else load.output_len,
         spread=load.spread,
         shared_prefix=load.shared_prefix,
         seconds=round(seconds, 3),
-        requests_s=round(len(good) / seconds, 3),
+        requests_s=round(len(answers) / seconds, 3),
         tok_s=round(tok_s, 2),
         bound_tok_s=round(bound, 2),
         share=round(tok_s / bound, 4) if bound else 0.0,
-        prompt_tok_s=round(sum(a.prompt_tokens for a in good) / seconds, 2),
+        prompt_tok_s=round(sum(a.prompt_tokens for a in answers) / seconds, 2),
         ttft_ms_p50=_milliseconds(first, 50),
         ttft_ms_p99=_milliseconds(first, 99),
         tpot_ms_p50=_milliseconds(per_token, 50),
         tpot_ms_p99=_milliseconds(per_token, 99),
-        gap_ms_p99=_milliseconds([gap for a in good for gap in a.gaps], 99),
+        gap_ms_p99=_milliseconds([gap for a in answers for gap in a.gaps], 99),
         total_ms_p50=_milliseconds(total, 50),
         **stamp(f"{machine.cpu_model}, {machine.max_threads} threads; the client runs on it too"),
     )

@@ -159,8 +159,8 @@ class _Turns:
 
     def _guessing(self, acceptance: float | None) -> Engine:
         request, parts = self._request, self._parts
-        named = "NGRAM" if parts.plan.speculation is None else parts.plan.speculation.algorithm
-        speculation = SpeculationPlan(named, request.most, request.governed)
+        algorithm = "NGRAM" if parts.plan.speculation is None else parts.plan.speculation.algorithm
+        speculation = SpeculationPlan(algorithm, request.most, request.governed)
         drafter = None
         if acceptance is not None:
             drafter = Foretold(self._answers, acceptance, parts.model_config.vocab)
@@ -186,11 +186,11 @@ def _prompt(parts: EngineParts, task: str, number: int) -> list[int]:
     """Those of a batch begin differently."""
     message = TASKS[task] if number == 0 else f"Question {number}. {TASKS[task]}"
     tokenizer = parts.tokenizer
-    begun = BEGUN.get(task, "")
+    beginning = BEGUN.get(task, "")
     if tokenizer.chat_template is None:
-        return tokenizer.encode(f"{message}\n{begun}")
+        return tokenizer.encode(f"{message}\n{beginning}")
     text = tokenizer.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True)
-    return tokenizer.encode(text + begun, add_special_tokens=False)
+    return tokenizer.encode(text + beginning, add_special_tokens=False)
 
 
 def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | None, pair: _Turns) -> Row:
@@ -221,8 +221,8 @@ def _algorithm(request: Request, acceptance: float | None) -> str:
     """A draft layer does its work even where other guesses than its own count."""
     if acceptance is None:
         return request.algorithm
-    named = "DSPARK" if request.algorithm == "DSPARK" else "NEXTN"
-    return f"{named}, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
+    algorithm = "DSPARK" if request.algorithm == "DSPARK" else "NEXTN"
+    return f"{algorithm}, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
 
 
 def table(rows: list[Row]) -> Table:

@@ -120,7 +120,7 @@ class SyntheticCheckpoint:
 def _repeated(numbers: Tensor, name: str) -> Weight:
     """Codes of the first rows, again and again: which numbers they are means nothing, and making codes takes long."""
     rows = len(numbers)
-    first = next((some for some in CODED_ROWS if rows % some == 0), rows)
+    first = next((count for count in CODED_ROWS if rows % count == 0), rows)
     whole = stacked([as_stored(numbers[:first].float(), name)] * (rows // first))
     assert isinstance(whole, WeightCodes) and whole.codes.shape[0] == rows
     return whole
@@ -141,10 +141,10 @@ class SyntheticExperts(HybridExperts):
             self._fill_gpu(self._gpu, feed(0))
 
     def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
-        mine = experts_on(Tier.CPU, self._slot_of)
-        layer.load(mine[0], *matrices)
-        packed = layer.packed(mine[0])
-        for expert in mine[1:]:
+        experts = experts_on(Tier.CPU, self._slot_of)
+        layer.load(experts[0], *matrices)
+        packed = layer.packed(experts[0])
+        for expert in experts[1:]:
             layer.load_packed(expert, packed)
 
     def _fill_gpu(self, layer: GpuExperts, matrices: ExpertMatrices) -> None:

@@ -68,15 +68,15 @@ class GGUFCheckpoint:
             readable = " or ".join(WHOLE) if whole else f"{', '.join(NUMBERS)} or blocks"
             raise CheckpointError(f"{where} is stored as {kind}; it is read as {readable}")
         self._rows.check_shape(name, stored if shape is None else shape)
-        read = self._rows.raw(name).contiguous().view(WHOLE[kind]).long() if whole else numbers(self._rows.read(name))
-        return read.reshape(stored if shape is None else shape)
+        tensor = self._rows.raw(name).contiguous().view(WHOLE[kind]).long() if whole else numbers(self._rows.read(name))
+        return tensor.reshape(stored if shape is None else shape)
 
     def _listed(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
-        read = torch.tensor(self._wholes[name], dtype=torch.int64)
-        if shape is not None and read.shape != shape:
-            message = f"{self.path}: its metadata has {len(read)} numbers for {name}, but implies {math.prod(shape)}"
+        tensor = torch.tensor(self._wholes[name], dtype=torch.int64)
+        if shape is not None and tensor.shape != shape:
+            message = f"{self.path}: its metadata has {len(tensor)} numbers for {name}, but implies {math.prod(shape)}"
             raise CheckpointError(message)
-        return read
+        return tensor
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         self._rows.check_shape(name, shape)
@@ -110,8 +110,8 @@ class GGUFCheckpoint:
 
     def format(self, module: str) -> QuantFormat:
         place = self._rows.place(f"{module}.weight")
-        read = place.part is None or place.part.keeps_codes
-        return QuantFormat(place.tensor.kind.lower() if read else "f32", "gguf")
+        codes_kept = place.part is None or place.part.keeps_codes
+        return QuantFormat(place.tensor.kind.lower() if codes_kept else "f32", "gguf")
 
     def formats(self) -> StoredFormats:
         names = (name for name in self._rows.places if name.endswith(".weight") and len(self._rows.shape(name)) == 2)

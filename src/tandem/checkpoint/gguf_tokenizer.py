@@ -155,9 +155,9 @@ def _frame(tokenizer: Tokenizer, model: GGUFModel, tokens: list[str], begins: bo
         if model.optional(f"tokenizer.ggml.add_{name}_token", defaults[name]) and 0 <= index < len(tokens)
     }
     if used:
-        around = [used[name] for name in ("bos",) if name in used], [used[n] for n in ("eos",) if n in used]
+        frame = [used[name] for name in ("bos",) if name in used], [used[n] for n in ("eos",) if n in used]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*around[0], "$A", *around[1]], special_tokens=[(used[n], ids[n]) for n in used]
+            single=[*frame[0], "$A", *frame[1]], special_tokens=[(used[n], ids[n]) for n in used]
         )
 
 
@@ -168,9 +168,9 @@ def _pre(model: GGUFModel) -> str:
 def _byte_level(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
     pre = _pre(model)
     if pre not in PRE:
-        known = ", ".join(sorted(PRE))
+        names = ", ".join(sorted(PRE))
         raise CheckpointError(
-            f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {known}"
+            f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {names}"
         )
     vocabulary, merges = {token: i for i, token in enumerate(tokens)}, _stored_merges(model, tokens, kinds)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))

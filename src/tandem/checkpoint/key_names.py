@@ -79,9 +79,9 @@ def _with_pieces(name: str, pieces: dict[str, str]) -> str:
 
 def _unnested(name: str, prefix: str) -> str:
     """`language_model.model.layers.0…` → `model.layers.0…`; `language_model.lm_head.weight` → `lm_head.weight`."""
-    outside = "language_model." if prefix.startswith("language_model.") else prefix
-    inside = "model." if prefix == "model.language_model." else ""
-    return inside + name.removeprefix(outside) if name.startswith(outside) else name
+    old_prefix = "language_model." if prefix.startswith("language_model.") else prefix
+    new_prefix = "model." if prefix == "model.language_model." else ""
+    return new_prefix + name.removeprefix(old_prefix) if name.startswith(old_prefix) else name
 
 
 def _from_deepseek(name: str, latent: bool) -> str:
@@ -91,12 +91,12 @@ def _from_deepseek(name: str, latent: bool) -> str:
     parts = name.split(".")
     if root != "layers" or len(parts) < 4:
         return name
-    block, below = parts[2], parts[3:]
+    block, names = parts[2], parts[3:]
     if block == "attn":
-        below = _attention(below, latent)
+        names = _attention(names, latent)
     elif block == "ffn":
-        below = _mlp(below)
-    return ".".join(["model", "layers", parts[1], _DEEPSEEK_BLOCKS.get(block, block), *below])
+        names = _mlp(names)
+    return ".".join(["model", "layers", parts[1], _DEEPSEEK_BLOCKS.get(block, block), *names])
 
 
 def _as_draft(name: str, drafts: list[int]) -> str:
@@ -134,9 +134,9 @@ def _draft(name: str) -> str:
 
 
 def _shared_keys(parts: list[str]) -> list[str]:
-    where = ".".join(part for part in parts if part in ("indexer", "compressor"))
-    below = [_SHARED_KEYS.get(part, part) for part in parts if part not in ("indexer", "compressor")]
-    return [_INDEX.get(where, where), *below] if where else below
+    submodule = ".".join(part for part in parts if part in ("indexer", "compressor"))
+    rest = [_SHARED_KEYS.get(part, part) for part in parts if part not in ("indexer", "compressor")]
+    return [_INDEX.get(submodule, submodule), *rest] if submodule else rest
 
 
 def _attention(parts: list[str], latent: bool) -> list[str]:

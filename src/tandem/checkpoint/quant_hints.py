@@ -59,7 +59,7 @@ def parse_hints(config: object, where: str) -> QuantHints:
     """`config`: the JSON object at `where`."""
     if not isinstance(config, dict):
         raise CheckpointError(f'{where} is {config!r}, not an object; try {{"quant_method": "fp8"}}')
-    method, format_said = _method(config, where)
+    method, format_text = _method(config, where)
     _refuse_sparse(config, where)
     _refuse_rotations(config, where)
     sections = list(_sections(config))
@@ -70,7 +70,7 @@ def parse_hints(config: object, where: str) -> QuantHints:
         groups=tuple(dict.fromkeys(group for section in sections for group in _groups(section))),
         bits=_bits(sections, where),
         act_order=_act_order(sections),
-        gptq_version=_gptq_version(format_said, method, where),
+        gptq_version=_gptq_version(format_text, method, where),
         symmetric=config.get("sym") is True or config.get("zero_point") is False,
     )
 
@@ -79,8 +79,8 @@ def _method(config: Mapping[str, Any], where: str) -> tuple[str, str]:
     """The method that wrote the tensors, and the version of GPTQ's; "": only the tensors tell."""
     method = str(config.get("quant_method") or ("modelopt" if "quant_algo" in config else ""))
     if method not in (*METHODS, *AUTO_ROUND, ""):
-        known = ", ".join((*METHODS, *AUTO_ROUND))
-        raise CheckpointError(f"{where}.quant_method {method!r} cannot be read; these can: {known}")
+        names = ", ".join((*METHODS, *AUTO_ROUND))
+        raise CheckpointError(f"{where}.quant_method {method!r} cannot be read; these can: {names}")
     if method not in AUTO_ROUND:
         return method, str(config.get("checkpoint_format") or method)
     packing = str(config.get("packing_format") or "").rpartition(":")[2]

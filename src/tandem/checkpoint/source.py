@@ -143,9 +143,9 @@ def _check_not_an_adapter(directory: Path) -> None:
     file = directory / "adapter_config.json"
     if file.is_file() and not (directory / "config.json").exists():
         base = read_json(file).get("base_model_name_or_path")
-        of = f" of {base}" if isinstance(base, str) and base else ""
+        note = f" of {base}" if isinstance(base, str) and base else ""
         raise CheckpointError(
-            f"{directory} is an adapter (LoRA){of}, and no model: adapters are not served. Merge it into its model "
+            f"{directory} is an adapter (LoRA){note}, and no model: adapters are not served. Merge it into its model "
             "with peft's merge_and_unload(), save that with save_pretrained(), and serve the result"
         )
 

@@ -212,9 +212,9 @@ def decode(
     if speculative is not None:
         from tandem.bench import speculation as bench_speculation
 
-        known = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
+        base = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
         guesses = (name := check_algorithm(speculative), num_steps or default_guesses(name), governor)
-        bench_speculation.run(bench_speculation.Request(*known, *guesses, tuple(acceptance or ()), config, layers), out)
+        bench_speculation.run(bench_speculation.Request(*base, *guesses, tuple(acceptance or ()), config, layers), out)
         return
     from tandem.bench.decode import Request, run
 

@@ -115,8 +115,8 @@ class Conversation:
 
     def _prompt(self, text: str) -> str:
         # \001 and \002 tell readline which bytes take no space on the line.
-        shown = sys.stdin.isatty() and self._console.is_terminal
-        return f"\001\033[1;36m\002{text}\001\033[0m\002 " if shown else ""
+        coloured = sys.stdin.isatty() and self._console.is_terminal
+        return f"\001\033[1;36m\002{text}\001\033[0m\002 " if coloured else ""
 
     def _command(self, text: str) -> bool:
         name, _, rest = re.sub(r"\s", " ", text, count=1).partition(" ")

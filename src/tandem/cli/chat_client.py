@@ -120,9 +120,9 @@ class ChatClient:
 
     def _content(self, question: str) -> str | list[dict[str, Any]]:
         """With the pictures that were attached: before the text, as models saw them in training."""
-        shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         self.images = []
-        return [*shown, {"type": "text", "text": question}] if shown else question
+        return [*images, {"type": "text", "text": question}] if images else question
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """Pieces of the answer. When the caller stops early, what was said so far stays in the history and the

@@ -104,6 +104,6 @@ def _peers(pairs: list[Pair], words: dict[Pair, str]) -> Iterator[Finding]:
     if not lacking:
         yield Finding("GPU peers", "all; a start of ranks tries them")
         return
-    named = ", ".join(f"{one}-{other}" for one, other in lacking)
+    names = ", ".join(f"{one}-{other}" for one, other in lacking)
     why = ", ".join(dict.fromkeys(PEER_STATES.get(state, state) for state in lacking.values()))
-    yield Finding("GPU peers", f"not {named} ({why}): ranks sum through CPU memory, which takes about twice as long")
+    yield Finding("GPU peers", f"not {names} ({why}): ranks sum through CPU memory, which takes about twice as long")

@@ -41,11 +41,11 @@ def models(
     if not name:
         _show_all(table, as_json)
         return
-    looked = _of_name(table, name)
-    if isinstance(looked, list):
-        _show_several(looked, as_json)
+    answer = _of_name(table, name)
+    if isinstance(answer, list):
+        _show_several(answer, as_json)
         return
-    row = looked
+    row = answer
     if as_json:
         typer.echo(json.dumps(_entry(row)))
     else:
@@ -138,8 +138,8 @@ def _show_several(rows: Sequence[Runs], as_json: bool) -> None:
         return
     _show(rows)
     typer.echo()
-    for how in sorted({row.how for row in rows}, key=list(HOW).index):
-        typer.echo(f"{how}: {HOW[how]}")
+    for way in sorted({row.how for row in rows}, key=list(HOW).index):
+        typer.echo(f"{way}: {HOW[way]}")
 
 
 def _show(rows: Sequence[Runs]) -> None:

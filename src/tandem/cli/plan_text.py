@@ -54,8 +54,8 @@ def _headline(report: Report, idle: str) -> str:
     if not idle:
         return f"It fits.{_in_short(report)}"
     ways = report.to_use_gpu
-    would = f" This would use it: {ways[0].change}{' (lossy)' if ways[0].lossy else ''}." if ways else ""
-    return f"It fits, but {idle}.{would}{_in_short(report)}"
+    advice = f" This would use it: {ways[0].change}{' (lossy)' if ways[0].lossy else ''}." if ways else ""
+    return f"It fits, but {idle}.{advice}{_in_short(report)}"
 
 
 def _in_short(report: Report) -> str:
@@ -128,8 +128,8 @@ def speed_table(predicted: Prediction, measured: Mapping[str, float]) -> Table:
 
 def speeds_by_name(predicted: Prediction) -> dict[str, Range]:
     """Every range under the name that tables and `measured` use."""
-    named = {f"decoding, {_sequences(batch)}": speed for batch, speed in predicted.decode.items()}
-    return named | {f"prompt of {predicted.prompt_tokens}": predicted.prompt}
+    by_name = {f"decoding, {_sequences(batch)}": speed for batch, speed in predicted.decode.items()}
+    return by_name | {f"prompt of {predicted.prompt_tokens}": predicted.prompt}
 
 
 def _sequences(batch: int) -> str:

@@ -28,11 +28,11 @@ def main(argv: Sequence[str]) -> None:
 def clean_before_end() -> None:
     """SIGTERM is as Ctrl+C: what is half built is removed. Of several signals only the first counts, or the second
     would interrupt that."""
-    counted = list[int]()
+    interrupts = list[int]()
 
     def interrupt(number: int, _frame: object) -> None:
-        counted.append(number)
-        if len(counted) == 1:
+        interrupts.append(number)
+        if len(interrupts) == 1:
             raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -78,8 +78,8 @@ def tell_at_once(text: str) -> None:
 def all_is_here(config: EngineConfig) -> bool:
     """Whether everything that is named is known to be here. What finds that out must not import torch: this process
     goes on to serve, and torch is 1.3 s and 200 MiB. Raises CheckpointError for a path that does not exist."""
-    named = [path for path in (config.model, config.kt_weight_path) if path is not None]
-    return all(_is_here(name) for name in named)
+    paths = [path for path in (config.model, config.kt_weight_path) if path is not None]
+    return all(_is_here(name) for name in paths)
 
 
 def _is_here(name: str) -> bool:
@@ -181,8 +181,8 @@ def show_help(everything: bool) -> None:
 
     console = Console()
     console.print(_EXAMPLES)
-    shown = [f for f in FLAGS if everything or f.essential]
-    for group, flags in groupby(shown, key=lambda f: f.group):
+    flag_list = [f for f in FLAGS if everything or f.essential]
+    for group, flags in groupby(flag_list, key=lambda f: f.group):
         console.print(f"[bold]{group}[/]")
         console.print(_flag_table(list(flags)))
     console.print("[bold]Help[/]")

@@ -29,11 +29,11 @@ def draw(path: Path, record: UsageRecord, found: UsageSummary) -> None:
 
     layers = len(found.layers)
     height = min(14.0, max(3.6, 0.16 * layers + 1.4))
-    figure, (left, right) = pyplot.subplots(
+    figure, (heat_axes, curve_axes) = pyplot.subplots(
         1, 2, figsize=(14, height), width_ratios=(2.2, 1), layout="constrained"
     )
-    _heat(figure, left, found)
-    _curves(right, record, found)
+    _heat(figure, heat_axes, found)
+    _curves(curve_axes, record, found)
     figure.suptitle(_title(record, found), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
@@ -58,8 +58,8 @@ def _heat(figure, axes, usage: UsageSummary) -> None:  # type: ignore[no-untyped
     ticks = [2.0**i for i in range(-4, 5, 2)]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
-    shown = range(0, len(usage.layers), max(1, len(usage.layers) // 16))
-    axes.set_yticks(list(shown), labels=[str(usage.layers[i].layer) for i in shown])
+    marked = range(0, len(usage.layers), max(1, len(usage.layers) // 16))
+    axes.set_yticks(list(marked), labels=[str(usage.layers[i].layer) for i in marked])
     axes.set(xlabel="expert", ylabel="layer")
 
 

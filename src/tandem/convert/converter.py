@@ -179,9 +179,9 @@ class _Run:
         begin, end = self.source.checkpoint.byte_range(name)
         with self.source.checkpoint.part(name).file.open("rb") as stream:
             stream.seek(begin)
-            for at in range(begin, end, COPIED_AT_A_TIME):
-                data = stream.read(min(COPIED_AT_A_TIME, end - at))
-                file.put_bytes(output_name, at - begin, memoryview(data))
+            for offset in range(begin, end, COPIED_AT_A_TIME):
+                data = stream.read(min(COPIED_AT_A_TIME, end - offset))
+                file.put_bytes(output_name, offset - begin, memoryview(data))
 
     def _source_bytes(self, item: Item) -> int:
         return self.source.stored_bytes(item.module or item.copied)

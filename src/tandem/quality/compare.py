@@ -196,9 +196,9 @@ class Comparison:
             truth = self._reference_rows(heads, first, rows, targets, base)
             if writer is not None and truth is not None:
                 writer.append(kept_rows(truth.logits, targets, keep))
-            for candidate, head, total, lone in zip(self.candidates, heads[1:], sums, lone_sums, strict=True):
+            for candidate, head, total, own_sums in zip(self.candidates, heads[1:], sums, lone_sums, strict=True):
                 total.add(head.logits(candidate.stream.hidden[rows]), targets, truth)
-                for hidden, each in zip(candidate.alone, lone, strict=True):
+                for hidden, each in zip(candidate.alone, own_sums, strict=True):
                     each.add(heads[0].logits(hidden[rows]), targets, truth)
             self._tick()
         results = [_result(*each) for each in zip(self.candidates, sums, lone_sums, strict=True)]

@@ -74,8 +74,8 @@ def traffic(request: Request, config: ModelConfig) -> Traffic:
         law = ROUTINGS[request.routing]
         before, trace = generate(shape, law, request.seed + 1), generate(shape, law, request.seed)
     else:
-        both = load_trace(request.routing, dataclasses.replace(shape, tokens=2 * request.tokens))
-        before, trace = both.chunk(2)
+        halves = load_trace(request.routing, dataclasses.replace(shape, tokens=2 * request.tokens))
+        before, trace = halves.chunk(2)
     return Traffic(trace, expert_counts(before, router.num_experts))
 
 

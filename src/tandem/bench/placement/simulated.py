@@ -67,8 +67,8 @@ def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
     layers, experts = len(config.moe_layers), config.moe.router.num_experts
     for share in request.shares:
         for strategy in request.strategies:
-            by = "uniform" if strategy == "dynamic" else strategy
-            placement = place(by, layers, experts, round(share * layers * experts), workload.counts)
+            start_strategy = "uniform" if strategy == "dynamic" else strategy
+            placement = place(start_strategy, layers, experts, round(share * layers * experts), workload.counts)
             if strategy == "dynamic":
                 result = simulate_live(workload.trace, placement, cost, PolicySettings())
             else:
@@ -93,17 +93,17 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
 
 def _where(request: Request, machine: Machine, simulated: bool) -> dict[str, Any]:
     gpu = "none used (simulation)" if simulated else machine.gpus[0].name
-    where = f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads"
+    machine_text = f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads"
     law = ROUTINGS.get(request.routing)
-    return {"routing_parameters": None if law is None else dataclasses.asdict(law), **stamp(where)}
+    return {"routing_parameters": None if law is None else dataclasses.asdict(law), **stamp(machine_text)}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line per share, one column per strategy: tokens/s and, in brackets, the hit rate."""
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     simulated = any(row["bench"] == SIMULATED for row in rows)
-    how = "SIMULATED by a cost model, not measured" if simulated else "measured"
-    speeds = Table(title=f"Tokens/s (share of routed tokens on the GPU), {rows[0]['config']}, {how}")
+    source = "SIMULATED by a cost model, not measured" if simulated else "measured"
+    speeds = Table(title=f"Tokens/s (share of routed tokens on the GPU), {rows[0]['config']}, {source}")
     speeds.add_column("GPU share", justify="right")
     for strategy in strategies:
         speeds.add_column(strategy, justify="right")

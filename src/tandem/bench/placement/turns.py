@@ -65,10 +65,10 @@ def placements(request: Request, seen: Traffic, share: float) -> dict[str, Exper
     layers, experts = seen.counts.shape
     by_strategy = {}
     for name in request.strategies:
-        by = "uniform" if name == "dynamic" else name
-        placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
-        here = placement.gpu_experts.sum(1)
-        if 0 < int(here.min()) <= int(here.max()) < experts:
+        start_strategy = "uniform" if name == "dynamic" else name
+        placement = place(start_strategy, layers, experts, round(share * layers * experts), seen.counts)
+        counts = placement.gpu_experts.sum(1)
+        if 0 < int(counts.min()) <= int(counts.max()) < experts:
             by_strategy[name] = placement
     return by_strategy if len(by_strategy) > 1 else {}
 

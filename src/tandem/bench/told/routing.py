@@ -24,21 +24,21 @@ def chains(layers: int, experts: int, top_k: int, overlap: float, tokens: int = 
         raise ConfigError(
             f"--overlap needs twice as many experts as a token uses; there are {experts}, {top_k} used"
         )
-    drawn = torch.Generator().manual_seed(0)
-    now = torch.rand(layers, experts, generator=drawn).topk(top_k).indices
+    generator = torch.Generator().manual_seed(0)
+    now = torch.rand(layers, experts, generator=generator).topk(top_k).indices
     steps = [now]
     for _ in range(tokens - 1):
-        steps.append(now := _next(now, experts, overlap, drawn))
+        steps.append(now := _next(now, experts, overlap, generator))
     return torch.stack(steps).int()
 
 
-def _next(before: Tensor, experts: int, overlap: float, drawn: torch.Generator) -> Tensor:
+def _next(before: Tensor, experts: int, overlap: float, generator: torch.Generator) -> Tensor:
     """Experts of the next token, [layers, top_k]."""
     layers, top_k = before.shape
-    shuffled = before.gather(1, torch.rand(before.shape, generator=drawn).argsort(1))
-    fresh = torch.rand(layers, experts, generator=drawn).scatter_(1, before, -1.0).topk(top_k).indices
-    repeats = (overlap * top_k + torch.rand(layers, 1, generator=drawn)).floor()
-    return torch.where(torch.arange(top_k) < repeats, shuffled, fresh)
+    shuffled = before.gather(1, torch.rand(before.shape, generator=generator).argsort(1))
+    new_experts = torch.rand(layers, experts, generator=generator).scatter_(1, before, -1.0).topk(top_k).indices
+    repeats = (overlap * top_k + torch.rand(layers, 1, generator=generator)).floor()
+    return torch.where(torch.arange(top_k) < repeats, shuffled, new_experts)
 
 
 def distinct(chain: Tensor, rows: int) -> float:

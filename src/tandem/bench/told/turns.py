@@ -76,13 +76,13 @@ class Turns:
         counts = [0] * batch
         while not all(counts):
             _count(engine, counts)
-        begun, used, started, steps = sum(counts), self._used(), perf_counter(), 0
+        before, used, started, steps = sum(counts), self._used(), perf_counter(), 0
         while engine.has_work():
             _count(engine, counts)
             steps += 1
         seconds = perf_counter() - started
         cpu_experts = None if used is None else ((self._used() or 0) - used) / steps
-        return Timed((sum(counts) - begun) / seconds, seconds / steps, cpu_experts)
+        return Timed((sum(counts) - before) / seconds, seconds / steps, cpu_experts)
 
     def _used(self) -> int | None:
         handoff = self._told.parts.handoff

@@ -44,7 +44,7 @@ def with_draft_config(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     if path is None:
         return model
     theirs = load_model_config(path)
-    for what, ours, other in (
+    for size_name, ours, other in (
         ("hidden size", model.hidden, theirs.hidden),
         ("vocabulary", model.vocab, theirs.vocab),
         ("number of layers", len(model.layers), len(theirs.layers)),
@@ -52,7 +52,7 @@ def with_draft_config(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     ):
         if ours != other:
             raise ConfigError(
-                f"{FLAG} {path} is of another model: its {what} is {other}, not {ours}", fields=FIELDS
+                f"{FLAG} {path} is of another model: its {size_name} is {other}, not {ours}", fields=FIELDS
             )
     if theirs.drafts is None:
         raise ConfigError(

@@ -70,8 +70,8 @@ class TwoCheckpoints(ABC):
 
     def identity(self) -> str:
         """The same files in another place are others."""
-        both = (self._first.identity(), self._other.identity(), str(self._other.path.resolve()))
-        return hashlib.sha256(repr(both).encode()).hexdigest()
+        identities = (self._first.identity(), self._other.identity(), str(self._other.path.resolve()))
+        return hashlib.sha256(repr(identities).encode()).hexdigest()
 
     def _of(self, name: str) -> Checkpoint:
         return self._other if self._is_other(name) else self._first

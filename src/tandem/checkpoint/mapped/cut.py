@@ -27,8 +27,8 @@ def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, 
     units = found.format.block_rows, found.format.group
     wide = tuple(map(_covering, (rows, columns), units, found.shape))
     if wide != (rows, columns):
-        inside = tuple(map(_inside, (rows, columns), wide, found.shape))
-        return own_columns(rows_of(read_part(found, parts, tensors, wide[0], wide[1]), inside[0]), inside[1])
+        places = tuple(map(_inside, (rows, columns), wide, found.shape))
+        return own_columns(rows_of(read_part(found, parts, tensors, wide[0], wide[1]), places[0]), places[1])
     cuts = _cuts(found, parts, rows, columns)
     if cuts is None or not _in_order(found, parts, tensors, columns):
         return own_columns(rows_of(found.read(tensors, found.shape), rows), columns)
@@ -39,8 +39,8 @@ def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, 
         part = tensors(role)[cuts[role]]
         return part - first_group if role == "order" else part
 
-    read = found.read(own, (n, k))
-    return read.contiguous() if isinstance(read, Tensor) else read
+    weight = found.read(own, (n, k))
+    return weight.contiguous() if isinstance(weight, Tensor) else weight
 
 
 def _covering(extent: slice, unit: int, size: int) -> slice:
