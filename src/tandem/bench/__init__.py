@@ -1,1 +1,1 @@
-"""What `kt bench` measures."""
+"""Measurements behind `kt bench`."""

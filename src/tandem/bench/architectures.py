@@ -228,8 +228,8 @@ def named_like(model: str) -> str | None:
     """The name whose sizes a model of the hub has: `qwen3-30b-a3b-fp8` for `Qwen/Qwen3-30B-A3B-Instruct-2507-FP8`."""
     words = _words(model.rpartition("/")[2])
     fp8 = "fp8" in words
-    alike = [name for name in CONFIGS if words[: len(_words(name))] == _words(name)]
-    name = max(alike, key=len, default=None)
+    matches = [name for name in CONFIGS if words[: len(_words(name))] == _words(name)]
+    name = max(matches, key=len, default=None)
     return f"{name}-fp8" if fp8 and f"{name}-fp8" in CONFIGS else name
 
 
@@ -244,14 +244,14 @@ def named_config(name: str, layers: int | None) -> ModelConfig:
 
 def named_keys(name: str, layers: int | None) -> dict[str, object]:
     """As `named_config`, as its config.json has it. A draft that reads last layers reads the last of those."""
-    known = name if name in CONFIGS else named_like(name)
-    if known is None:
+    full_name = name if name in CONFIGS else named_like(name)
+    if full_name is None:
         raise ConfigError(f"--config {name!r} is not known; these are: {NAMES}")
-    keys = CONFIGS[known]
+    keys = CONFIGS[full_name]
     if layers is None:
         return keys
-    read = keys.get("dspark_target_layer_ids")
-    last = {"dspark_target_layer_ids": list(range(layers))[-len(read) :]} if isinstance(read, list) else {}
+    ids = keys.get("dspark_target_layer_ids")
+    last = {"dspark_target_layer_ids": list(range(layers))[-len(ids) :]} if isinstance(ids, list) else {}
     return keys | last | {"num_hidden_layers": layers}
 
 

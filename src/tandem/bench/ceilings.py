@@ -1,4 +1,4 @@
-"""What this machine can do at best: DRAM read bandwidth and multiply-adds in registers, with our own threads.
+"""Ceilings of this machine: DRAM read bandwidth and multiply-adds in registers, with our own threads.
 
 Every kernel's time is compared with `Ceilings.bound_seconds`: the roofline model (Williams, Waterman and Patterson,
 2009) with both roofs measured beside it. A ceiling is the best of its repeats, a kernel's time the median of its own.
@@ -30,7 +30,7 @@ DRAM_BYTES = 2 << 30  # at least: a virtual machine may see a part of its host's
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one tier and one set of threads."""
+    """Roofs of one kernel tier with one set of threads."""
 
     read_gbps: float  # DRAM, GB/s
     flops: float  # multiply-adds in the compute type that the tier uses for a format, operations per second
@@ -55,8 +55,8 @@ def last_level_cache_bytes(caches: Path = _CACHES) -> int:
 def beyond_caches_bytes() -> int:
     """So much memory that reading it anew reads DRAM: several times the last-level cache. A cache that does not replace
     in order keeps a share of what is read over and over. 0.25 of the free memory at most."""
-    wanted = max(8 * last_level_cache_bytes(), DRAM_BYTES)
-    return min(wanted, Machine.detect().available_memory // 4)
+    nbytes = max(8 * last_level_cache_bytes(), DRAM_BYTES)
+    return min(nbytes, Machine.detect().available_memory // 4)
 
 
 def _parse_size(text: str) -> int:
@@ -95,7 +95,7 @@ class DramReader:
     def of(cls, layers: Sequence[PackedExperts], pool: _core.WorkerPool, tier: str) -> DramReader:
         """Reads what these layers lie in, some GiB at a time, one part after the other."""
         reader, dense = cls.__new__(cls), _core.DenseOps(pool, tier)
-        reader._parts = cycle([_part_of(some, dense) for some in _batched(layers, beyond_caches_bytes())])
+        reader._parts = cycle([_part_of(batch, dense) for batch in _batched(layers, beyond_caches_bytes())])
         return reader
 
     def gbps(self, min_seconds: float = 0.2, min_repeats: int = 5) -> float:
@@ -106,16 +106,16 @@ class DramReader:
         )
 
     def mean_gbps(self, min_seconds: float = 0.1) -> float:
-        """Of all readings together: what something else that lasts as long can have."""
+        """Mean GB/s of all readings together: what something else that lasts as long can have."""
         readings = self._readings(min_seconds, 1)
         return sum(each.nbytes for each in readings) / sum(each.seconds for each in readings) / 1e9
 
     def _readings(self, min_seconds: float, min_repeats: int) -> list[_Reading]:
         readings, started = list[_Reading](), time.perf_counter()
         while len(readings) < min_repeats or time.perf_counter() - started < min_seconds:
-            part, begun = next(self._parts), time.perf_counter()
+            part, start = next(self._parts), time.perf_counter()
             part.read()
-            readings.append(_Reading(part.nbytes, time.perf_counter() - begun))
+            readings.append(_Reading(part.nbytes, time.perf_counter() - start))
         return readings
 
 
@@ -137,15 +137,15 @@ def _part_of(layers: Sequence[PackedExperts], dense: _core.DenseOps) -> _Part:
 
 def _batched(layers: Sequence[PackedExperts], size: int) -> Iterator[list[PackedExperts]]:
     """Neighbours of `size` bytes together; the last ones may be fewer."""
-    some, total = list[PackedExperts](), 0
+    batch, total = list[PackedExperts](), 0
     for layer in layers:
-        some.append(layer)
+        batch.append(layer)
         total += layer.bytes_per_expert * layer.loaded
         if total >= size:
-            yield some
-            some, total = [], 0
-    if some:
-        yield some
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def measure_read_gbps(
@@ -210,8 +210,8 @@ class Roofs:
 
     def by_name(self) -> dict[str, Ceilings]:
         """All, by tier and, for integers, the kind."""
-        named = {f"{tier}, {kind}" if kind == INT8_ACTIVATIONS else tier: kind for tier, kind in self.peaks}
-        return {name: self.of(name.partition(",")[0], kind) for name, kind in named.items()}
+        kinds = {f"{tier}, {kind}" if kind == INT8_ACTIVATIONS else tier: kind for tier, kind in self.peaks}
+        return {name: self.of(name.partition(",")[0], kind) for name, kind in kinds.items()}
 
 
 def peak_format(fmt: str) -> str:

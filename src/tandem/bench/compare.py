@@ -21,16 +21,16 @@ Report = dict[str, Any]
 def read(path: Path) -> Report:
     """Raises ConfigError where the file is none of `kt bench report`, or of another format."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    kind = found.get("bench") if isinstance(found, dict) else None
+    kind = content.get("bench") if isinstance(content, dict) else None
     if kind != "report":
-        made = f"`kt bench {kind}` wrote it" if isinstance(kind, str) else "it has other JSON"
-        raise ConfigError(f"{path} is no report: {made}; give files that `kt bench report` wrote")
-    if found.get("format") != FORMAT:
-        raise ConfigError(f"{path} has format {found.get('format')}, and {FORMAT} is read: take the newer Tandem")
-    report: Report = found
+        kind_text = f"`kt bench {kind}` wrote it" if isinstance(kind, str) else "it has other JSON"
+        raise ConfigError(f"{path} is no report: {kind_text}; give files that `kt bench report` wrote")
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path} has format {content.get('format')}, and {FORMAT} is read: take the newer Tandem")
+    report: Report = content
     try:
         list(rows([report]))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -43,12 +43,12 @@ def table(reports: Sequence[Report], names: Sequence[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    comparison = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("", *names):
-        shown.add_column(Text(heading), overflow="fold")
+        comparison.add_column(Text(heading), overflow="fold")
     for name, *cells in rows(reports):
-        shown.add_row(Text(name, style="bold"), *map(Text, cells))
-    return shown
+        comparison.add_row(Text(name, style="bold"), *map(Text, cells))
+    return comparison
 
 
 def rows(reports: Sequence[Report]) -> Iterator[list[str]]:

@@ -32,7 +32,7 @@ WARM_STEPS = 4  # before each timed run
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. `steps` decode steps are timed `repeats` times per batch size."""
+    """The flags of a run. `steps` decode steps are timed `repeats` times per batch size."""
 
     model: str
     formats: tuple[str, ...]
@@ -81,8 +81,8 @@ def run(request: Request, out: Path | None) -> None:
     for line in quality_lines(request.model, is_demo, request.formats):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if out is not None:
-        found = [dataclasses.asdict(row) for row in rows]
-        write([of_bench("decode", row) for row in found] if out.is_dir() else found, out)
+        columns = [dataclasses.asdict(row) for row in rows]
+        write([of_bench("decode", row) for row in columns] if out.is_dir() else columns, out)
         console.print(f"Written to {out}")
 
 
@@ -183,16 +183,16 @@ def _line(row: Row) -> str:
 
 def table(rows: list[Row]) -> Table:
     title = "Decoding; bound = weights read per token ÷ DRAM bandwidth measured in this run"
-    made = Table(title=title)
+    rates = Table(title=title)
     for name in ("bench", "format"):
-        made.add_column(name)
+        rates.add_column(name)
     for name in ("batch", "tokens/s", "bound", "share", "DRAM GB/s"):
-        made.add_column(name, justify="right")
+        rates.add_column(name, justify="right")
     for row in rows:
-        known = (
+        cells = (
             (f"{row.bound_tok_s:.1f}", f"{row.share:.0%}", f"{row.dram_gbps:.1f}")
             if row.bound_tok_s
             else ("",) * 3
         )
-        made.add_row(row.bench, row.format, str(row.batch), f"{row.tok_s:.1f}", *known)
-    return made
+        rates.add_row(row.bench, row.format, str(row.batch), f"{row.tok_s:.1f}", *cells)
+    return rates

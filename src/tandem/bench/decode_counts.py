@@ -1,4 +1,4 @@
-"""What the steps of a decoding benchmark used, in all."""
+"""Totals of a decoding benchmark's steps: experts, tokens, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepCounts(NamedTuple):
         return cls._make((*handoff.used(), *sides, *handoff.hints(), times.wait_seconds, times.serve_seconds))
 
     def since(self, before: StepCounts) -> StepCounts:
-        return StepCounts._make(now - then for now, then in zip(self, before, strict=True))
+        return StepCounts._make(end - start for end, start in zip(self, before, strict=True))
 
     def plus(self, other: StepCounts) -> StepCounts:
         return StepCounts._make(a + b for a, b in zip(self, other, strict=True))

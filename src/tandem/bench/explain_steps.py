@@ -59,8 +59,8 @@ def choices(question: Question, plan: Plan) -> Iterator[tuple[str, Choice[int, i
         shrinks = bool(shared) and sizes.tokens > shared
         yield f"prefill of {sizes.tokens}", path_of(sizes, facts, shrinks=shrinks)
         if facts is not None:
-            beside = StepSizes(min(sizes.tokens, shared or sizes.tokens))
-            yield f"prefill of {beside.tokens} beside decode", background_path_of(beside, facts)
+            background = StepSizes(min(sizes.tokens, shared or sizes.tokens))
+            yield f"prefill of {background.tokens} beside decode", background_path_of(background, facts)
 
 
 def decode(config: str | None, formats: Wish[str], shares: Wish[float], batches: Wish[int], layers: int | None) -> None:
@@ -83,13 +83,13 @@ def explain(question: Question) -> None:
         for name in COLUMNS:
             table.add_column(name, justify="right" if name == COLUMNS[3] else "left")
         for share in question.shares if machine.gpus else (0.0,):
-            where = f"{share:.0%}" if machine.gpus else "no GPU"
+            share_text = f"{share:.0%}" if machine.gpus else "no GPU"
             try:
                 plan = planned(question, fmt, share, machine)
             except ConfigError as error:  # of this share alone
-                table.add_row(where, "any", "none", "", str(error))
+                table.add_row(share_text, "any", "none", "", str(error))
                 continue
             for step, choice in choices(question, plan):
                 rows = choice.decode or choice.prefill
-                table.add_row(where, step, choice.path.value, str(rows or ""), choice.why)
+                table.add_row(share_text, step, choice.path.value, str(rows or ""), choice.why)
         Console().print(table)

@@ -33,8 +33,8 @@ class Blocks:
         random = torch.Generator().manual_seed(2)
         shape = (rows, depth // self.weights, self.bytes)
         blocks = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
-        for at in self.halves:
-            blocks[..., at], blocks[..., at + 1] = SMALL_HALF & 255, SMALL_HALF >> 8
+        for offset in self.halves:
+            blocks[..., offset], blocks[..., offset + 1] = SMALL_HALF & 255, SMALL_HALF >> 8
         return self.read(blocks.flatten(1))
 
 
@@ -94,7 +94,7 @@ def _rounded(weight: Tensor, fmt: str, group: int) -> WeightCodes:
 
 
 def empty_layer(hidden: int, width: int, name: str) -> PackedExperts:
-    """Of one expert, with the layout that such experts have."""
+    """A layer of one expert, with the layout that such experts have."""
     layer = PackedExperts(_workspace(), 1, hidden, width, name if name in NUMBERS else "bf16")
     if name not in NUMBERS:
         up, down = (as_stored(torch.ones(1, depth), name) for depth in (hidden, width))
@@ -104,7 +104,7 @@ def empty_layer(hidden: int, width: int, name: str) -> PackedExperts:
 
 @functools.cache
 def expert_bytes(hidden: int, width: int, name: str) -> int:
-    """What one expert takes once it is packed, scales and padding included: an empty layer is asked."""
+    """Bytes of one expert once it is packed, scales and padding included: an empty layer is asked."""
     return empty_layer(hidden, width, name).bytes_per_expert
 
 

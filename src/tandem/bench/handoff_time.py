@@ -1,4 +1,4 @@
-"""What a layer's hand-off takes inside a CUDA graph."""
+"""Time of a layer's hand-off inside a CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def handoff_us(side: GpuSide, config: ModelConfig, layers: int = 48) -> float:
     ids = torch.zeros(1, k, dtype=torch.int32, device=device)
     routing, slots = Routing(ids, torch.zeros(1, k, device=device)), ids  # slot 0: all of them are on the GPU
     graph = torch.cuda.CUDAGraph()
-    with side.handoff.recording() as posted, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with side.handoff.recording() as posts, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(layers):
             side.handoff.post(number, x, routing, slots)
             side.handoff.collect(1)
 
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(50):
-        side.handoff.begin(len(posted))
-        began.record()
+        side.handoff.begin(len(posts))
+        start.record()
         graph.replay()
-        ended.record()
+        end.record()
         side.handoff.finish()
         torch.cuda.synchronize(device)
-        times.append(began.elapsed_time(ended) * 1e3)
+        times.append(start.elapsed_time(end) * 1e3)
     return float(statistics.median(times)) / layers

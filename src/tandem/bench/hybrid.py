@@ -81,7 +81,7 @@ HERE = Place()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for; context: tokens that every sequence has; dense: what dense projections are stored as,
+    """The flags of a run; context: tokens that every sequence has; dense: what dense projections are stored as,
     of `stored.FORMATS`; foresight: with it, without, or both in turn; prompts: those that fit are graphs, as in the
     server, and their tokens choose among all experts."""
 
@@ -144,7 +144,7 @@ class Built:
 
 
 def foresight_modes(text: str) -> tuple[bool, ...]:
-    """Of the flag --foresight."""
+    """Parses the flag --foresight: the modes that it names, measured in turn. Raises ConfigError."""
     modes = {"on": (True,), "off": (False,), "both": (True, False)}
     if text not in modes:
         raise ConfigError(f"--foresight {text!r} is not known; give {', '.join(modes)}")
@@ -162,34 +162,34 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
     gpu_gbps = gpu_copy_gbps()
     empty = build(request, request.formats[0], 0.0, empty=True)
     yield {"bench": "handoff", "us": round(handoff_us(empty.side, empty.config), 2), "layers": 48}
-    alone = {}
+    dense_seconds = {}
     for batch in request.batches:
-        alone[batch] = statistics.median(step_times(empty, batch, request))
+        dense_seconds[batch] = statistics.median(step_times(empty, batch, request))
         nbytes = gpu_step_bytes(empty.config, stored_as(empty.config, request.dense), batch, request.context)
         yield {
-            "bench": "gpu_step", **_shape(request, batch), "ms": round(alone[batch] * 1e3, 3),
-            "mb": round(nbytes / 1e6), "times_bytes": round(alone[batch] * gpu_gbps * 1e9 / nbytes, 3),
+            "bench": "gpu_step", **_shape(request, batch), "ms": round(dense_seconds[batch] * 1e3, 3),
+            "mb": round(nbytes / 1e6), "times_bytes": round(dense_seconds[batch] * gpu_gbps * 1e9 / nbytes, 3),
         }  # fmt: skip
     del empty
     for fmt in request.formats:
         for share in request.shares:
-            yield from _decode_rows(request, fmt, share, alone, gpu_gbps)
+            yield from _decode_rows(request, fmt, share, dense_seconds, gpu_gbps)
 
 
 def _decode_rows(
-    request: Request, fmt: str, share: float, alone: dict[int, float], gpu_gbps: float
+    request: Request, fmt: str, share: float, dense_seconds: dict[int, float], gpu_gbps: float
 ) -> Iterator[dict[str, Any]]:
     empty = Taken.now()
     built = build(request, fmt, share)
     stored = stored_as(built.config, request.dense, experts_of(fmt))
-    taken = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
-    where = _model(request) | {"format": format_name(fmt)}
-    yield {"bench": "memory", **where, "gpu_share": share, **taken}
+    memory = memory_columns(planned(built.plan, built.config, stored), Taken.now().since(empty))
+    keys = _model(request) | {"format": format_name(fmt)}
+    yield {"bench": "memory", **keys, "gpu_share": share, **memory}
     reader = dram_reader(built)
     each = {foresight: built.with_foresight(foresight) for foresight in request.foresight}
     for batch in request.batches:
         for foresight, measured in _in_turn(each, batch, request, reader).items():
-            row = _decode_row(built, batch, request, measured, alone[batch], gpu_gbps)
+            row = _decode_row(built, batch, request, measured, dense_seconds[batch], gpu_gbps)
             yield {
                 "bench": "decode", **_shape(request, batch), "format": format_name(fmt), "gpu_share": share,
                 "foresight": foresight, **row,
@@ -197,13 +197,13 @@ def _decode_rows(
 
 
 def _decode_row(
-    built: Built, batch: int, request: Request, measured: Measured, alone: float, gpu_gbps: float
+    built: Built, batch: int, request: Request, measured: Measured, dense_seconds: float, gpu_gbps: float
 ) -> dict[str, Any]:
     counts, steps = measured.counts, request.repeats * (WARM_STEPS + request.steps)
     used = counts.cpu_experts_per_step(len(built.config.moe_layers))
-    there = _gpu_experts_per_step(built, batch, used)
+    gpu_experts = _gpu_experts_per_step(built, batch, used)
     nbytes = built.expert_bytes
-    bounds = [alone + experts_seconds(used, there, nbytes, gbps, gpu_gbps) for gbps in measured.dram]
+    bounds = [dense_seconds + experts_seconds(used, gpu_experts, nbytes, gbps, gpu_gbps) for gbps in measured.dram]
     seconds, bound = statistics.median(measured.times), statistics.median(bounds)
     return {
         "tok_s": round(batch / seconds, 2), "step_ms": round(seconds * 1e3, 3),
@@ -258,7 +258,7 @@ def build(
     config = named_config(request.config, request.layers)
     positions = max(config.max_positions, request.context + 1024)  # of made-up weights, any
     config = dataclasses.replace(config, max_positions=positions)
-    asked = EngineConfig.from_keywords(
+    engine_config = EngineConfig.from_keywords(
         request.config, kt_method=fmt, kt_gpu_experts_ratio=0.0 if empty else share, kt_cpuinfer=request.threads,
         kernel_tier=request.tier, max_running_requests=max(request.batches), cuda_graph_bs=request.batches,
         disable_expert_foresight=request.foresight[0] is False,
@@ -266,9 +266,9 @@ def build(
         device="cuda", disable_radix_cache=True, tp=1 if meeting is None else meeting.ranks, **flags,
     )  # fmt: skip
     stored, machine = stored_as(config, request.dense, experts_of(fmt)), request.place.machine or this_machine()
-    plan = resolve(asked, config, machine, stored)
+    plan = resolve(engine_config, config, machine, stored)
     if meeting is not None:
-        own, config, machine = ranked(asked, config, machine, stored, meeting.rank)
+        own, config, machine = ranked(engine_config, config, machine, stored, meeting.rank)
         plan = rank_plan(plan, own, machine)
     plan = dataclasses.replace(plan, num_window_pages=0)  # `decoder` gives all layers one table
     workers = planned_pool(plan)
@@ -281,7 +281,7 @@ def build(
         )
         side = dataclasses.replace(side, placement=placement, store=whole)
     store = SyntheticStore(side.store, side.handoff, empty, chosen, whole=placement is not None)
-    usage = expert_usage(asked, plan, config, side.ops.device, side.placement.gpu_experts)
+    usage = expert_usage(engine_config, plan, config, side.ops.device, side.placement.gpu_experts)
     usage = usage if counted else None
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), FAR if request.prompts else 1.0)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
@@ -322,13 +322,13 @@ def _in_turn(
     each: dict[bool, Built], batch: int, request: Request, reader: DramReader
 ) -> dict[bool, Measured]:
     """Steps of each and reading DRAM, in turn, so that all see the same machine when others share it."""
-    found = {name: Measured([], []) for name in each}
+    by_name = {name: Measured([], []) for name in each}
     steps = {name: step_times(built, batch, request) for name, built in each.items()}
     for _ in range(request.repeats):
         for name, built in each.items():
-            _add_repeat(found[name], built, steps[name])
-            found[name].dram.append(reader.mean_gbps(READ_SECONDS))
-    return found
+            _add_repeat(by_name[name], built, steps[name])
+            by_name[name].dram.append(reader.mean_gbps(READ_SECONDS))
+    return by_name
 
 
 def _add_repeat(measured: Measured, built: Built, steps: Iterator[float]) -> None:
@@ -338,7 +338,7 @@ def _add_repeat(measured: Measured, built: Built, steps: Iterator[float]) -> Non
 
 
 def dram_reader(built: Built) -> DramReader:
-    """Of the CPU's experts where they lie; of anything, where there are none."""
+    """A reader of the CPU's experts where they lie; of a buffer of its own, where there are none."""
     layers, pool, tier = built.side.handoff.layers, built.workers, built.plan.tier
     return DramReader.of(layers, pool, tier) if layers else DramReader(pool, tier)
 

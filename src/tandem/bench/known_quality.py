@@ -14,16 +14,16 @@ UNROUNDED = ("BF16", "F32")
 
 def quality_lines(model: str, is_demo: bool, formats: Sequence[str]) -> Iterator[str]:
     """A line for each format that rounds: the demo model's KL, or how to measure another model's."""
-    known: dict[str, Any] = json.loads(DEMO_FILE.read_text(encoding="utf-8"))
+    figures: dict[str, Any] = json.loads(DEMO_FILE.read_text(encoding="utf-8"))
     for name in (name.upper() for name in formats):
         if name in UNROUNDED:
             continue
-        if is_demo and name in known:
-            yield f"{name}: {_said(known[name])} (docs/quality.md)"
+        if is_demo and name in figures:
+            yield f"{name}: {_said(figures[name])} (docs/quality.md)"
         else:
             yield f"{name}: what it costs is not known here; kt quality {model} --format {name} measures it"
 
 
-def _said(found: dict[str, float]) -> str:
-    kl = f"{found['kl']:.4f} ± {found['kl_error']:.4f}"
-    return f"KL {kl} nats against bf16, the same top token at {found['same_top']:.1%}"
+def _said(figures: dict[str, float]) -> str:
+    kl = f"{figures['kl']:.4f} ± {figures['kl_error']:.4f}"
+    return f"KL {kl} nats against bf16, the same top token at {figures['same_top']:.1%}"

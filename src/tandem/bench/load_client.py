@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of decoding: the first token's time is the prompt's."""
+        """Seconds per token of decoding, None for one token: the first token's time is the prompt's."""
         return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     @property
@@ -71,7 +71,7 @@ class Answer:
 
 
 def some_ids(dice: random.Random, count: int) -> list[int]:
-    """Of ordinary tokens."""
+    """`count` random ids of ordinary tokens."""
     return [dice.randint(FIRST_ID, LAST_ID) for _ in range(count)]
 
 

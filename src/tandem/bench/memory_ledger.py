@@ -1,4 +1,4 @@
-"""What the plan says a model takes, beside what it takes: RAM of this process, and GPU memory."""
+"""Memory of a model as planned, beside memory as measured: RAM of this process, and GPU memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def anonymous_bytes(status: Path = _STATUS) -> int:
 
 
 def gpu_bytes() -> int:
-    """What tensors take of the current GPU; 0 without one."""
+    """Bytes of tensors on the current GPU; 0 without one."""
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
 
 
 def pinned_bytes() -> int:
-    """What PyTorch has pinned, in use or kept; 0 without a GPU."""
-    found = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
-    return int(found.get("allocated_bytes.current", 0))
+    """Bytes that PyTorch has pinned, in use or kept; 0 without a GPU."""
+    stats = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
+    return int(stats.get("allocated_bytes.current", 0))
 
 
 @cache
@@ -46,9 +46,9 @@ def counts_pinned() -> bool:
     if not torch.cuda.is_available():
         return True
     before = anonymous_bytes()
-    held = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    block = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
     grown = anonymous_bytes() - before
-    del held
+    del block
     return_free_memory()
     return grown > PROBE_BYTES // 2
 
@@ -89,26 +89,26 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
     pages = -(-plan.context_length // plan.page_size)
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
     host = host_memory(model, dataclasses.replace(share, tables=2 if plan.num_window_pages else 1))
-    kept = model.state_layout(plan.dtype, guesses=plan.guesses)
-    states = plan.num_pages * plan.page_size * kept.token_bytes + plan.num_slots * kept.slot_bytes
+    layout = model.state_layout(plan.dtype, guesses=plan.guesses)
+    states = plan.num_pages * plan.page_size * layout.token_bytes + plan.num_slots * layout.slot_bytes
     if plan.num_window_pages:
-        states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * kept.window_token_bytes
+        states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * layout.window_token_bytes
     experts = plan.gpu.experts + plan.gpu.draft_experts * draft_experts(model)
     dense = dense_bytes(model, plan.dtype, stored, plan.gpu.embedding_in_ram)
     gpu_bytes = dense + experts * expert + states
     gpu_bytes += rope_bytes(model, plan.context_length)
     logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
-    returned = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
-    return Taken(host.total, gpu_bytes + logits + returned, host.parts())
+    sums = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums
+    return Taken(host.total, gpu_bytes + logits + sums, host.parts())
 
 
 def memory_columns(plan: Taken, used: Taken) -> dict[str, Any]:
     """Bytes, and how many times as much as planned is used; None where nothing was planned. counted: what is known by
     name of what is used, all but `rest`: mostly the driver's, 48 to 80 MB in one run on an H200."""
-    counted = sum(nbytes for name, nbytes in used.parts.items() if name != "rest")
+    named_bytes = sum(nbytes for name, nbytes in used.parts.items() if name != "rest")
     return {
         "ram_planned": plan.ram, "ram_used": used.ram, "ram_ratio": _ratio(used.ram, plan.ram),
-        "ram_counted": counted, "ram_counted_ratio": _ratio(counted, plan.ram),
+        "ram_counted": named_bytes, "ram_counted_ratio": _ratio(named_bytes, plan.ram),
         "gpu_planned": plan.gpu, "gpu_used": used.gpu, "gpu_ratio": _ratio(used.gpu, plan.gpu),
         "ram_planned_parts": plan.parts, "ram_used_parts": used.parts,
     }  # fmt: skip

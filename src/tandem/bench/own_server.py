@@ -22,19 +22,19 @@ KT_SERVE = ("tandem", "serve")
 def own_server(model: str, flags: Sequence[str], program: Sequence[str] = KT_SERVE) -> Iterator[str]:
     """The address of `program model flags` on a free port; it is stopped at the end. Raises LoadError with what it
     printed when it does not start."""
-    with tempfile.TemporaryFile() as printed:
+    with tempfile.TemporaryFile() as output:
         command = [sys.executable, "-P", "-m", *program, model, "--port", "0", *flags]
-        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            yield _address(process, printed)
+            yield _address(process, output)
         finally:
             _stop(process)
 
 
-def _address(process: subprocess.Popen[bytes], printed: BinaryIO) -> str:
+def _address(process: subprocess.Popen[bytes], output: BinaryIO) -> str:
     while True:
-        printed.seek(0)
-        text = printed.read().decode(errors="replace")
+        output.seek(0)
+        text = output.read().decode(errors="replace")
         if ready := _READY.search(text):
             return ready[1]
         if process.poll() is not None:

@@ -40,8 +40,8 @@ WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0}  # the share of the experts in CPU
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where
-    it pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
+    """The flags of a run. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where it
+    pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
 
     config: str
     formats: tuple[str, ...]
@@ -73,7 +73,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a prompt: operations and bytes of what is always on the GPU; of all routed experts, and their share there."""
+    """A prompt's operations and bytes: of what is always on the GPU; of all routed experts, and their share there."""
 
     dense_flops: float
     dense_bytes: float
@@ -86,11 +86,11 @@ class Work:
 
     def _seconds(self, rates: Rates, travelling: float) -> float:
         """travelling: of the experts in CPU memory."""
-        elsewhere = 1 - self.gpu_share
-        there, here = self.gpu_share + travelling * elsewhere, (1 - travelling) * elsewhere
-        bus = travelling * elsewhere * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
-        cpu = here * max(self.expert_flops / rates.cpu_flops, self.expert_bytes / (rates.dram_gbps * 1e9))
-        flops, nbytes = self.dense_flops + there * self.expert_flops, self.dense_bytes + there * self.expert_bytes
+        cpu_share = 1 - self.gpu_share
+        gpu_part, cpu_part = self.gpu_share + travelling * cpu_share, (1 - travelling) * cpu_share
+        bus = travelling * cpu_share * self.expert_bytes / (rates.gpu.to_gpu_gbps * 1e9)
+        cpu = cpu_part * max(self.expert_flops / rates.cpu_flops, self.expert_bytes / (rates.dram_gbps * 1e9))
+        flops, nbytes = self.dense_flops + gpu_part * self.expert_flops, self.dense_bytes + gpu_part * self.expert_bytes
         return max(bus, cpu, flops / rates.gpu.flops, nbytes / (rates.gpu.gbps * 1e9))
 
 
@@ -112,9 +112,9 @@ def run(request: Request, out: Path | None) -> None:
     use_one_torch_thread()
     if not Machine.detect().gpus:
         raise ConfigError("kt bench prefill measures a GPU, and there is none")
-    console, rows, where = Console(), [], stamp(machine_name(Machine.detect(), request.threads))
+    console, rows, columns = Console(), [], stamp(machine_name(Machine.detect(), request.threads))
     for row in measure(request):
-        rows.append(row | where)
+        rows.append(row | columns)
         say(console, row)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -156,17 +156,17 @@ def _rows(
 
 def _in_turn(request: Request, built: hybrid.Built, tokens: int) -> dict[str, list[float]]:
     """Seconds of prompts, by way."""
-    found = {way: list[float]() for way in request.ways}
-    prompts = {way: prompt_seconds(built, tokens, request.repeats, request.cached) for way in found}
+    seconds = {way: list[float]() for way in request.ways}
+    prompts = {way: prompt_seconds(built, tokens, request.repeats, request.cached) for way in seconds}
     for _ in range(request.repeats):
-        for way, times in found.items():
+        for way, times in seconds.items():
             built.travels(WAYS[way])
             times.append(next(prompts[way]))
-    return found
+    return seconds
 
 
 def prompt_seconds(built: hybrid.Built, tokens: int, repeats: int, cached: int = 0) -> Iterator[float]:
-    """Of a prompt from nothing, or after so many tokens; one before warms up."""
+    """Seconds of a prompt from nothing, or after so many tokens, one for each repeat; one before warms up."""
     for repeat in range(repeats + 1):
         started = perf_counter()
         with torch.inference_mode():

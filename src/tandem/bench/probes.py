@@ -65,15 +65,15 @@ def read_beside(
 ) -> dict[str, float]:
     """While a model is loaded: what takes no memory to speak of. reader: of what the CPU reads; bus: GB/s of copies to
     the GPU; None where there is nothing to read or to copy."""
-    found = _compute_flops(pool, tier)
+    figures = _compute_flops(pool, tier)
     if reader is not None:
-        found["dram_gbps"] = reader.mean_gbps(QUICK_SECONDS)
+        figures["dram_gbps"] = reader.mean_gbps(QUICK_SECONDS)
     if bus is not None:
-        found["pcie_gbps"] = bus()
+        figures["pcie_gbps"] = bus()
     if torch.cuda.is_available():
         device = torch.device("cuda")
-        found |= {"kernel_seconds": _graph_seconds(device), "launch_seconds": _eager_seconds(device)}
-    return found
+        figures |= {"kernel_seconds": _graph_seconds(device), "launch_seconds": _eager_seconds(device)}
+    return figures
 
 
 def cpu_speeds(machine: Machine, tier: str) -> Speeds:
@@ -90,7 +90,7 @@ def _compute_flops(pool: _core.WorkerPool, tier: str) -> dict[str, float]:
 
 
 def buffer_reader(machine: Machine, pool: _core.WorkerPool, tier: str) -> DramReader:
-    """Of memory of its own."""
+    """A reader of memory of its own: a buffer no larger than a quarter of what is free."""
     nbytes = max(QUICK_BYTES, THREAD_BYTES * machine.max_threads)
     return DramReader(pool, tier, min(nbytes, machine.available_memory // 4))
 
@@ -105,16 +105,16 @@ def with_gpu_speeds(speeds: Speeds, gpu: GpuSpeeds | None) -> Speeds:
 
 
 def gpu_speeds(device: torch.device | None = None) -> GpuSpeeds | None:
-    """Of the GPU that PyTorch would use; None where it can use none."""
+    """Speeds of the GPU that PyTorch would use; None where it can use none."""
     if not torch.cuda.is_available():
         return None
-    where = device or torch.device("cuda")
-    with torch.cuda.device(where):
-        there, back = _pinned_gbps(where)
-        rates = _copy_gbps(where), there, back, _product_flops(where)
-        found = GpuSpeeds(*rates, _graph_seconds(where), _eager_seconds(where))
+    gpu = device or torch.device("cuda")
+    with torch.cuda.device(gpu):
+        to_gpu, from_gpu = _pinned_gbps(gpu)
+        rates = _copy_gbps(gpu), to_gpu, from_gpu, _product_flops(gpu)
+        speeds = GpuSpeeds(*rates, _graph_seconds(gpu), _eager_seconds(gpu))
         torch.cuda.empty_cache()
-        return found
+        return speeds
 
 
 def _timed(call: Callable[[], object], repeats: int = 9) -> float:
@@ -138,9 +138,9 @@ def _copy_gbps(device: torch.device) -> float:
 
 def _pinned_gbps(device: torch.device) -> tuple[float, float]:
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    up = COPY_BYTES / _timed(lambda: there.copy_(host, non_blocking=True)) / 1e9
-    return round(up, 1), round(COPY_BYTES / _timed(lambda: host.copy_(there, non_blocking=True)) / 1e9, 1)
+    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    up = COPY_BYTES / _timed(lambda: target.copy_(host, non_blocking=True)) / 1e9
+    return round(up, 1), round(COPY_BYTES / _timed(lambda: host.copy_(target, non_blocking=True)) / 1e9, 1)
 
 
 def _product_flops(device: torch.device) -> float:
@@ -149,7 +149,7 @@ def _product_flops(device: torch.device) -> float:
 
 
 def _graph_seconds(device: torch.device) -> float:
-    """Of a kernel that waits for the one before."""
+    """Seconds of a kernel in a CUDA graph that waits for the one before."""
     x, graph = torch.zeros(64, device=device), torch.cuda.CUDAGraph()
     x.add_(1)
     torch.cuda.synchronize()

@@ -22,10 +22,10 @@ def read_prompts(path: Path, output_len: int | None) -> tuple[tuple[str, int], .
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LoadError(f"--prompts {path} cannot be read as JSON: {error}") from error
-    found = [pair for pair in map(_first_turns, entries if isinstance(entries, list) else []) if pair is not None]
-    if not found:
+    pairs = [pair for pair in map(_first_turns, entries if isinstance(entries, list) else []) if pair is not None]
+    if not pairs:
         raise LoadError(f"--prompts {path} has no conversation; its form is {_FORM}")
-    return tuple((asked, output_len or max(1, len(answer) // CHARS_OF_TOKEN)) for asked, answer in found)
+    return tuple((prompt, output_len or max(1, len(answer) // CHARS_OF_TOKEN)) for prompt, answer in pairs)
 
 
 def _first_turns(entry: Any) -> tuple[str, str] | None:
@@ -33,7 +33,7 @@ def _first_turns(entry: Any) -> tuple[str, str] | None:
     turns = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(turns, list) or len(turns) < 2 or not all(isinstance(turn, dict) for turn in turns[:2]):
         return None
-    (asker, asked), (_, answer) = ((turn.get("from"), turn.get("value")) for turn in turns[:2])
-    if asker not in ("human", "user") or not isinstance(asked, str) or not isinstance(answer, str):
+    (role, prompt), (_, answer) = ((turn.get("from"), turn.get("value")) for turn in turns[:2])
+    if role not in ("human", "user") or not isinstance(prompt, str) or not isinstance(answer, str):
         return None
-    return (asked, answer) if asked and answer else None
+    return (prompt, answer) if prompt and answer else None

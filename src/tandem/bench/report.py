@@ -43,11 +43,11 @@ def made(config: EngineConfig, asked: Asked = Asked()) -> dict[str, Any]:
     question = Question(config, model, machine, stored, wished_speeds(MachineWish(), machine, probe.speeds()))
     question.plan()  # before it takes time
     measured, question, asked = verified(question, probe, asked)
-    found = report(shown_name(config.model), question, (), asked)
+    planned = report(shown_name(config.model), question, (), asked)
     return {
         "bench": "report", "format": FORMAT, "machine": machine_dict(machine), "software": software(),
         "flags": _flags(config),
-        "plan": found.as_dict(), "measured": measured,
+        "plan": planned.as_dict(), "measured": measured,
         "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
@@ -64,9 +64,9 @@ def _subject(path: Path, config: EngineConfig) -> Any:
 
 def machine_dict(machine: Machine) -> dict[str, Any]:
     """Without what tells one machine from another of its kind."""
-    kept = dataclasses.asdict(machine) | {"cores": len(machine.cores), "nodes": len(machine.nodes)}
-    kept["gpus"] = [{k: v for k, v in gpu.items() if k != "uuid"} for gpu in kept["gpus"]]
-    return kept
+    facts = dataclasses.asdict(machine) | {"cores": len(machine.cores), "nodes": len(machine.nodes)}
+    facts["gpus"] = [{k: v for k, v in gpu.items() if k != "uuid"} for gpu in facts["gpus"]]
+    return facts
 
 
 def software() -> dict[str, str]:
@@ -82,15 +82,15 @@ def write(config: EngineConfig, out: Path) -> dict[str, Any]:
     from rich.console import Console
 
     with Console(stderr=True).status("measuring this machine, and some layers of the model …"):
-        found = made(config)
+        content = made(config)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    out.write_text(json.dumps(content, indent=1, default=str) + "\n")
     print(f"written to {out}", file=sys.stderr)
-    return found
+    return content
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """What was measured, beside what was predicted of it."""
+    """Lines of rates as measured, each beside what was predicted of it."""
     predicted = found["plan"]["predicted"]
     ranges = (predicted["decode"]["1"], predicted["prompt"])
     return [

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 _STARTED = perf_counter()
 STAMP = ("machine", "commit", "command", "date")
 ASKED = {"format": "", "strategy": "", "batch": " sequences", "tokens": " tokens"}
-"""Of a row, with their units: what `say` shows."""
+"""Keys of a row that `say` shows, with their units."""
 RESULTS = (
     ":(top,exclude)benchmarks/results"  # each run writes there, and the next one measures the same commit
 )
@@ -56,7 +56,7 @@ def machine_name(machine: Machine, threads: int | None = None) -> str:
 
 
 def stamp(machine: str) -> Row:
-    """What every row says of its run: {machine, commit, command, date}."""
+    """The columns of every row about its run: {machine, commit, command, date}."""
     program = Path(sys.argv[0]).name
     return {
         "machine": machine, "commit": commit(), "command": " ".join([program, *sys.argv[1:]]),
@@ -107,9 +107,9 @@ def say(console: Console, row: Row) -> None:
     if not console.is_terminal:
         console.print(json.dumps(row), highlight=False, soft_wrap=True)
         return
-    asked = ", ".join(f"{row[key]}{unit}" for key, unit in ASKED.items() if row.get(key) is not None)
+    keys = ", ".join(f"{row[key]}{unit}" for key, unit in ASKED.items() if row.get(key) is not None)
     gpu = f", {row['gpu_share']:.0%} of the experts on the GPU" if row.get("gpu_share") is not None else ""
-    console.print(f"{asked}{gpu}: {row['tok_s']:.1f} tokens/s", highlight=False, markup=False)
+    console.print(f"{keys}{gpu}: {row['tok_s']:.1f} tokens/s", highlight=False, markup=False)
 
 
 def write_json_file(content: Row | list[Row], out: Path) -> None:
@@ -144,29 +144,29 @@ def print_and_keep(measured: Callable[[], Iterable[Row]], about: str | None) -> 
     """The command line of a script: prints rows as JSON; `--keep DIRECTORY` adds them to what is kept there."""
     parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="directory of results to add the rows to")
-    asked, found = parser.parse_args(), list[Row]()
+    flags, rows = parser.parse_args(), list[Row]()
     for row in measured():
-        found.append(row | stamp(machine_name(Machine.detect())))
+        rows.append(row | stamp(machine_name(Machine.detect())))
         print(json.dumps(row), flush=True)
-    if asked.keep:
-        keep(found, asked.keep)
+    if flags.keep:
+        keep(rows, flags.keep)
 
 
 def _write_current(file: Path, rows: Sequence[Row]) -> Path:
     """Rows of other configurations stay; those that were measured again are replaced."""
     old = json.loads(file.read_text()) if file.exists() else []
-    again = {_identity(row) for row in rows}
-    kept = [row for row in old if _identity(row) not in again]
+    identities = {_identity(row) for row in rows}
+    others = [row for row in old if _identity(row) not in identities]
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(" " + json.dumps(row) for row in (*kept, *rows))
+    lines = ",\n".join(" " + json.dumps(row) for row in (*others, *rows))
     write_whole(file, f"[\n{lines}\n]\n".encode())
     return file
 
 
 def _identity(row: Row) -> str:
-    """What was measured, without how much it was: names, formats, counts and shares."""
-    said = {name: value for name, value in row.items() if name not in STAMP}
-    keys = {name: value for name, value in said.items() if isinstance(value, str | bool) or name in COUNTS}
+    """JSON of a row's keys, without its measurements: names, formats, counts and shares."""
+    columns = {name: value for name, value in row.items() if name not in STAMP}
+    keys = {name: value for name, value in columns.items() if isinstance(value, str | bool) or name in COUNTS}
     return json.dumps(keys, sort_keys=True)
 
 
@@ -180,8 +180,8 @@ COUNTS = frozenset((
 def _add_to_history(file: Path, rows: Sequence[Row]) -> None:
     """One line a run and bench: the stamp once, then the rows without it."""
     first = rows[0]
-    bare = [{name: value for name, value in row.items() if name not in (*STAMP, "bench")} for row in rows]
-    line = {"bench": first["bench"], **{name: first[name] for name in STAMP}, "rows": bare}
+    measurements = [{name: value for name, value in row.items() if name not in (*STAMP, "bench")} for row in rows]
+    line = {"bench": first["bench"], **{name: first[name] for name in STAMP}, "rows": measurements}
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps(line) + "\n")

@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 Figures = Mapping[str, float]
-"""Of a machine, by their names in `Speeds`."""
+"""Speeds of a machine, by their names in `Speeds`."""
 
 
 class Running(NamedTuple):
@@ -100,10 +100,10 @@ def verified(question: Question, probe: MachineProbe, asked: Asked) -> Verified:
     """Measures what is asked, of one sequence."""
     use_one_torch_thread()
     decode, prompt, tokens = _measured_rates(question, asked.context, asked.prompt, probe.add)
-    settled = wished_speeds(MachineWish(), question.machine, probe.speeds())
+    speeds = wished_speeds(MachineWish(), question.machine, probe.speeds())
     rates = {"decoding, 1 sequence": decode, f"prompt of {tokens}": prompt}
     shorter = dataclasses.replace(asked, prompt=tokens)
-    return Verified(rates, dataclasses.replace(question, speeds=settled), shorter)
+    return Verified(rates, dataclasses.replace(question, speeds=speeds), shorter)
 
 
 def _measured_rates(
@@ -141,7 +141,7 @@ def depths_of(question: Question, plan: Plan, predicted: Prediction, context: in
 
 
 def _sample_bytes(question: Question, plan: Plan) -> float:
-    """Of a layer of a sample."""
+    """Bytes of a layer of a sample."""
     model = question.model
     nbytes = model.expert_bytes(plan.expert_format, question.stored.experts)
     experts = _expert_count(model, nbytes, plan.gpu is not None) * nbytes * len(model.moe_layers)
@@ -149,7 +149,7 @@ def _sample_bytes(question: Question, plan: Plan) -> float:
 
 
 def whole_seconds(layers: int, depths: Sequence[int], seconds: Sequence[float]) -> float:
-    """Of all layers, from those of samples of so many."""
+    """Seconds of all layers, from those of samples of so many."""
     deepest, longest = depths[-1], seconds[-1]
     each = longest / deepest
     if len(depths) > 1:  # a quarter of the mean at least: two times that are nearly equal say little
@@ -169,7 +169,7 @@ def _period(layers: Sequence[Layer]) -> int:
 
 
 def _free() -> None:
-    """What a sample took."""
+    """Frees the memory that a sample took."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -200,11 +200,11 @@ def _times(
 def repeated(seconds: Callable[[], float], least: int, most: int, before: Sequence[float] = ()) -> list[float]:
     """Until they have taken SHORT_SECONDS together. before: what counts only if it took so long that no other is
     waited for."""
-    found = [each for each in before if each > LONG_SECONDS]
-    least = 1 if found else least
-    while len(found) < least or (len(found) < most and sum(found) < SHORT_SECONDS):
-        found.append(seconds())
-    return found
+    times = [each for each in before if each > LONG_SECONDS]
+    least = 1 if times else least
+    while len(times) < least or (len(times) < most and sum(times) < SHORT_SECONDS):
+        times.append(seconds())
+    return times
 
 
 def _spread(times: Sequence[float]) -> str:
@@ -272,7 +272,7 @@ def running_plan(question: Question, small: Plan, model: ModelConfig) -> Running
 
 
 def _small_plan(question: Question, plan: Plan, model: ModelConfig, tokens: int) -> Plan:
-    """Of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
+    """Plan of a sample, for a sequence of so many tokens. Made-up weights guess nothing, and have no draft layer."""
     dense, experts = _dense_format(question), _experts_format(question, plan)
     share = 0.0 if plan.gpu is None else plan.gpu.experts / max(1, question.model.routed_experts)
     config = dataclasses.replace(
@@ -301,13 +301,13 @@ def _cut(layers: Sequence[Layer], depth: int) -> Iterator[Layer]:
     """The last ones. The first that would take another's choice of tokens makes its own, which others then take."""
     first, chooser = len(layers) - depth, None
     for number, layer in enumerate(layers[first:]):
-        found = next((block.body for block in layer.blocks if cost_of(block.body).reads_choice), None)
-        if found is not None:
-            cost = cost_of(found)
+        reader = next((block.body for block in layer.blocks if cost_of(block.body).reads_choice), None)
+        if reader is not None:
+            cost = cost_of(reader)
             chooser = number if cost.chosen_by is None or chooser is None else chooser
             own = cost.choosing_as(_unless(chooser, number))
             layer = Layer(tuple(
-                dataclasses.replace(block, body=own) if block.body is found else block for block in layer.blocks
+                dataclasses.replace(block, body=own) if block.body is reader else block for block in layer.blocks
             ))  # fmt: skip
         yield layer
 
@@ -318,9 +318,9 @@ def _unless(chooser: int, number: int) -> int | None:
 
 def _expert_count(model: ModelConfig, nbytes: int, gpu: bool) -> int:
     """All, where a GPU may bring them and they fit: what the bus takes depends on how many there are."""
-    most, all_of_them = _experts_that_fit(model, nbytes), model.moe.experts.count
-    wanted = all_of_them if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
-    return max(model.moe.router.top_k, min(all_of_them, wanted, most))
+    most, experts = _experts_that_fit(model, nbytes), model.moe.experts.count
+    least = experts if gpu else max(2 * model.moe.router.top_k, 2 * last_level_cache_bytes() // max(1, nbytes))
+    return max(model.moe.router.top_k, min(experts, least, most))
 
 
 def _experts_that_fit(model: ModelConfig, nbytes: int) -> int:
@@ -354,7 +354,7 @@ def _method(question: Question, plan: Plan) -> str | None:
 
 
 def _experts_format(question: Question, plan: Plan) -> str:
-    """What the sample's experts are stored as, of FORMATS; "bf16" where they are made while loading, or are stored as
+    """Format of the sample's experts as stored, of FORMATS; "bf16" where they are made while loading, or are stored as
     nothing that can be made up."""
     stored = question.stored.experts.name if plan.expert_format == STORED else "bf16"
     return next((name for name in FORMATS if stored.split()[0] == name.split("-")[0]), "bf16")

@@ -30,7 +30,7 @@ _ERRORS_SHOWN = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. url None: `model` is served with `flags` for the time of the measurement."""
+    """The flags of a run. url None: `model` is served with `flags` for the time of the measurement."""
 
     model: str
     url: str | None
@@ -102,8 +102,8 @@ def decode_bound(request: Request) -> Callable[[int], float]:
     """Tokens per second that no decoding of so many sequences at once can exceed on this machine; 0: not known."""
     config = EngineConfig.from_args([request.model, *request.flags])
     prepare(config)
-    found = planned(config, this_machine())
-    plan, model, stored = found.plan, found.model, found.stored
+    target = planned(config, this_machine())
+    plan, model, stored = target.plan, target.model, target.stored
     if plan.gpu is not None:
         return lambda _batch: 0.0
     gbps = measure_read_gbps(planned_pool(plan), plan.tier)
@@ -130,16 +130,16 @@ def _under(client: LoadClient, name: str, load: Load) -> tuple[list[Answer], flo
 
 
 def _succeeded(answers: list[Answer]) -> list[Answer]:
-    good = [answer for answer in answers if answer.error is None]
-    if not good:
+    answered = [answer for answer in answers if answer.error is None]
+    if not answered:
         raise LoadError(f"every request failed, the first with {answers[0].error}")
-    return good
+    return answered
 
 
-def _row(request: Request, name: str, load: Load, good: list[Answer], seconds: float, bound: float) -> Row:
-    machine, tok_s = Machine.detect(), sum(a.tokens for a in good) / seconds
-    per_token = [t for a in good if (t := a.seconds_per_token) is not None]
-    first, total = [a.first_token_seconds for a in good], [a.ended - a.sent for a in good]
+def _row(request: Request, name: str, load: Load, answers: list[Answer], seconds: float, bound: float) -> Row:
+    machine, tok_s = Machine.detect(), sum(a.tokens for a in answers) / seconds
+    per_token = [t for a in answers if (t := a.seconds_per_token) is not None]
+    first, total = [a.first_token_seconds for a in answers], [a.ended - a.sent for a in answers]
     return Row(
         bench="serve",
         config=name,
@@ -147,22 +147,22 @@ def _row(request: Request, name: str, load: Load, good: list[Answer], seconds: f
         concurrency=load.concurrency,
         rate=load.rate,
         requests=load.requests,
-        failed=load.requests - len(good),
-        input_len=_mean([a.prompt_tokens for a in good]) if load.texts else load.input_len,
-        output_len=_mean([a.tokens for a in good]) if load.texts else load.output_len,
+        failed=load.requests - len(answers),
+        input_len=_mean([a.prompt_tokens for a in answers]) if load.texts else load.input_len,
+        output_len=_mean([a.tokens for a in answers]) if load.texts else load.output_len,
         spread=load.spread,
         shared_prefix=load.shared_prefix,
         seconds=round(seconds, 3),
-        requests_s=round(len(good) / seconds, 3),
+        requests_s=round(len(answers) / seconds, 3),
         tok_s=round(tok_s, 2),
         bound_tok_s=round(bound, 2),
         share=round(tok_s / bound, 4) if bound else 0.0,
-        prompt_tok_s=round(sum(a.prompt_tokens for a in good) / seconds, 2),
+        prompt_tok_s=round(sum(a.prompt_tokens for a in answers) / seconds, 2),
         ttft_ms_p50=_milliseconds(first, 50),
         ttft_ms_p99=_milliseconds(first, 99),
         tpot_ms_p50=_milliseconds(per_token, 50),
         tpot_ms_p99=_milliseconds(per_token, 99),
-        gap_ms_p99=_milliseconds([gap for a in good for gap in a.gaps], 99),
+        gap_ms_p99=_milliseconds([gap for a in answers for gap in a.gaps], 99),
         total_ms_p50=_milliseconds(total, 50),
         **stamp(f"{machine.cpu_model}, {machine.max_threads} threads; the client runs on it too"),
     )
@@ -192,15 +192,15 @@ def table(rows: list[Row]) -> Table:
     first = rows[0]
     lengths = f"{first.input_len} tokens in, {first.output_len} out"
     caption = "tokens per second out and in; bound: share of what decoding alone could do; times: median (p99) in ms"
-    made = Table(title=f"{first.config}: {first.requests} requests of {lengths}", caption=caption)
-    made.add_column("load")
+    loads = Table(title=f"{first.config}: {first.requests} requests of {lengths}", caption=caption)
+    loads.add_column("load")
     for name in ("out/s", "bound", "in/s", "first token", "per token", "gap p99", "failed"):
-        made.add_column(name, justify="right")
+        loads.add_column(name, justify="right")
     for row in rows:
         load = f"x {row.concurrency}" if row.rate is None else f"{row.rate:g}/s"
-        made.add_row(
+        loads.add_row(
             load, f"{row.tok_s:.1f}", f"{row.share:.0%}" if row.bound_tok_s else "", f"{row.prompt_tok_s:.0f}",
             f"{row.ttft_ms_p50:.0f} ({row.ttft_ms_p99:.0f})", f"{row.tpot_ms_p50:.1f} ({row.tpot_ms_p99:.1f})",
             f"{row.gap_ms_p99:.1f}", str(row.failed),
         )  # fmt: skip
-    return made
+    return loads

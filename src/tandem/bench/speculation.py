@@ -43,7 +43,7 @@ BEGUN = {  # how an answer begins; without it the demo model talks about the cod
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. `tokens` of each answer are timed, `repeats` times each way; acceptances: of guesses
+    """The flags of a run. `tokens` of each answer are timed, `repeats` times each way; acceptances: of guesses
     from the known answer, instead of the algorithm's own."""
 
     model: str
@@ -93,8 +93,8 @@ def run(request: Request, out: Path | None) -> None:
     console, rows = Console(), []
     for row in measure(request):
         rows.append(row)
-        said = f"{row.ratio:.2f} x; {governed_text(asdict(row))}"
-        console.print(f"{row.task}, {row.format}, batch {row.batch}: {said}", highlight=False, soft_wrap=True)
+        text = f"{row.ratio:.2f} x; {governed_text(asdict(row))}"
+        console.print(f"{row.task}, {row.format}, batch {row.batch}: {text}", highlight=False, soft_wrap=True)
     console.print(table(rows))
     if out is not None:
         write([asdict(row) for row in rows], out)
@@ -108,10 +108,10 @@ def measure(request: Request) -> Iterator[Row]:
         for batch in request.batches:
             for task in TASKS:
                 progress(f"{task}, batch {batch}: the answers without guesses")
-                asked = _Turns(parts, task, batch, request)
+                pair = _Turns(parts, task, batch, request)
                 for acceptance in request.acceptances or (None,):
                     progress(f"{task}, batch {batch}: {request.repeats} turns")
-                    yield _row(request, fmt, task, batch, acceptance, asked)
+                    yield _row(request, fmt, task, batch, acceptance, pair)
 
 
 def _parts(request: Request, fmt: str) -> EngineParts:
@@ -153,18 +153,18 @@ class _Turns:
             ways = (engine, self._plain) if i % 2 else (self._plain, engine)
             rates = {way: self._timed(way)[0] for way in ways}
             turns.append((rates[engine], rates[self._plain]))
-        said = engine.stats().speculation
-        assert said is not None
-        return turns, said
+        stats = engine.stats().speculation
+        assert stats is not None
+        return turns, stats
 
     def _guessing(self, acceptance: float | None) -> Engine:
         request, parts = self._request, self._parts
-        named = "NGRAM" if parts.plan.speculation is None else parts.plan.speculation.algorithm
-        wanted = SpeculationPlan(named, request.most, request.governed)
+        algorithm = "NGRAM" if parts.plan.speculation is None else parts.plan.speculation.algorithm
+        speculation = SpeculationPlan(algorithm, request.most, request.governed)
         drafter = None
         if acceptance is not None:
             drafter = Foretold(self._answers, acceptance, parts.model_config.vocab)
-        plan = replace(parts.plan, speculation=wanted)
+        plan = replace(parts.plan, speculation=speculation)
         return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
 
     def _timed(self, engine: Engine) -> tuple[float, list[list[int]]]:
@@ -184,19 +184,19 @@ class _Turns:
 
 def _prompt(parts: EngineParts, task: str, number: int) -> list[int]:
     """Those of a batch begin differently."""
-    said = TASKS[task] if number == 0 else f"Question {number}. {TASKS[task]}"
+    message = TASKS[task] if number == 0 else f"Question {number}. {TASKS[task]}"
     tokenizer = parts.tokenizer
-    begun = BEGUN.get(task, "")
+    beginning = BEGUN.get(task, "")
     if tokenizer.chat_template is None:
-        return tokenizer.encode(f"{said}\n{begun}")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)
-    return tokenizer.encode(text + begun, add_special_tokens=False)
+        return tokenizer.encode(f"{message}\n{beginning}")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True)
+    return tokenizer.encode(text + beginning, add_special_tokens=False)
 
 
-def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | None, asked: _Turns) -> Row:
-    turns, said = asked.ratios(acceptance)
+def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | None, pair: _Turns) -> Row:
+    turns, stats = pair.ratios(acceptance)
     machine: dict[str, Any] = stamp(machine_name(Machine.detect(), request.threads))
-    measured = said.right_guesses / said.guesses if said.guesses else 0.0
+    measured = stats.right_guesses / stats.guesses if stats.guesses else 0.0
     return Row(
         bench="speculation",
         config=request.config or Path(request.model).name,
@@ -212,7 +212,7 @@ def _row(request: Request, fmt: str, task: str, batch: int, acceptance: float | 
         tok_s=round(statistics.median(guessing for guessing, _ in turns), 2),
         plain_tok_s=round(statistics.median(plain for _, plain in turns), 2),
         ratio=round(statistics.median(guessing / plain for guessing, plain in turns), 3),
-        **governed(said),
+        **governed(stats),
         **machine,
     )
 
@@ -221,18 +221,18 @@ def _algorithm(request: Request, acceptance: float | None) -> str:
     """A draft layer does its work even where other guesses than its own count."""
     if acceptance is None:
         return request.algorithm
-    named = "DSPARK" if request.algorithm == "DSPARK" else "NEXTN"
-    return f"{named}, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
+    algorithm = "DSPARK" if request.algorithm == "DSPARK" else "NEXTN"
+    return f"{algorithm}, foretold" if request.algorithm in DRAFT_ALGORITHMS else "foretold"
 
 
 def table(rows: list[Row]) -> Table:
-    made = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
+    ratios = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
     for name in ("task", "format", "algorithm", "governor"):
-        made.add_column(name)
+        ratios.add_column(name)
     for name in ("batch", "steps", "acceptance", "tokens/s", "plain", "ratio"):
-        made.add_column(name, justify="right")
+        ratios.add_column(name, justify="right")
     for r in rows:
         figures = f"{r.acceptance:.2f}", f"{r.tok_s:.1f}", f"{r.plain_tok_s:.1f}", f"{r.ratio:.2f}"
         governor = "on" if r.governor else "off"
-        made.add_row(r.task, r.format, r.algorithm, governor, str(r.batch), str(r.steps), *figures)
-    return made
+        ratios.add_row(r.task, r.format, r.algorithm, governor, str(r.batch), str(r.steps), *figures)
+    return ratios

@@ -15,8 +15,8 @@ from tandem.spec.stored import StoredFormats
 
 
 def gpu_step_bytes(model: ModelConfig, stored: StoredFormats, batch: int, context: int) -> int:
-    """What a step without routed experts reads of GPU memory, or writes. It reads dense weights, and what is kept of
-    every token that is looked at. What is kept of every sequence is read and written."""
+    """Bytes of GPU memory that a step without routed experts reads or writes. It reads dense weights, and what is kept
+    of every token that is looked at. What is kept of every sequence is read and written."""
     slots = 2 * model.state_layout("bfloat16").slot_bytes
     states = batch * (past_bytes(model, "bfloat16", context) + slots)
     return model.dense_bytes("bfloat16", stored, for_gpu=True) + states

@@ -1,4 +1,4 @@
-"""What a made-up checkpoint's matrices are stored as, by names of `bench.formats`; names alone, no weights."""
+"""Formats of a made-up checkpoint's matrices, by names of `bench.formats`; names alone, no weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = {
     "int4-g128": QuantFormat("int4", "compressed-tensors", 128, 1, "BF16"),
     "mxfp4": QuantFormat("mxfp4", "mxfp4", 32, 1, "U8"),
 }
-"""What dense projections and experts may be stored as."""
+"""Formats that dense projections and experts may be stored as."""
 
 STORED_METHODS = {"FP8": "fp8", "MXFP4": "mxfp4"}
 """Values of --kt-method that say what the checkpoint has."""
@@ -24,7 +24,7 @@ METHODS = ("BF16", "INT8", "INT4", *STORED_METHODS)
 
 
 def experts_of(method: str) -> str:
-    """Of FORMATS: what the experts of a checkpoint are stored as that is served with this --kt-method."""
+    """Format, of FORMATS, of the experts of a checkpoint that is served with this --kt-method."""
     return STORED_METHODS.get(method, "bf16")
 
 
@@ -41,7 +41,7 @@ def expert_bytes(config: ModelConfig, method: str) -> int:
 
 
 def stored_as(config: ModelConfig, dense: str, experts: str = "bf16") -> StoredFormats:
-    """What such a checkpoint holds: projections in the format `dense`, router and head in bfloat16, but for what is
+    """Formats of such a checkpoint: projections in the format `dense`, router and head in bfloat16, but for what is
     never computed from codes. Raises ConfigError."""
     if dense not in FORMATS:
         raise ConfigError(f"--dense-format {dense!r} is not known; these are: {', '.join(FORMATS)}")

@@ -42,7 +42,7 @@ HASHES = {
     "layer_multipliers": (0x9E3779B1, 2), "ngram_heads_vocab_sizes": (HASH_ROWS, 0),
     "ngram_heads_offsets": (0, HASH_ROWS),
 }  # fmt: skip
-"""Of n-grams: the first, and what each has more than the one before. They name rows of any table."""
+"""Hashes of n-grams: the first, and what each has more than the one before. They name rows of any table."""
 
 FAR = 400.0
 """Times as large as others embedded tokens are, where many tokens must choose different experts. What made-up layers
@@ -120,7 +120,7 @@ class SyntheticCheckpoint:
 def _repeated(numbers: Tensor, name: str) -> Weight:
     """Codes of the first rows, again and again: which numbers they are means nothing, and making codes takes long."""
     rows = len(numbers)
-    first = next((some for some in CODED_ROWS if rows % some == 0), rows)
+    first = next((count for count in CODED_ROWS if rows % count == 0), rows)
     whole = stacked([as_stored(numbers[:first].float(), name)] * (rows // first))
     assert isinstance(whole, WeightCodes) and whole.codes.shape[0] == rows
     return whole
@@ -141,10 +141,10 @@ class SyntheticExperts(HybridExperts):
             self._fill_gpu(self._gpu, feed(0))
 
     def _fill_cpu(self, layer: PackedExperts, matrices: ExpertMatrices) -> None:
-        mine = experts_on(Tier.CPU, self._slot_of)
-        layer.load(mine[0], *matrices)
-        packed = layer.packed(mine[0])
-        for expert in mine[1:]:
+        experts = experts_on(Tier.CPU, self._slot_of)
+        layer.load(experts[0], *matrices)
+        packed = layer.packed(experts[0])
+        for expert in experts[1:]:
             layer.load_packed(expert, packed)
 
     def _fill_gpu(self, layer: GpuExperts, matrices: ExpertMatrices) -> None:
@@ -179,7 +179,7 @@ class ReplayedAnywhere(ReplayedExperts):
 
 
 class NoExperts:
-    """What a step costs without its routed experts."""
+    """A store without experts: what a step costs without its routed experts."""
 
     expert_bytes = 0
     places = None
@@ -227,7 +227,7 @@ class SyntheticStore:
         if self._chosen is None:
             return self._store.layer(index, count, width, fmt, activation, SyntheticExperts)
         kind, places = (ReplayedAnywhere, count) if self._whole else (ReplayedExperts, 0)
-        made = self._store.layer(index, count, width, fmt, activation, kind, places)
-        assert isinstance(made, ReplayedExperts)
-        made.chosen = self._chosen[index]
-        return made
+        experts = self._store.layer(index, count, width, fmt, activation, kind, places)
+        assert isinstance(experts, ReplayedExperts)
+        experts.chosen = self._chosen[index]
+        return experts

@@ -130,8 +130,8 @@ def sized_as(nbytes: int) -> Iterator[None]:
 def measured(case: TightCase, machine: Machine) -> list[dict[str, Any]]:
     """Rows: of memory, of decoding, of a prompt."""
     use_one_torch_thread()
-    left = case.gpu_gib * GIB
-    with held(left), sized_as(left):
+    free_bytes = case.gpu_gib * GIB
+    with held(free_bytes), sized_as(free_bytes):
         gpus, why = detect_gpus()  # before this process has a context, which the plan's workspace has to hold
         if not gpus:
             raise ConfigError(f"no GPU to cut: {why}")
@@ -141,9 +141,9 @@ def measured(case: TightCase, machine: Machine) -> list[dict[str, Any]]:
         question = tight_question(case, small, wished_speeds(MachineWish(), small, probe.speeds()))
         plan = question.plan()
         whole = dataclasses.replace(plan, radix_cache=False)  # the same prompt is computed several times
-        seen = ran(running_plan(question, whole, question.model), whole, gpus[0].free_bytes, probe)
-        settled = wished_speeds(MachineWish(), small, probe.speeds())
-    return rows(case, dataclasses.replace(question, speeds=settled), plan, seen)
+        run = ran(running_plan(question, whole, question.model), whole, gpus[0].free_bytes, probe)
+        speeds = wished_speeds(MachineWish(), small, probe.speeds())
+    return rows(case, dataclasses.replace(question, speeds=speeds), plan, run)
 
 
 def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
@@ -175,7 +175,7 @@ def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
 
 def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[dict[str, Any]]:
     """As they are kept."""
-    where = {
+    keys = {
         "bench": "plan_tight", "config": case.name, "experts": question.model.moe.experts.count,
         "gpu_gib": case.gpu_gib, "dense": case.dense, "flags": dict(case.flags), "given_up": given_up(plan),
         "context": plan.context_length,
@@ -191,12 +191,12 @@ def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[di
     predicted = question.predicted(plan, (1,), CONTEXT, seen.prompt_tokens)
     prompt = f"prompt of {seen.prompt_tokens}"
     speeds = [("decoding", predicted.decode[1], seen.decode), (prompt, predicted.prompt, seen.prompt)]
-    return [where | memory, *(
-        where | {
-            "what": what, "predicted_low": round(found.low, 1), "predicted_high": round(found.high, 1),
-            "measured": round(rate, 1), "holds": found.low <= rate <= found.high,
+    return [keys | memory, *(
+        keys | {
+            "what": name, "predicted_low": round(expected.low, 1), "predicted_high": round(expected.high, 1),
+            "measured": round(rate, 1), "holds": expected.low <= rate <= expected.high,
         }
-        for what, found, rate in speeds
+        for name, expected, rate in speeds
     )]  # fmt: skip
 
 

@@ -59,14 +59,14 @@ class Checkpoint(MappedTensors):
         return lookup_of(stored_rows(self, module, shape), where, progress)
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
-        """Of the matrix [N, K] of `module` (a name without `.weight`), however it is stored, these rows and columns.
+        """Rows and columns of the matrix [N, K] of `module` (a name without `.weight`), however it is stored.
 
         Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
         absent, of another shape, or stored in a way that cannot be read.
         """
         parts = self._matrix_parts(module)
-        found = detect(parts, self._hints, shape)
-        return read_part(found, parts, lambda role: self.mapped(parts[role]), rows, columns)
+        stored = detect(parts, self._hints, shape)
+        return read_part(stored, parts, lambda role: self.mapped(parts[role]), rows, columns)
 
     def expert_weight(
         self, module: str, expert: int, shape: tuple[int, int, int], rows: slice = ALL, columns: slice = ALL
@@ -75,8 +75,8 @@ class Checkpoint(MappedTensors):
         count, n, k = shape
         parts = self._matrix_parts(module)
         one = one_expert(parts, count)
-        found = detect(one, self._hints, (n, k))
-        return read_part(found, one, lambda role: self.mapped(parts[role])[expert], rows, columns)
+        stored = detect(one, self._hints, (n, k))
+        return read_part(stored, one, lambda role: self.mapped(parts[role])[expert], rows, columns)
 
     def check(self, module: str, shape: tuple[int, ...]) -> None:
         """Reads no weights."""
@@ -89,9 +89,9 @@ class Checkpoint(MappedTensors):
         return self._surveyed(module).format
 
     def formats(self) -> StoredFormats:
-        """What experts and dense matrices are stored as, for the planner."""
-        found = stored_formats((module, stored.format, n) for module, (stored, n) in self._survey.items())
-        return replace(found, tables=stored_tables(self))
+        """Formats that experts and dense matrices are stored as, for the planner."""
+        matrices = stored_formats((module, stored.format, n) for module, (stored, n) in self._survey.items())
+        return replace(matrices, tables=stored_tables(self))
 
     def modules(self) -> Mapping[str, Parts]:
         """Every module (a name without `.weight`): the headers of its tensors by their role."""

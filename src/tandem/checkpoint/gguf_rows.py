@@ -33,10 +33,10 @@ class GGUFRows:
 
     def __init__(self, model: GGUFModel) -> None:
         self.model = model
-        found: dict[str, Place] = {}
+        by_name: dict[str, Place] = {}
         for tensor in model.tensors.values():
-            found.update(places(model.architecture, tensor))
-        self.places = with_parts(found, parts_of(model))
+            by_name.update(places(model.architecture, tensor))
+        self.places = with_parts(by_name, parts_of(model))
         self._heads = _turned_heads(model)
         self._check_kinds()
 
@@ -69,10 +69,10 @@ class GGUFRows:
         raw, kind = self.raw(name), place.tensor.kind
         if place.part is not None and not place.part.keeps_codes:
             return own_columns(_made(numbers(weights_of(raw[rows], kind)), place.part), columns)
-        inside = _bytes_of(columns, (place.tensor.shape[-1], raw.shape[1]), kind)
-        if inside is None:
+        byte_range = _bytes_of(columns, (place.tensor.shape[-1], raw.shape[1]), kind)
+        if byte_range is None:
             return own_columns(weights_of(raw[rows], kind), columns)
-        return weights_of(raw[rows, inside], kind)
+        return weights_of(raw[rows, byte_range], kind)
 
     def raw(self, name: str) -> Tensor:
         """The stored bytes, uint8 [rows, bytes of a row]; those of q and k in the order that Hugging Face has."""

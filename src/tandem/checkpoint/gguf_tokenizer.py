@@ -103,7 +103,7 @@ def gguf_tokenizer(model: GGUFModel) -> Tokenizer:
 
 
 def gguf_texts(model: GGUFModel) -> dict[str, Any]:
-    """What tokenizer_config.json would say: bos_token, eos_token …, chat_template; only what the file has."""
+    """Content of tokenizer_config.json: bos_token, eos_token …, chat_template; only what the file has."""
     tokens = model.array("tokenizer.ggml.tokens", str)
     texts: dict[str, Any] = {}
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
@@ -148,16 +148,16 @@ def _add(tokenizer: Tokenizer, texts: list[str], special: bool) -> None:
 def _frame(tokenizer: Tokenizer, model: GGUFModel, tokens: list[str], begins: bool) -> None:
     """Begin- and end-of-text tokens around a prompt, as far as the file wants them."""
     ids = {name: model.optional(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos")}
-    wanted = {"bos": begins, "eos": False}
+    defaults = {"bos": begins, "eos": False}
     used = {
         name: tokens[index]
         for name, index in ids.items()
-        if model.optional(f"tokenizer.ggml.add_{name}_token", wanted[name]) and 0 <= index < len(tokens)
+        if model.optional(f"tokenizer.ggml.add_{name}_token", defaults[name]) and 0 <= index < len(tokens)
     }
     if used:
-        around = [used[name] for name in ("bos",) if name in used], [used[n] for n in ("eos",) if n in used]
+        frame = [used[name] for name in ("bos",) if name in used], [used[n] for n in ("eos",) if n in used]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*around[0], "$A", *around[1]], special_tokens=[(used[n], ids[n]) for n in used]
+            single=[*frame[0], "$A", *frame[1]], special_tokens=[(used[n], ids[n]) for n in used]
         )
 
 
@@ -168,9 +168,9 @@ def _pre(model: GGUFModel) -> str:
 def _byte_level(model: GGUFModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
     pre = _pre(model)
     if pre not in PRE:
-        known = ", ".join(sorted(PRE))
+        names = ", ".join(sorted(PRE))
         raise CheckpointError(
-            f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {known}"
+            f"{model.path}: tokenizer.ggml.pre {pre!r} is not supported; these are: {names}"
         )
     vocabulary, merges = {token: i for i, token in enumerate(tokens)}, _stored_merges(model, tokens, kinds)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS))
@@ -247,10 +247,10 @@ def all_merges(
     for a token so long that it would take hours; path: whose tokens they are."""
     if (longest := max((len(token) for token, _ in scored), default=0)) > LONGEST_TOKEN:
         raise CheckpointError(f"{path} has a token of {longest} characters; at most {LONGEST_TOKEN} are read")
-    found = [
+    ranked = [
         (-score, vocabulary[token[:cut]], vocabulary[token[cut:]], token[:cut], token[cut:])
         for token, score in scored
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    return [(left, right) for *_, left, right in sorted(found)]
+    return [(left, right) for *_, left, right in sorted(ranked)]

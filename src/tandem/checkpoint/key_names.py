@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from tandem.architectures import FAMILIES
 
 DRAFT = "mtp."
-"""Of layers that only guess: their numbers are their own."""
+"""Beginning of the names of layers that only guess: their numbers are their own."""
 
 _NUMBERED_DRAFT = re.compile(r"(?:model\.)?layers\.(\d+)\.e_proj\.")
-"""Of such a layer that is counted with the others: no other has this matrix."""
+"""Name of a matrix that only such a layer has, where it is counted with the others."""
 _DRAFTS_OWN = {"shared_head.norm.": "norm.", "hc_head.hc_": "hc_head_"}
 
 _DEEPSEEK_ROOTS = {"embed": "model.embed_tokens", "head": "lm_head", "norm": "model.norm"}
@@ -49,7 +49,7 @@ def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
-    drafts = sorted({int(found[1]) for name in names if (found := _NUMBERED_DRAFT.match(name))})
+    drafts = sorted({int(match[1]) for name in names if (match := _NUMBERED_DRAFT.match(name))})
     if drafts:
         return lambda name: _from_shared_keys(_as_draft(name, drafts))
     if any(".attn.wkv." in name for name in names):
@@ -66,7 +66,7 @@ def _renaming(names: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def _pieces(names: tuple[str, ...]) -> dict[str, str]:
-    """What families call otherwise in these names."""
+    """Pieces of these names that families spell otherwise: {theirs: ours}."""
     fitting = (renames for renames in _RENAMES if renames.fits(names))
     return {theirs: ours for renames in fitting for theirs, ours in renames.pieces.items()}
 
@@ -79,9 +79,9 @@ def _with_pieces(name: str, pieces: dict[str, str]) -> str:
 
 def _unnested(name: str, prefix: str) -> str:
     """`language_model.model.layers.0…` → `model.layers.0…`; `language_model.lm_head.weight` → `lm_head.weight`."""
-    outside = "language_model." if prefix.startswith("language_model.") else prefix
-    inside = "model." if prefix == "model.language_model." else ""
-    return inside + name.removeprefix(outside) if name.startswith(outside) else name
+    old_prefix = "language_model." if prefix.startswith("language_model.") else prefix
+    new_prefix = "model." if prefix == "model.language_model." else ""
+    return new_prefix + name.removeprefix(old_prefix) if name.startswith(old_prefix) else name
 
 
 def _from_deepseek(name: str, latent: bool) -> str:
@@ -91,12 +91,12 @@ def _from_deepseek(name: str, latent: bool) -> str:
     parts = name.split(".")
     if root != "layers" or len(parts) < 4:
         return name
-    block, below = parts[2], parts[3:]
+    block, names = parts[2], parts[3:]
     if block == "attn":
-        below = _attention(below, latent)
+        names = _attention(names, latent)
     elif block == "ffn":
-        below = _mlp(below)
-    return ".".join(["model", "layers", parts[1], _DEEPSEEK_BLOCKS.get(block, block), *below])
+        names = _mlp(names)
+    return ".".join(["model", "layers", parts[1], _DEEPSEEK_BLOCKS.get(block, block), *names])
 
 
 def _as_draft(name: str, drafts: list[int]) -> str:
@@ -134,9 +134,9 @@ def _draft(name: str) -> str:
 
 
 def _shared_keys(parts: list[str]) -> list[str]:
-    where = ".".join(part for part in parts if part in ("indexer", "compressor"))
-    below = [_SHARED_KEYS.get(part, part) for part in parts if part not in ("indexer", "compressor")]
-    return [_INDEX.get(where, where), *below] if where else below
+    submodule = ".".join(part for part in parts if part in ("indexer", "compressor"))
+    rest = [_SHARED_KEYS.get(part, part) for part in parts if part not in ("indexer", "compressor")]
+    return [_INDEX.get(submodule, submodule), *rest] if submodule else rest
 
 
 def _attention(parts: list[str], latent: bool) -> list[str]:

@@ -25,10 +25,10 @@ def compressed_ints(parts: Parts, hints: QuantHints, shape: Shape | None) -> Sto
     if "shape" in parts:
         expect(parts["shape"], (2,), "I64", "I32")
     ordered = _expect_order(parts, k, hints)
-    found = QuantFormat(
+    fmt = QuantFormat(
         f"int{bits}", "compressed-tensors", s.group, s.block_rows, scale.dtype, "zeros" in parts, ordered
     )
-    return Stored(found, (n, k), lambda t, own: _read_words(_saying(t, (n, k), parts), bits, own, s, parts))
+    return Stored(fmt, (n, k), lambda t, own: _read_words(_saying(t, (n, k), parts), bits, own, s, parts))
 
 
 def _saying(t: Tensors, shape: Shape, parts: Parts) -> Tensors:
@@ -63,10 +63,10 @@ def gptq_or_awq(parts: Parts, hints: QuantHints, shape: Shape | None) -> Stored:
     expect(zeros, (scale.shape[0], -(-n * bits // 32)), "I32")
     ordered = not awq and _expect_order(parts, k, hints)
     packing, shifted = "awq" if awq else "gptq", not hints.symmetric
-    found = QuantFormat(f"int{bits}", packing, group, 1, scale.dtype, shifted, ordered)
+    fmt = QuantFormat(f"int{bits}", packing, group, 1, scale.dtype, shifted, ordered)
     if awq:
-        return Stored(found, (n, k), lambda t, own: _read_awq(t, group, own[1]))
-    return Stored(found, (n, k), lambda t, own: _read_gptq(t, bits, own, group, hints, parts))
+        return Stored(fmt, (n, k), lambda t, own: _read_awq(t, group, own[1]))
+    return Stored(fmt, (n, k), lambda t, own: _read_gptq(t, bits, own, group, hints, parts))
 
 
 def _read_awq(t: Tensors, group: int, depth: int) -> Weight:

@@ -55,11 +55,11 @@ def _fp8(parts: Parts, part: Part, hints: QuantHints, shape: Shape | None) -> St
     n, k = agreed(part, part.shape, shape)
     scale = needed(parts, "scale")
     if scale.dtype in E8M0 and scale.shape == (n, -(-k // 32)):
-        found = QuantFormat("mxfp8", "fp8", 32, 1, scale.dtype)
-        return Stored(found, (n, k), lambda t, _: codes.mxfp8(t("weight"), t("scale")))
+        fmt = QuantFormat("mxfp8", "fp8", 32, 1, scale.dtype)
+        return Stored(fmt, (n, k), lambda t, _: codes.mxfp8(t("weight"), t("scale")))
     s = scaling(scale, (n, k), hints)
-    found = QuantFormat("fp8", "fp8", s.group, s.block_rows, scale.dtype)
-    return Stored(found, (n, k), lambda t, _: _fp8_codes(t("weight"), as_numbers(t("scale")), s))
+    fmt = QuantFormat("fp8", "fp8", s.group, s.block_rows, scale.dtype)
+    return Stored(fmt, (n, k), lambda t, _: _fp8_codes(t("weight"), as_numbers(t("scale")), s))
 
 
 def _fp8_codes(weight: Tensor, scale: Tensor, s: Scaling) -> Weight:
@@ -77,8 +77,8 @@ def _int8(parts: Parts, part: Part, hints: QuantHints, shape: Shape | None) -> S
     s = scaling(scale, (n, k), hints)
     if "zeros" in parts:
         expect(parts["zeros"], scale.shape, "I8")
-    found = QuantFormat("int8", "compressed-tensors", s.group, s.block_rows, scale.dtype, "zeros" in parts)
-    return Stored(found, (n, k), lambda t, _: _int8_codes(t, s, "zeros" in parts))
+    fmt = QuantFormat("int8", "compressed-tensors", s.group, s.block_rows, scale.dtype, "zeros" in parts)
+    return Stored(fmt, (n, k), lambda t, _: _int8_codes(t, s, "zeros" in parts))
 
 
 def _int8_codes(t: Tensors, s: Scaling, has_zeros: bool) -> Weight:
@@ -102,15 +102,15 @@ def _fp4(parts: Parts, part: Part, hints: QuantHints, shape: Shape | None) -> St
     n, k = agreed(part, (*part.shape[:1], 2 * math.prod(part.shape[1:])), shape)
     if scale.dtype in E8M0:
         expect(scale, (n, groups_of(k, 32)))
-        found = QuantFormat("mxfp4", "mxfp4", 32, 1, scale.dtype)
-        return Stored(found, (n, k), lambda t, _: codes.mxfp4(t(role), t("scale")))
+        fmt = QuantFormat("mxfp4", "mxfp4", 32, 1, scale.dtype)
+        return Stored(fmt, (n, k), lambda t, _: codes.mxfp4(t(role), t("scale")))
     if scale.dtype == "F8_E4M3":
         return _nvfp4(parts, role, scale, (n, k))
     if part.dtype != "I8":
         raise scale.wrong(f"is {scale.dtype}: 4-bit codes beside it need scales of U8, F8_E8M0 or F8_E4M3")
     s = scaling(scale, (n, k), hints)
-    found = QuantFormat("int4", "w4afp8", s.group, s.block_rows, scale.dtype)
-    return Stored(found, (n, k), lambda t, own: _int4_bytes(t, s, own[1]))
+    fmt = QuantFormat("int4", "w4afp8", s.group, s.block_rows, scale.dtype)
+    return Stored(fmt, (n, k), lambda t, own: _int4_bytes(t, s, own[1]))
 
 
 def _int4_bytes(t: Tensors, s: Scaling, depth: int) -> Weight:
@@ -123,14 +123,14 @@ def _nvfp4(parts: Parts, role: str, scale: Part, shape: Shape) -> Stored:
     expect(scale, (shape[0], groups_of(shape[1], 16)))
     if "divisor" not in parts:
         expect_one(needed(parts, "multiplier"))
-        found = QuantFormat("nvfp4", "modelopt", 16, 1, scale.dtype)
+        fmt = QuantFormat("nvfp4", "modelopt", 16, 1, scale.dtype)
         return Stored(
-            found, shape, lambda t, _: codes.nvfp4(t(role), t("scale"), t("multiplier").float().reshape(()))
+            fmt, shape, lambda t, _: codes.nvfp4(t(role), t("scale"), t("multiplier").float().reshape(()))
         )
     expect_one(parts["divisor"])
-    found = QuantFormat("nvfp4", "compressed-tensors", 16, 1, scale.dtype)
+    fmt = QuantFormat("nvfp4", "compressed-tensors", 16, 1, scale.dtype)
     return Stored(
-        found,
+        fmt,
         shape,
         lambda t, _: codes.nvfp4(t(role), t("scale").float() / t("divisor").float().reshape(()), 1.0),
     )

@@ -45,12 +45,12 @@ def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_expert(name: str) -> bool:
-    """Of a routed expert; shared ones belong to the dense layers."""
+    """Whether `name` is of a routed expert; shared ones belong to the dense layers."""
     return ".experts." in name
 
 
 def is_table(name: str) -> bool:
-    """Of a table that is read by row (`tables/`): it is no matrix, and never read as a whole with its layer."""
+    """Whether `name` is of a table that is read by row (`tables/`): no matrix, never read as a whole with its layer."""
     return ".ngram_embedding." in name
 
 

@@ -43,9 +43,9 @@ def quant_hints(directory: Path) -> QuantHints:
     for name, key in (("config.json", KEY), ("hf_quant_config.json", "quantization")):
         if (directory / name).is_file():
             config = read_json(directory / name)
-            found = config.get(key) or _text_part(config).get(key)
-            if found:
-                return parse_hints(found, f"{directory / name}: {key}")
+            settings = config.get(key) or _text_part(config).get(key)
+            if settings:
+                return parse_hints(settings, f"{directory / name}: {key}")
     return QuantHints(f"{directory / 'config.json'}: {KEY}")
 
 
@@ -59,7 +59,7 @@ def parse_hints(config: object, where: str) -> QuantHints:
     """`config`: the JSON object at `where`."""
     if not isinstance(config, dict):
         raise CheckpointError(f'{where} is {config!r}, not an object; try {{"quant_method": "fp8"}}')
-    method, format_said = _method(config, where)
+    method, format_text = _method(config, where)
     _refuse_sparse(config, where)
     _refuse_rotations(config, where)
     sections = list(_sections(config))
@@ -70,7 +70,7 @@ def parse_hints(config: object, where: str) -> QuantHints:
         groups=tuple(dict.fromkeys(group for section in sections for group in _groups(section))),
         bits=_bits(sections, where),
         act_order=_act_order(sections),
-        gptq_version=_gptq_version(format_said, method, where),
+        gptq_version=_gptq_version(format_text, method, where),
         symmetric=config.get("sym") is True or config.get("zero_point") is False,
     )
 
@@ -79,8 +79,8 @@ def _method(config: Mapping[str, Any], where: str) -> tuple[str, str]:
     """The method that wrote the tensors, and the version of GPTQ's; "": only the tensors tell."""
     method = str(config.get("quant_method") or ("modelopt" if "quant_algo" in config else ""))
     if method not in (*METHODS, *AUTO_ROUND, ""):
-        known = ", ".join((*METHODS, *AUTO_ROUND))
-        raise CheckpointError(f"{where}.quant_method {method!r} cannot be read; these can: {known}")
+        names = ", ".join((*METHODS, *AUTO_ROUND))
+        raise CheckpointError(f"{where}.quant_method {method!r} cannot be read; these can: {names}")
     if method not in AUTO_ROUND:
         return method, str(config.get("checkpoint_format") or method)
     packing = str(config.get("packing_format") or "").rpartition(":")[2]
@@ -112,18 +112,18 @@ def _groups(section: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _bits(sections: Iterable[Mapping[str, Any]], where: str) -> int:
-    """Of integers; 0 where nothing or several things are said."""
-    said = {s.get("bits", s.get("w_bit", s.get("num_bits"))) for s in sections} - {None}
-    for value in said - {4, 8}:
+    """Bits of integers, 4 or 8; 0 where nothing or several things are said. Raises CheckpointError for others."""
+    widths = {s.get("bits", s.get("w_bit", s.get("num_bits"))) for s in sections} - {None}
+    for value in widths - {4, 8}:
         raise CheckpointError(f"{where}: {value!r} bits cannot be read; 4 and 8 can")
-    return int(said.pop()) if len(said) == 1 else 0
+    return int(widths.pop()) if len(widths) == 1 else 0
 
 
 def _act_order(sections: Iterable[Mapping[str, Any]]) -> bool | None:
     """GPTQ's `desc_act`; compressed-tensors' `actorder`, where only "group" leaves the groups permuted."""
-    said = [s["desc_act"] is True for s in sections if "desc_act" in s]
-    said += [s["actorder"] in (True, "group", "dynamic") for s in sections if "actorder" in s]
-    return any(said) if said else None
+    orders = [s["desc_act"] is True for s in sections if "desc_act" in s]
+    orders += [s["actorder"] in (True, "group", "dynamic") for s in sections if "actorder" in s]
+    return any(orders) if orders else None
 
 
 def _gptq_version(written: str, method: str, where: str) -> int:
@@ -145,7 +145,7 @@ def _refuse_sparse(config: Mapping[str, Any], where: str) -> None:
 
 def _refuse_rotations(config: Mapping[str, Any], where: str) -> None:
     """Quark can write models whose activations must be rotated while they run."""
-    said = config.get("algo_config")
-    names = [str(each.get("name")) for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+    entries = config.get("algo_config")
+    names = [str(each.get("name")) for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
     if rotations := [name for name in names if name in ("rotation", "quarot")]:
         raise CheckpointError(f"{where}.algo_config {rotations[0]!r} cannot be read: activations are not rotated here")

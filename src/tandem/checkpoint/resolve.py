@@ -1,4 +1,4 @@
-"""What a user types as MODEL → a directory, or a GGUF file."""
+"""MODEL, as a user types it → a directory, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ def _resolved(text: str, path: Path) -> Path:
 
 
 def _cached(name: HubName) -> Path:
-    found = find_snapshot(name)
-    if found is None:
+    snapshot = find_snapshot(name)
+    if snapshot is None:
         raise HubError(
             f"{name} is no directory here, and not in {cache_root()}: `kt model pull {name}` fetches it"
         )
-    if found.model is None:
+    if snapshot.model is None:
         raise HubError(
-            f"{name} is in {cache_root()}, but lacks {_listed(found.missing)}: `kt model pull {name}`"
+            f"{name} is in {cache_root()}, but lacks {_listed(snapshot.missing)}: `kt model pull {name}`"
         )
-    return found.model if found.model.is_file() else found.directory
+    return snapshot.model if snapshot.model.is_file() else snapshot.directory
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What a scale tensor's shape says: one scale per tensor, row, group or block."""
+"""Granularity of scales, from a scale tensor's shape: one scale per tensor, row, group or block."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def as_numbers(scale: Tensor) -> Tensor:
 
 
 def scaling(part: Part, shape: tuple[int, int], hints: QuantHints, *, transposed: bool = False) -> Scaling:
-    """Of a matrix [N, K]. `transposed`: scales are [groups, N] (GPTQ, AWQ)."""
+    """Granularity of the scales of a matrix [N, K]. `transposed`: scales are [groups, N] (GPTQ, AWQ)."""
     if part.dtype not in NUMBERS:
         raise part.wrong(f"is {part.dtype}; scales here are {', '.join(NUMBERS)}")
     n, k = shape
-    found = tuple(reversed(part.shape)) if transposed else part.shape
-    if found in ((n, 1), (n,)):
+    sizes = tuple(reversed(part.shape)) if transposed else part.shape
+    if sizes in ((n, 1), (n,)):
         return Scaling(0, 1)
-    if found in ((), (1,), (1, 1)):
+    if sizes in ((), (1,), (1, 1)):
         return Scaling(0, 0)
-    if len(found) == 2 and found[0] == n:
-        return Scaling(_group(part, k, found[1], hints), 1)
+    if len(sizes) == 2 and sizes[0] == n:
+        return Scaling(_group(part, k, sizes[1], hints), 1)
     return _block(part, shape, hints)
 
 
@@ -76,8 +76,8 @@ def _block(part: Part, shape: tuple[int, int], hints: QuantHints) -> Scaling:
 
 
 def _no_block(part: Part, shape: tuple[int, int], hints: QuantHints) -> CheckpointError:
-    said = ", ".join(f"[{rows}, {columns}]" for rows, columns in hints.blocks)
-    tried = f"{hints.where} says blocks of {said}" if said else "blocks of [128, 128] do not fit"
+    sizes = ", ".join(f"[{rows}, {columns}]" for rows, columns in hints.blocks)
+    tried = f"{hints.where} says blocks of {sizes}" if sizes else "blocks of [128, 128] do not fit"
     guess = next((p for p in _POWERS if part.shape == tuple(groups_of(size, p) for size in shape)), 0)
-    advice = f"; try {hints.where}.weight_block_size = [{guess}, {guess}]" if guess and not said else ""
+    advice = f"; try {hints.where}.weight_block_size = [{guess}, {guess}]" if guess and not sizes else ""
     return part.wrong(f"has shape {part.shape}, but its weight has {shape} and {tried}{advice}")

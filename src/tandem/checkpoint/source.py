@@ -65,7 +65,7 @@ class Checkpoint(Protocol):
         ...
 
     def weight(self, module: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL) -> Weight:
-        """Of the matrix [N, K] of `module` (a name without `.weight`), however it is stored, these rows and columns.
+        """Rows and columns of the matrix [N, K] of `module` (a name without `.weight`), however it is stored.
 
         Numbers are a view of the mapped file, codes are made from mapped parts by this call. CheckpointError when it is
         absent, of another shape, or stored in a way that cannot be read.
@@ -87,7 +87,7 @@ class Checkpoint(Protocol):
         ...
 
     def formats(self) -> StoredFormats:
-        """What experts and dense matrices are stored as, for the planner."""
+        """Formats that experts and dense matrices are stored as, for the planner."""
         ...
 
     def expert_files(self) -> tuple[list[Path], bool]:
@@ -143,9 +143,9 @@ def _check_not_an_adapter(directory: Path) -> None:
     file = directory / "adapter_config.json"
     if file.is_file() and not (directory / "config.json").exists():
         base = read_json(file).get("base_model_name_or_path")
-        of = f" of {base}" if isinstance(base, str) and base else ""
+        note = f" of {base}" if isinstance(base, str) and base else ""
         raise CheckpointError(
-            f"{directory} is an adapter (LoRA){of}, and no model: adapters are not served. Merge it into its model "
+            f"{directory} is an adapter (LoRA){note}, and no model: adapters are not served. Merge it into its model "
             "with peft's merge_and_unload(), save that with save_pretrained(), and serve the result"
         )
 

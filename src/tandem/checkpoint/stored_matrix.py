@@ -42,8 +42,8 @@ def needed(parts: Parts, role: str) -> Part:
 def agreed(part: Part, found: tuple[int, ...], wanted: Shape | None) -> Shape:
     if len(found) != 2 or (wanted is not None and found != wanted):
         implied = f"config.json implies {wanted}" if wanted else "a matrix has two dimensions"
-        stands = "" if found == part.shape else f", which stands for {found}"
-        raise part.wrong(f"has shape {part.shape}{stands}, but {implied}")
+        note = "" if found == part.shape else f", which stands for {found}"
+        raise part.wrong(f"has shape {part.shape}{note}, but {implied}")
     return found[0], found[1]
 
 

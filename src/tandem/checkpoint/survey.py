@@ -24,19 +24,19 @@ NUMBERS = ("kv_b_proj", ".k_b_proj", ".v_b_proj", "o_a_proj", "_hc.fn", "hc_fn")
 
 def survey(modules: Mapping[str, Parts], hints: QuantHints) -> Survey:
     """CheckpointError names the first matrix whose scales are missing or do not fit."""
-    found: dict[str, tuple[Stored, int]] = {}
-    alike: dict[object, tuple[Stored, int] | None] = {}  # thousands of experts have the same few forms
+    matrices: dict[str, tuple[Stored, int]] = {}
+    by_form: dict[object, tuple[Stored, int] | None] = {}  # thousands of experts have the same few forms
     for module, parts in modules.items():
         part = codes_part(parts)
         if part is None or is_table(part.name):
             continue
         form = part.name[-7:], *[(role, p.dtype, p.shape) for role, p in parts.items()]
-        if form not in alike:
-            alike[form] = _surveyed(part, parts, hints)
-        one = alike[form]
+        if form not in by_form:
+            by_form[form] = _surveyed(part, parts, hints)
+        one = by_form[form]
         if one is not None:
-            found[module] = one
-    return found
+            matrices[module] = one
+    return matrices
 
 
 def _surveyed(part: Part, parts: Parts, hints: QuantHints) -> tuple[Stored, int] | None:
@@ -78,8 +78,8 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
         tuple[str, int], tuple[QuantFormat, int]
     ] = {}  # few formats, many matrices: told apart by identity first
     for module, fmt, weights in matrices:
-        which = kind, _ = _kind(module), id(fmt)
-        sums[which] = fmt, weights + (sums[which][1] if which in sums else 0)
+        key = kind, _ = _kind(module), id(fmt)
+        sums[key] = fmt, weights + (sums[key][1] if key in sums else 0)
         if kind != "experts" and fmt.along > 1:
             output = module.rpartition(".")[2]
             units[kind][output] = lcm(fmt.along, units[kind].get(output, 1))

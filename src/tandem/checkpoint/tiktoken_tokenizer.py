@@ -63,23 +63,23 @@ def _tokens(path: Path) -> list[bytes]:
 
 def _named(settings: dict[str, Any]) -> dict[int, AddedToken]:
     """Added tokens by their ids."""
-    found = settings.get("added_tokens_decoder")
+    decoder = settings.get("added_tokens_decoder")
     return {
         int(place[:ID_DIGITS]): AddedToken(
             str(token.get("content", "")), normalized=False, special=token.get("special") is True
         )
-        for place, token in (found.items() if isinstance(found, dict) else ())
+        for place, token in (decoder.items() if isinstance(decoder, dict) else ())
         if place.isdecimal() and isinstance(token, dict)
     }
 
 
-def _add(tokenizer: Tokenizer, path: Path, named: dict[int, AddedToken], first: int) -> None:
+def _add(tokenizer: Tokenizer, path: Path, tokens: dict[int, AddedToken], first: int) -> None:
     """The library numbers added tokens in their order, so none may be left out."""
-    end = max(first + RESERVED, *(place + 1 for place in named), first)
+    end = max(first + RESERVED, *(place + 1 for place in tokens), first)
     if end > first + 16 * RESERVED:
         raise CheckpointError(f"{path} has {first} tokens, but tokenizer_config.json names token {end - 1}")
     for place in range(first, end):
-        token = named.get(place) or AddedToken(f"<|reserved_token_{place}|>", normalized=False, special=True)
+        token = tokens.get(place) or AddedToken(f"<|reserved_token_{place}|>", normalized=False, special=True)
         tokenizer.add_tokens([token])
         if tokenizer.token_to_id(token.content) != place:
             raise CheckpointError(f"tokenizer_config.json names {token.content!r} twice, or an empty token")

@@ -42,7 +42,7 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=version_asked, help="The same as kt version.")
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Options that stand before a command."""
 
 
 app.command(

@@ -141,15 +141,15 @@ def kernels(
     """
     from tandem.bench.kernels import run as measured
 
-    asked: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "shapes": shape or ["demo"], "formats": fmt or ["bf16"], "tiers": tier or [],
         "tokens": tokens or [1, 8, 64, 512],
     }  # fmt: skip
     if explain:
-        measured.explain(**asked)
+        measured.explain(**shared)
         return
     measures = measured.Asked(
-        **asked, with_torch=with_torch, int8_activations=int8_activations, seconds=seconds,
+        **shared, with_torch=with_torch, int8_activations=int8_activations, seconds=seconds,
         working_set_mib=working_set_mib,
     )  # fmt: skip
     measured.run(measures, threads, out, plot)
@@ -200,9 +200,9 @@ def decode(
         from tandem.bench import hybrid as bench_hybrid
 
         shares, formats = tuple(gpu_share or [0.0, 0.5, 1.0]), tuple(fmt or ["BF16"])
-        asked = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
+        arguments = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
         more = (threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
-        bench_hybrid.run(bench_hybrid.Request(*asked, *more), out)
+        bench_hybrid.run(bench_hybrid.Request(*arguments, *more), out)
         return
     if speculative is not None and overlap is not None:
         from tandem.bench.told import rows as told_rows
@@ -212,9 +212,9 @@ def decode(
     if speculative is not None:
         from tandem.bench import speculation as bench_speculation
 
-        known = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
+        base = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
         guesses = (name := check_algorithm(speculative), num_steps or default_guesses(name), governor)
-        bench_speculation.run(bench_speculation.Request(*known, *guesses, tuple(acceptance or ()), config, layers), out)
+        bench_speculation.run(bench_speculation.Request(*base, *guesses, tuple(acceptance or ()), config, layers), out)
         return
     from tandem.bench.decode import Request, run
 
@@ -314,11 +314,11 @@ def serve(
     if long_prompt is not None:
         from tandem.bench.gaps import readers, rows
 
-        wanted = readers.Wanted(
+        reading = readers.Wanted(
             long_prompt, (concurrency or [1])[0], input_len, output_len or 1024, gaps, seconds=seconds, seed=seed
         )
         key = api_key or env.api_key()
-        return rows.run(rows.Request(model, url, config, layers, wanted, key, flags), out, plot)
+        return rows.run(rows.Request(model, url, config, layers, reading, key, flags), out, plot)
     from tandem.bench.load_client import Load
     from tandem.bench.prompt_file import read_prompts
     from tandem.bench.serve import Request, run

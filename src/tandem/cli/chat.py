@@ -55,7 +55,7 @@ def chat(
 
 
 def _url(host: str, port: int) -> str:
-    """Of a name or an address, perhaps with its port; a whole URL, as the server prints it, is taken as it is."""
+    """URL of a name or an address, perhaps with its port; a whole URL, as the server prints it, is taken as it is."""
     if "://" in host:
         return host.rstrip("/").removesuffix("/v1")  # the base URL that other clients want
     if re.fullmatch(r"[^:]+:\d+|\[.*\]:\d+", host):
@@ -115,8 +115,8 @@ class Conversation:
 
     def _prompt(self, text: str) -> str:
         # \001 and \002 tell readline which bytes take no space on the line.
-        shown = sys.stdin.isatty() and self._console.is_terminal
-        return f"\001\033[1;36m\002{text}\001\033[0m\002 " if shown else ""
+        coloured = sys.stdin.isatty() and self._console.is_terminal
+        return f"\001\033[1;36m\002{text}\001\033[0m\002 " if coloured else ""
 
     def _command(self, text: str) -> bool:
         name, _, rest = re.sub(r"\s", " ", text, count=1).partition(" ")

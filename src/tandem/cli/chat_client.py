@@ -24,7 +24,7 @@ class ChatError(TandemError):
 
 @dataclass
 class Speed:
-    """Of the last answer; tokens as the server counted them."""
+    """Speed of the last answer; tokens as the server counted them."""
 
     tokens: int = 0
     first_token_seconds: float = 0.0
@@ -32,7 +32,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding: the first token's time is the prompt's."""
+        """Tokens per second of decoding: the first token's time is the prompt's."""
         span = self.seconds - self.first_token_seconds
         return (self.tokens - 1) / span if self.tokens > 1 and span > 0 else 0.0
 
@@ -120,9 +120,9 @@ class ChatClient:
 
     def _content(self, question: str) -> str | list[dict[str, Any]]:
         """With the pictures that were attached: before the text, as models saw them in training."""
-        shown: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         self.images = []
-        return [*shown, {"type": "text", "text": question}] if shown else question
+        return [*images, {"type": "text", "text": question}] if images else question
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """Pieces of the answer. When the caller stops early, what was said so far stays in the history and the
@@ -156,13 +156,13 @@ class ChatClient:
 
     def _body(self) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        wanted = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return {
             "messages": [*system, *self.history],
             "stream": True,
             "stream_options": {"include_usage": True},
             **({} if self.model is None else {"model": self.model}),
-            **{name: value for name, value in wanted.items() if value is not None},
+            **{name: value for name, value in sampling.items() if value is not None},
         }
 
     def _pieces(self, answer: httpx.Response, started: float) -> Iterator[str]:

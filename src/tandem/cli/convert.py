@@ -69,9 +69,9 @@ def convert(
     from tandem.convert.methods import usual_name
     from tandem.errors import ConfigError
 
-    named = _one(model, input_path, "MODEL", "--input-path")
+    source = _one(model, input_path, "MODEL", "--input-path")
     target = Path(_one(out, output, "OUT", "--output"))
-    directory, workers = _directory(named), cpuinfer_threads or workers
+    directory, workers = _directory(source), cpuinfer_threads or workers
     if max_shard_gb <= 0 or workers < 0:
         raise ConfigError("--max-shard-gb must be more than 0, --workers 0 or more")
     for line in _notes(directory, threadpool_count):

@@ -14,15 +14,15 @@ from tandem.machine.machine import Machine
 
 
 def doctor() -> None:
-    """What this machine has, how fast it is, what is wrong, and the command that mends it. Takes some seconds.
+    """Show what this machine has, how fast it is, what is wrong, and the command that mends it. Takes some seconds.
 
     Example: kt doctor
     """
     from rich.console import Console
 
     with Console(stderr=True).status("looking at this machine, and measuring its memory …"):
-        found = list(_findings())
-    show(found)
+        findings = list(_findings())
+    show(findings)
     raise typer.Exit(0 if checks.kernels_are_built() else 1)
 
 
@@ -45,10 +45,10 @@ def _measured(machine: Machine) -> Iterator[Finding]:
     from tandem._core import supported_tiers
     from tandem.bench import probes
 
-    here = machine.limited_to(supported_tiers())
+    usable = machine.limited_to(supported_tiers())
     gpu = probes.gpu_speeds() if machine.gpus and not machine.gpu_missing else None
-    speeds = probes.with_gpu_speeds(probes.cpu_speeds(here, here.tiers[-1]), gpu)
-    yield from checks.speeds_found(here, speeds, 0.0 if gpu is None else gpu.from_gpu_gbps)
+    speeds = probes.with_gpu_speeds(probes.cpu_speeds(usable, usable.tiers[-1]), gpu)
+    yield from checks.speeds_found(usable, speeds, 0.0 if gpu is None else gpu.from_gpu_gbps)
 
 
 def show(found: Iterable[Finding]) -> None:
@@ -58,11 +58,11 @@ def show(found: Iterable[Finding]) -> None:
     from rich.text import Text
 
     table, console = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False), Console()
-    listed = list(found)
-    for finding in listed:
+    findings = list(found)
+    for finding in findings:
         mark = Text("!", style="bold yellow") if finding.fix else Text("✓", style="green")
         table.add_row(mark, Text(finding.name, style="bold"), Text(finding.value))
     console.print(table)
-    for finding in (one for one in listed if one.fix):
+    for finding in (one for one in findings if one.fix):
         text = f"\n! {finding.name}: {finding.fix}\n    {finding.command}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What `kt doctor` looks at: packages, hardware, settings, speeds, places. Each problem has its command."""
+"""Checks of `kt doctor`: packages, hardware, settings, speeds, places. Each problem has its command."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Finding(NamedTuple):
 
 def software(machine: Machine | None = None) -> Iterator[Finding]:
     """Python, torch, our kernels, and what a GPU needs beside them."""
-    here, (oldest, newest) = sys.version_info[:2], SUPPORTED_PYTHON
-    wrong = "" if oldest <= here <= newest else "Tandem runs on Python 3.11 to 3.14"
+    version, (oldest, newest) = sys.version_info[:2], SUPPORTED_PYTHON
+    wrong = "" if oldest <= version <= newest else "Tandem runs on Python 3.11 to 3.14"
     command = "python3.13 -m venv .venv && .venv/bin/pip install tandem-moe" if wrong else ""
-    yield Finding("Python", ".".join(map(str, here)), wrong, command)
+    yield Finding("Python", ".".join(map(str, version)), wrong, command)
     torch = installed_version("torch")
     fits = torch.startswith("2.") and int(torch.split(".")[1]) >= 11
     yield Finding(
@@ -81,7 +81,7 @@ def kernels_are_built() -> bool:
 
 
 def hardware(machine: Machine) -> Iterator[Finding]:
-    """What `Machine` knows."""
+    """Findings about CPU, NUMA nodes, memory and GPUs, as `Machine` knows them."""
     yield Finding("CPU", machine.cpu_model)
     yield _threads(machine)
     yield _tiers(machine)
@@ -145,7 +145,7 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def settings(machine: Machine, root: Path = Path("/")) -> Iterator[Finding]:
-    """What of the system makes it slow or stops it."""
+    """Findings about settings of the system that make Tandem slow or stop it."""
     yield from _huge_pages(root)
     yield from _governor(root)
     if len(machine.nodes) > 1 and read_text(root / "proc/sys/kernel/numa_balancing") == "1":
@@ -203,25 +203,25 @@ def speeds_found(machine: Machine, speeds: Speeds, from_gpu_gbps: float = 0.0) -
 
 
 def _gpu_memory(gpu: Gpu, speeds: Speeds) -> Finding:
-    known, value = gpu_model(gpu.name), f"{speeds.gpu_gbps:.0f} GB/s copied"
-    if known is None or speeds.gpu_gbps >= GOOD_SHARE * known.gbps:
+    model, value = gpu_model(gpu.name), f"{speeds.gpu_gbps:.0f} GB/s copied"
+    if model is None or speeds.gpu_gbps >= GOOD_SHARE * model.gbps:
         return Finding("GPU memory", value)
-    fix = f"the maker says {known.gbps:.0f}: other programs use it, or it is throttled"
+    fix = f"the maker says {model.gbps:.0f}: other programs use it, or it is throttled"
     return Finding("GPU memory", value, fix, "nvidia-smi -q -d PERFORMANCE,CLOCK,UTILIZATION")
 
 
 def _pcie(gpu: Gpu, up: float, down: float) -> Finding:
     value = f"{up:.1f} GB/s to the GPU" + (f", {down:.1f} back" if down else "") + f", pinned; {gpu.pcie}"
-    can = link_gbps(gpu.pcie)
-    if not can or up >= GOOD_SHARE * can:
+    link_rate = link_gbps(gpu.pcie)
+    if not link_rate or up >= GOOD_SHARE * link_rate:
         return Finding("PCIe", value)
-    fix = f"{gpu.pcie} could do {can:.0f} GB/s: the slot or a riser may have fewer lanes"
+    fix = f"{gpu.pcie} could do {link_rate:.0f} GB/s: the slot or a riser may have fewer lanes"
     query = "pcie.link.gen.current,pcie.link.width.current"
     return Finding("PCIe", value, fix, f"nvidia-smi --query-gpu={query} --format=csv (while it is busy)")
 
 
 def link_gbps(text: str) -> float:
-    """Of "gen5 x16"; 0 where it is not known."""
+    """GB/s of a PCIe link such as "gen5 x16"; 0 where it is not known."""
     words = text.replace("gen", "").split(" x")
     if len(words) != 2 or not all(word.isdecimal() for word in words):
         return 0.0
@@ -250,7 +250,7 @@ def _free(folder: Path) -> tuple[int, Path]:
 
 
 def network() -> Iterator[Finding]:
-    """Whether `kt serve` could listen where it does by default."""
+    """Finding on the port where `kt serve` listens by default: free, or in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

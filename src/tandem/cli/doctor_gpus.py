@@ -44,12 +44,12 @@ def topology(text: str) -> dict[Pair, str]:
     lines = [_COLOURS.sub("", line).split() for line in text.splitlines()]
     header = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
     columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
-    found: dict[Pair, str] = {}
+    words_of: dict[Pair, str] = {}
     for words in lines:
         if len(words) > len(columns) and re.fullmatch(r"GPU\d+", words[0]) and words != header:
             row = int(words[0][3:])
-            found |= {(row, column): word for column, word in zip(columns, words[1:], strict=False)}
-    return found
+            words_of |= {(row, column): word for column, word in zip(columns, words[1:], strict=False)}
+    return words_of
 
 
 def _hidden(machine: Machine, present: tuple[Gpu, ...]) -> Iterator[Finding]:
@@ -96,7 +96,7 @@ def _way(word: str) -> str:
 
 
 def _peers(pairs: list[Pair], words: dict[Pair, str]) -> Iterator[Finding]:
-    """Whether GPUs can write into each other's memory. No problem: there is another way, which is slower."""
+    """Findings on GPUs that write into each other's memory. Where they cannot, a slower way is used."""
     states = {pair: words[pair] for pair in pairs if pair in words}
     lacking = {pair: state for pair, state in states.items() if state != "OK"}
     if not states:
@@ -104,6 +104,6 @@ def _peers(pairs: list[Pair], words: dict[Pair, str]) -> Iterator[Finding]:
     if not lacking:
         yield Finding("GPU peers", "all; a start of ranks tries them")
         return
-    named = ", ".join(f"{one}-{other}" for one, other in lacking)
+    names = ", ".join(f"{one}-{other}" for one, other in lacking)
     why = ", ".join(dict.fromkeys(PEER_STATES.get(state, state) for state in lacking.values()))
-    yield Finding("GPU peers", f"not {named} ({why}): ranks sum through CPU memory, which takes about twice as long")
+    yield Finding("GPU peers", f"not {names} ({why}): ranks sum through CPU memory, which takes about twice as long")

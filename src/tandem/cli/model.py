@@ -42,7 +42,7 @@ def pull(
 
 @model.command("list")
 def list_models() -> None:
-    """What is in the cache, also what other programs have fetched.
+    """List the models in the cache, also those that other programs have fetched.
 
     Example: kt model list
     """
@@ -56,8 +56,8 @@ def list_models() -> None:
     table.add_column("model", no_wrap=True)
     table.add_column("GB", justify="right")
     table.add_column("")
-    for kept in kept_models():
-        table.add_row(kept.name, f"{kept.nbytes / 1e9:.2f}", "" if kept.whole else "weights missing")
+    for entry in kept_models():
+        table.add_row(entry.name, f"{entry.nbytes / 1e9:.2f}", "" if entry.whole else "weights missing")
     console = Console()
     console.print(table if table.row_count else "no models", soft_wrap=True)
     console.print(f"in {cache_root()}", style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -89,7 +89,7 @@ def _hub_name(text: str) -> HubName:
     from tandem.errors import ConfigError
     from tandem.hub.names import hub_name
 
-    found = hub_name(text)
-    if found is None:
+    name = hub_name(text)
+    if name is None:
         raise ConfigError(f"{text} is not a name of the hub: give ORG/NAME, as Qwen/Qwen3-30B-A3B")
-    return found
+    return name

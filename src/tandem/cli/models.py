@@ -41,21 +41,21 @@ def models(
     if not name:
         _show_all(table, as_json)
         return
-    looked = _of_name(table, name)
-    if isinstance(looked, list):
-        _show_several(looked, as_json)
+    answer = _of_name(table, name)
+    if isinstance(answer, list):
+        _show_several(answer, as_json)
         return
-    found = looked
+    row = answer
     if as_json:
-        typer.echo(json.dumps(_entry(found)))
+        typer.echo(json.dumps(_entry(row)))
     else:
-        why = f": {found.why or found.gpu}" if found.why or found.gpu else ""
-        typer.echo(f"{found.model_type}: {found.how}, {_means(found)}{why}")
-    raise typer.Exit(1 if found.how == "refused" else 0)
+        why = f": {row.why or row.gpu}" if row.why or row.gpu else ""
+        typer.echo(f"{row.model_type}: {row.how}, {_means(row)}{why}")
+    raise typer.Exit(1 if row.how == "refused" else 0)
 
 
 def _of_name(table: Table, name: str) -> Runs | list[Runs]:
-    """Of a path, a model or a type; several where `name` is how more than one begin. Raises TandemError."""
+    """Rows of a path, a model or a type; several where `name` is how more than one begin. Raises TandemError."""
     from tandem.architectures.model_types import rows_called, type_of_name
     from tandem.flags.env import DEMO
     from tandem.hub.names import may_be_path
@@ -123,8 +123,8 @@ def _entry(row: Runs) -> dict[str, Any]:
 
 def _show_all(table: Table, as_json: bool) -> None:
     if as_json:
-        found = {"transformers": table.transformers, "types": [_entry(row) for row in table.rows]}
-        typer.echo(json.dumps(found, indent=2))
+        content = {"transformers": table.transformers, "types": [_entry(row) for row in table.rows]}
+        typer.echo(json.dumps(content, indent=2))
         return
     _show(table.rows)
     typer.echo(f"\nTypes with experts of Transformers {table.transformers}, each run on a tiny random model.")
@@ -138,8 +138,8 @@ def _show_several(rows: Sequence[Runs], as_json: bool) -> None:
         return
     _show(rows)
     typer.echo()
-    for how in sorted({row.how for row in rows}, key=list(HOW).index):
-        typer.echo(f"{how}: {HOW[how]}")
+    for way in sorted({row.how for row in rows}, key=list(HOW).index):
+        typer.echo(f"{way}: {HOW[way]}")
 
 
 def _show(rows: Sequence[Runs]) -> None:
@@ -150,10 +150,10 @@ def _show(rows: Sequence[Runs]) -> None:
 
     from tandem.architectures.model_types import PUBLISHED
 
-    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("type", "runs", "models, or why not"):
-        made.add_column(column, no_wrap=column in ("type", "runs"), overflow="fold")
+        table.add_column(column, no_wrap=column in ("type", "runs"), overflow="fold")
     for row in sorted(rows, key=lambda row: list(HOW).index(row.how)):
-        said = row.why if row.how == "refused" else ", ".join(PUBLISHED.get(row.model_type, ()))
-        made.add_row(Text(row.model_type), Text(row.how, style=STYLES[row.how]), Text(said))
-    Console().print(made)
+        text = row.why if row.how == "refused" else ", ".join(PUBLISHED.get(row.model_type, ()))
+        table.add_row(Text(row.model_type), Text(row.how, style=STYLES[row.how]), Text(text))
+    Console().print(table)

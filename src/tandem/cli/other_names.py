@@ -34,7 +34,7 @@ def flowing(text: str) -> str:
 
 
 class Commands(Group):
-    """Of `kt`. Names: KTransformers', Ollama's."""
+    """Commands of `kt`. Names: KTransformers', Ollama's."""
 
     instead: ClassVar[Mapping[str, str]] = {
         "run": "kt serve MODEL, then kt chat in another terminal",
@@ -49,7 +49,7 @@ class Commands(Group):
 
 
 class ModelCommands(Group):
-    """Of `kt model`."""
+    """Commands of `kt model`."""
 
     instead: ClassVar[Mapping[str, str]] = {
         "download": "kt model pull NAME",

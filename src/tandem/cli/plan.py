@@ -78,34 +78,34 @@ def plan(
     wish = MachineWish(gpu, ram, bandwidth, cpu, isa, pcie)
     if verify:
         _check_here(wish)
-    asked, refused = _config(context.args, config)
-    model, stored = _subject(asked, config)  # before anything is measured: there may be no such model
+    engine_config, refused = _config(context.args, config)
+    model, stored = _subject(engine_config, config)  # before anything is measured: there may be no such model
     here = _this_machine()
     machine = wished_machine(wish, here)
     probe = _probe(here) if verify else None
     speeds = wished_speeds(wish, machine, _speeds_here(wish, here, probe))
-    question = Question(asked, model, machine, stored, speeds)
-    wanted = Asked(tokens, prompt)
-    found, measured = report(asked.model, question, refused, wanted), None
-    if found.plan is not None:
-        check_statistics(found.plan, model)
-    if probe is not None and found.fits:
-        measured, question, wanted = _verified(question, probe, wanted)
-        found = report(asked.model, question, refused, wanted)
+    question = Question(engine_config, model, machine, stored, speeds)
+    lengths = Asked(tokens, prompt)
+    planned, measured = report(engine_config.model, question, refused, lengths), None
+    if planned.plan is not None:
+        check_statistics(planned.plan, model)
+    if probe is not None and planned.fits:
+        measured, question, lengths = _verified(question, probe, lengths)
+        planned = report(engine_config.model, question, refused, lengths)
     if compare:
-        found.compared.extend(compared(question))
-    found = dataclasses.replace(found, assumed=assumed_text(wish, machine, question.speeds))
+        planned.compared.extend(compared(question))
+    planned = dataclasses.replace(planned, assumed=assumed_text(wish, machine, question.speeds))
     if as_json:
-        typer.echo(json.dumps(found.as_dict() | ({"measured": measured} if verify else {}), indent=1))
+        typer.echo(json.dumps(planned.as_dict() | ({"measured": measured} if verify else {}), indent=1))
     else:
-        show(found, measured)
-    raise typer.Exit(0 if found.fits else 2)
+        show(planned, measured)
+    raise typer.Exit(0 if planned.fits else 2)
 
 
-def _verified(question: Question, probe: MachineProbe, wanted: Asked) -> Verified:
+def _verified(question: Question, probe: MachineProbe, lengths: Asked) -> Verified:
     from tandem.bench.sample import verified
 
-    return verified(question, probe, wanted)
+    return verified(question, probe, lengths)
 
 
 def _config(argv: list[str], named: str | None) -> tuple[EngineConfig, tuple[str, ...]]:
@@ -113,10 +113,10 @@ def _config(argv: list[str], named: str | None) -> tuple[EngineConfig, tuple[str
     from tandem.errors import ConfigError
     from tandem.flags.engine_config import EngineConfig
 
-    found, refused = EngineConfig.possible([*([] if named is None else [named]), *argv])
-    if found is None:
+    engine_config, refused = EngineConfig.possible([*([] if named is None else [named]), *argv])
+    if engine_config is None:
         raise ConfigError("no model is named; try kt plan DIRECTORY, or --config deepseek-v3", *refused[1:])
-    return found, refused
+    return engine_config, refused
 
 
 def _this_machine() -> Machine:
@@ -150,7 +150,7 @@ def _speeds_here(wish: MachineWish, machine: Machine, probe: MachineProbe | None
     return None if wish.other_cpu else probes.cpu_speeds(machine, machine.tiers[-1])
 
 
-def _subject(asked: EngineConfig, named: str | None) -> Subject:
+def _subject(engine_config: EngineConfig, named: str | None) -> Subject:
     """The model's sizes and how it is stored. Raises what reading them raises."""
     from tandem.bench.architectures import named_like, named_subject
     from tandem.engine.start.model_files import inspect
@@ -162,21 +162,21 @@ def _subject(asked: EngineConfig, named: str | None) -> Subject:
         return named_subject(named)
 
     def look(path: Path) -> Subject:
-        model = model_as_stored(path, asked)
-        return model, stored_at(path, model, asked.kt_weight_path)
+        model = model_as_stored(path, engine_config)
+        return model, stored_at(path, model, engine_config.kt_weight_path)
 
     try:
-        return inspect(asked.model, look)
+        return inspect(engine_config.model, look)
     except HubError as error:
-        raise HubError(f"{error}\n{_without_the_hub(asked.model)}") from error
+        raise HubError(f"{error}\n{_without_the_hub(engine_config.model)}") from error
     except CheckpointError as error:
-        if may_be_path(asked.model) or named_like(asked.model) is None:
+        if may_be_path(engine_config.model) or named_like(engine_config.model) is None:
             raise
-        raise CheckpointError(f"{error}\n{_without_the_hub(asked.model)}") from error
+        raise CheckpointError(f"{error}\n{_without_the_hub(engine_config.model)}") from error
 
 
 def _without_the_hub(model: str) -> str:
-    """What to type where nobody answers."""
+    """Advice on what to type where no hub answers."""
     from tandem.bench.architectures import NAMES, named_like
 
     name = named_like(model)

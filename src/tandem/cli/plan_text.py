@@ -54,17 +54,17 @@ def _headline(report: Report, idle: str) -> str:
     if not idle:
         return f"It fits.{_in_short(report)}"
     ways = report.to_use_gpu
-    would = f" This would use it: {ways[0].change}{' (lossy)' if ways[0].lossy else ''}." if ways else ""
-    return f"It fits, but {idle}.{would}{_in_short(report)}"
+    advice = f" This would use it: {ways[0].change}{' (lossy)' if ways[0].lossy else ''}." if ways else ""
+    return f"It fits, but {idle}.{advice}{_in_short(report)}"
 
 
 def _in_short(report: Report) -> str:
     """How fast, before the tables that say why."""
     if report.predicted is None:
         return ""
-    alone, prompt = report.predicted.decode[min(report.predicted.decode)], report.predicted.prompt
+    single, prompt = report.predicted.decode[min(report.predicted.decode)], report.predicted.prompt
     return (
-        f" Predicted: {_rate(alone.low)} to {_rate(alone.high)} tokens/s of one answer, "
+        f" Predicted: {_rate(single.low)} to {_rate(single.high)} tokens/s of one answer, "
         f"{_rate(prompt.low)} to {_rate(prompt.high)} of a prompt."
     )
 
@@ -119,17 +119,17 @@ def speed_table(predicted: Prediction, measured: Mapping[str, float]) -> Table:
         "most of it",
     )
     table = _table("Speed", *columns)
-    for name, found in speeds_by_name(predicted).items():
-        cells = [name, f"{_rate(found.low)} to {_rate(found.high)}", _rate(found.bound)]
+    for name, speed in speeds_by_name(predicted).items():
+        cells = [name, f"{_rate(speed.low)} to {_rate(speed.high)}", _rate(speed.bound)]
         cells += [_rate(measured[name]) if name in measured else ""] if measured else []
-        table.add_row(*cells, _largest(found))
+        table.add_row(*cells, _largest(speed))
     return table
 
 
 def speeds_by_name(predicted: Prediction) -> dict[str, Range]:
     """Every range under the name that tables and `measured` use."""
-    named = {f"decoding, {_sequences(batch)}": found for batch, found in predicted.decode.items()}
-    return named | {f"prompt of {predicted.prompt_tokens}": predicted.prompt}
+    by_name = {f"decoding, {_sequences(batch)}": speed for batch, speed in predicted.decode.items()}
+    return by_name | {f"prompt of {predicted.prompt_tokens}": predicted.prompt}
 
 
 def _sequences(batch: int) -> str:
@@ -140,13 +140,13 @@ def _rate(rate: float) -> str:
     return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
 
 
-def _largest(found: Range) -> str:
-    name, seconds = max(found.parts.items(), key=lambda part: part[1])
-    return f"{name}, {seconds / sum(found.parts.values()):.0%}"
+def _largest(speed: Range) -> str:
+    name, seconds = max(speed.parts.items(), key=lambda part: part[1])
+    return f"{name}, {seconds / sum(speed.parts.values()):.0%}"
 
 
 def speeds_text(speeds: Speeds) -> str:
-    """What the prediction stands on, and where each number comes from."""
+    """Speeds that the prediction stands on, and where each number comes from."""
     parts = [_spoken(speeds, "dram_gbps", f"RAM {speeds.dram_gbps:.0f} GB/s")]
     parts.append(_spoken(speeds, "cpu_flops", f"CPU {speeds.cpu_flops / 1e12:.2f} TFLOPS"))
     if speeds.gpu_gbps:
@@ -172,9 +172,9 @@ def compare_table(rows: list[Row]) -> Table:
     for row in rows:
         name = f"{row.method}{' (lossy)' if row.lossy else ''}"
         if row.decode is None or row.prompt is None:
-            asked = "what fits" if row.gpu_share is None else f"{row.gpu_share:.0%}"
+            share = "what fits" if row.gpu_share is None else f"{row.gpu_share:.0%}"
             table.add_row(
-                name, asked, "", "", "not possible" if row.fits else "does not fit", "", style="dim"
+                name, share, "", "", "not possible" if row.fits else "does not fit", "", style="dim"
             )
         else:
             rates = (f"{_rate(r.low)} to {_rate(r.high)}" for r in (row.decode, row.prompt))

@@ -28,11 +28,11 @@ def main(argv: Sequence[str]) -> None:
 def clean_before_end() -> None:
     """SIGTERM is as Ctrl+C: what is half built is removed. Of several signals only the first counts, or the second
     would interrupt that."""
-    counted = list[int]()
+    interrupts = list[int]()
 
     def interrupt(number: int, _frame: object) -> None:
-        counted.append(number)
-        if len(counted) == 1:
+        interrupts.append(number)
+        if len(interrupts) == 1:
             raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -47,12 +47,12 @@ def _parent() -> int:
 
 def say_coming(planned: Planned, nbytes: int) -> None:
     """Before a download: that it will fit, what it takes, and how fast it will be."""
-    taken = ", ".join(
+    memory = ", ".join(
         f"{gib(ledger.total_bytes)} of {gib(ledger.free_bytes)} {ledger.place}"
         for ledger in planned.plan.ledgers
     )
     speed = f"{_speed_text(planned)}; " if planned.model.moe_layers else ""
-    print(f"it fits: {taken}; {speed}{nbytes / 1e9:.1f} GB are fetched first", file=sys.stderr, flush=True)
+    print(f"it fits: {memory}; {speed}{nbytes / 1e9:.1f} GB are fetched first", file=sys.stderr, flush=True)
 
 
 def _speed_text(planned: Planned) -> str:

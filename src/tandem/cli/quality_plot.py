@@ -34,8 +34,8 @@ def draw(path: Path, measured: tuple[Measured, ...]) -> None:
             layers, own, linestyle="--", color=line.get_color(), label=f"{each.label}, this layer alone"
         )
     axes.set(yscale="log", xlabel="layer", ylabel="relative error of hidden states, %")
-    for shown in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        shown(FormatStrFormatter("%g"))
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter(FormatStrFormatter("%g"))
     axes.grid(alpha=0.3)
     if measured:
         axes.legend(fontsize="small")

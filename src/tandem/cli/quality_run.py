@@ -1,4 +1,4 @@
-"""What `kt quality` does: from flags to a comparison, and its result as tables and JSON."""
+"""The run of `kt quality`: from flags to a comparison, and its result as tables and JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_METHODS = ("INT8", "INT4")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for."""
+    """The flags of a run."""
 
     model: str
     methods: tuple[str, ...] = ()
@@ -87,19 +87,19 @@ class Request:
         return () if self.save_logits else DEFAULT_METHODS
 
     def variants(self, directory: Path) -> list[tuple[str, Variant]]:
-        """What is measured, each with its label."""
+        """Variants that are measured, each with its label."""
         modes = (False, True) if self.int8_activations else (False,)
         nowhere = (None,) if self.cached is None else (0.0,)  # only a GPU has another KV cache
         shares: tuple[float | None, ...] = self.gpu_shares or nowhere
-        found = [
-            Variant(directory, method, self.dtype, self.tier, self.threads, mode, share, late, cached)
+        combinations = [
+            Variant(directory, method, self.dtype, self.tier, self.threads, mode, share, deferred, cached)
             for method in self.measured
             for mode in modes
             for share in shares
-            for late in ((0, self.late) if self.late else (0,))
+            for deferred in ((0, self.late) if self.late else (0,))
             for cached in ((self.cached, "auto") if self.cached else ("auto",))  # the first says what it lacks
         ]
-        return [(_label(variant), variant) for variant in found]
+        return [(_label(variant), variant) for variant in combinations]
 
 
 def _label(variant: Variant) -> str:
@@ -196,8 +196,8 @@ def _writer(request: Request, comparison: Comparison) -> Any:
     if request.save_logits is None or comparison.reference is None:
         return nullcontext()
     vocab, windows = comparison.reference.config.vocab, comparison.windows
-    kept = min(request.keep or vocab, vocab)
-    origin = Origin(_reference_label(request), windows.digest, len(windows.predicting), vocab, kept)
+    logits = min(request.keep or vocab, vocab)
+    origin = Origin(_reference_label(request), windows.digest, len(windows.predicting), vocab, logits)
     return writing(request.save_logits, origin)
 
 
@@ -240,10 +240,10 @@ def _write(out: Path, report: Report) -> None:
 
 def tables(report: Report) -> list[Table]:
     """The summary, then errors by layer where there is a reference model."""
-    made = [_summary(report)]
+    parts = [_summary(report)]
     if any(each.layers for each in report.measured):
-        made.append(_layer_table(report.measured))
-    return made
+        parts.append(_layer_table(report.measured))
+    return parts
 
 
 def _summary(report: Report) -> Table:

@@ -41,12 +41,12 @@ def serve(context: typer.Context) -> None:
     argv = list(context.args)
     if {"-h", "--help", "--help-all"} & set(argv) or not argv:
         return show_help(everything="--help-all" in argv)
-    asked = {"--plan-only", "--force"} & set(argv)
-    config = possible_config([word for word in argv if word not in asked])
-    tell_at_once(f"{'planning' if '--plan-only' in asked else 'starting'} {config.model or config.models} …")
+    own_flags = {"--plan-only", "--force"} & set(argv)
+    config = possible_config([word for word in argv if word not in own_flags])
+    tell_at_once(f"{'planning' if '--plan-only' in own_flags else 'starting'} {config.model or config.models} …")
     if config.models is not None:
-        return serve_several(config, plan_only="--plan-only" in asked)
-    if "--plan-only" in asked:
+        return serve_several(config, plan_only="--plan-only" in own_flags)
+    if "--plan-only" in own_flags:
         from tandem.engine.start.planning import check_tokenizer, plan_of
 
         show_plan(plan_of(config))
@@ -78,8 +78,8 @@ def tell_at_once(text: str) -> None:
 def all_is_here(config: EngineConfig) -> bool:
     """Whether everything that is named is known to be here. What finds that out must not import torch: this process
     goes on to serve, and torch is 1.3 s and 200 MiB. Raises CheckpointError for a path that does not exist."""
-    named = [path for path in (config.model, config.kt_weight_path) if path is not None]
-    return all(_is_here(name) for name in named)
+    paths = [path for path in (config.model, config.kt_weight_path) if path is not None]
+    return all(_is_here(name) for name in paths)
 
 
 def _is_here(name: str) -> bool:
@@ -96,12 +96,12 @@ def _is_here(name: str) -> bool:
         from tandem.checkpoint import resolve_model
 
         return bool(resolve_model(name))
-    found = find_snapshot(of_hub)
-    return found is not None and found.model is not None
+    snapshot = find_snapshot(of_hub)
+    return snapshot is not None and snapshot.model is not None
 
 
 def prepare_in_a_child(argv: list[str]) -> None:
-    """What is not here is built or fetched by a process of its own, for the same reason. Its errors are on stderr.
+    """Builds or fetches what is not here, in a process of its own, for the same reason. Its errors are on stderr.
     Raises typer.Exit with its status where it fails, TandemError where a signal ended it."""
     from tandem.engine.children import exit_reason
 
@@ -156,8 +156,8 @@ def show_plan(plan: Plan) -> None:
 
     console = Console()
     if plan.idle:
-        said = f"{plan.idle}; `kt plan` with the same flags says what would use it"
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        text = f"{plan.idle}; `kt plan` with the same flags says what would use it"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(plan_table(plan))
     for notice in plan.notices:
         console.print(f"note: {notice}", markup=False, highlight=False, soft_wrap=True)
@@ -181,8 +181,8 @@ def show_help(everything: bool) -> None:
 
     console = Console()
     console.print(_EXAMPLES)
-    shown = [f for f in FLAGS if everything or f.essential]
-    for group, flags in groupby(shown, key=lambda f: f.group):
+    flag_list = [f for f in FLAGS if everything or f.essential]
+    for group, flags in groupby(flag_list, key=lambda f: f.group):
         console.print(f"[bold]{group}[/]")
         console.print(_flag_table(list(flags)))
     console.print("[bold]Help[/]")

@@ -29,27 +29,27 @@ def draw(path: Path, record: UsageRecord, found: UsageSummary) -> None:
 
     layers = len(found.layers)
     height = min(14.0, max(3.6, 0.16 * layers + 1.4))
-    figure, (left, right) = pyplot.subplots(
+    figure, (heat_axes, curve_axes) = pyplot.subplots(
         1, 2, figsize=(14, height), width_ratios=(2.2, 1), layout="constrained"
     )
-    _heat(figure, left, found)
-    _curves(right, record, found)
+    _heat(figure, heat_axes, found)
+    _curves(curve_axes, record, found)
     figure.suptitle(_title(record, found), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 
 
-def _title(record: UsageRecord, found: UsageSummary) -> str:
+def _title(record: UsageRecord, usage: UsageSummary) -> str:
     tokens = f", {record.tokens:,} tokens" if record.tokens else ""
-    return f"{record.model or 'expert usage'}{tokens}: {found.effective:.1f} of {found.experts} experts effective"
+    return f"{record.model or 'expert usage'}{tokens}: {usage.effective:.1f} of {usage.experts} experts effective"
 
 
-def _heat(figure, axes, found: UsageSummary) -> None:  # type: ignore[no-untyped-def]
+def _heat(figure, axes, usage: UsageSummary) -> None:  # type: ignore[no-untyped-def]
     from matplotlib.colors import LogNorm
 
     image = axes.imshow(
-        found.relative.clamp(LEAST, MOST).numpy(),
+        usage.relative.clamp(LEAST, MOST).numpy(),
         aspect="auto",
         interpolation="nearest",
         norm=LogNorm(LEAST, MOST),
@@ -58,15 +58,15 @@ def _heat(figure, axes, found: UsageSummary) -> None:  # type: ignore[no-untyped
     ticks = [2.0**i for i in range(-4, 5, 2)]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
-    shown = range(0, len(found.layers), max(1, len(found.layers) // 16))
-    axes.set_yticks(list(shown), labels=[str(found.layers[i].layer) for i in shown])
+    marked = range(0, len(usage.layers), max(1, len(usage.layers) // 16))
+    axes.set_yticks(list(marked), labels=[str(usage.layers[i].layer) for i in marked])
     axes.set(xlabel="expert", ylabel="layer")
 
 
-def _curves(axes, record: UsageRecord, found: UsageSummary) -> None:  # type: ignore[no-untyped-def]
+def _curves(axes, record: UsageRecord, usage: UsageSummary) -> None:  # type: ignore[no-untyped-def]
     counts = record.total
     share = ((torch.arange(counts.numel()) + 1) / counts.numel() * 100).numpy()
-    each = ((torch.arange(found.experts) + 1) / found.experts * 100).numpy()
+    each = ((torch.arange(usage.experts) + 1) / usage.experts * 100).numpy()
     for row in counts:
         if bool(row.any()):
             axes.plot(each, (cumulative(row) * 100).numpy(), color="tab:blue", alpha=0.12, linewidth=0.8)

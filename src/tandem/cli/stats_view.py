@@ -1,4 +1,4 @@
-"""What `kt stats` shows in the terminal and as JSON."""
+"""Views of `kt stats`, in the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def run(file: Path, png: Path | None, as_json: bool) -> None:
         check_matplotlib()
     record = read_usage(file)
     try:
-        found = summary(record)
+        usage = summary(record)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     if as_json:
-        print(json.dumps(as_dict(file, record, found), indent=1))
+        print(json.dumps(as_dict(file, record, usage), indent=1))
     else:
-        show(Console(), record, found)
+        show(Console(), record, usage)
     if png is not None:
         from tandem.cli.stats_plot import draw
 
-        draw(png, record, found)
+        draw(png, record, usage)
         if not as_json:
             print(f"Written to {png}")
 
@@ -79,16 +79,16 @@ def headline(record: UsageRecord, found: UsageSummary) -> str:
 
 
 def heat_map(found: UsageSummary, width: int) -> Table:
-    made = Table(box=None, pad_edge=False, collapse_padding=True)
+    rows = Table(box=None, pad_edge=False, collapse_padding=True)
     for name in ("layer", "effective", "hottest 10 %", "unused"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column(f"experts 0 to {found.experts - 1}", no_wrap=True)
+        rows.add_column(name, justify="right", no_wrap=True)
+    rows.add_column(f"experts 0 to {found.experts - 1}", no_wrap=True)
     for layer, row in zip(found.layers, found.relative, strict=True):
-        made.add_row(
+        rows.add_row(
             str(layer.layer), f"{layer.effective:.1f}", f"{layer.hottest_tenth:.0%}", str(layer.unused),
             cells(row, room(width)),
         )  # fmt: skip
-    return made
+    return rows
 
 
 def room(width: int) -> int:
@@ -122,9 +122,9 @@ def legend(found: UsageSummary, width: int) -> Text:
 
 
 def curve(found: UsageSummary) -> Table:
-    made = Table(title="The hottest experts of all layers serve", title_justify="left", box=None)
+    rows = Table(title="The hottest experts of all layers serve", title_justify="left", box=None)
     for name in ("of the experts", "of the routed tokens", "by chance alone"):
-        made.add_column(name, justify="right")
+        rows.add_column(name, justify="right")
     for point in found.curve:
-        made.add_row(f"{point.experts:.0%}", f"{point.tokens:.1%}", f"{point.chance:.1%}")
-    return made
+        rows.add_row(f"{point.experts:.0%}", f"{point.tokens:.1%}", f"{point.chance:.1%}")
+    return rows

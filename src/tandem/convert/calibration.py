@@ -145,9 +145,9 @@ class Calibration:
 
 def expert_of(module: str) -> int:
     """The number in `….experts.N.…`."""
-    found = _EXPERT.search(module)
-    assert found is not None
-    return int(found.group(1))
+    match = _EXPERT.search(module)
+    assert match is not None
+    return int(match.group(1))
 
 
 def siblings(module: str) -> tuple[str, str] | None:

@@ -20,26 +20,26 @@ def compensated(weight: Tensor, products: Tensor, grid: IntegerGrid, group: int)
     rows, columns = weight.shape
     spread = _spread(products)
     importance = spread.diagonal().square().reciprocal()
-    left = weight.T.contiguous()  # [K, N]: what is still to be represented
+    remaining = weight.T.contiguous()  # [K, N]: what is still to be represented
     codes = torch.empty(columns, rows, dtype=torch.int8)
     scales = torch.empty(rows, columns // group, dtype=torch.bfloat16)
     for start in range(0, columns, group):
         block = slice(start, start + group)
-        _, found = fit_groups(left[block].T.contiguous(), grid, group, importance[block].contiguous())
-        scales[:, start // group] = found[:, 0]
-        errors = _round_block(left[block], codes[block], found[:, 0].float(), spread[block, block], grid)
-        left[start + group :] -= spread[block, start + group :].T @ errors
+        _, fitted = fit_groups(remaining[block].T.contiguous(), grid, group, importance[block].contiguous())
+        scales[:, start // group] = fitted[:, 0]
+        errors = _round_block(remaining[block], codes[block], fitted[:, 0].float(), spread[block, block], grid)
+        remaining[start + group :] -= spread[block, start + group :].T @ errors
     return codes.T.contiguous(), scales
 
 
-def _round_block(left: Tensor, codes: Tensor, scale: Tensor, spread: Tensor, grid: IntegerGrid) -> Tensor:
+def _round_block(remaining: Tensor, codes: Tensor, scale: Tensor, spread: Tensor, grid: IntegerGrid) -> Tensor:
     """Rounds a group of columns, one after the other; returns their errors relative to the spread, [group, N]."""
-    errors = torch.empty_like(left)
-    for j in range(len(left)):
-        code = (left[j] / scale).round_().clamp_(grid.low, grid.high)
+    errors = torch.empty_like(remaining)
+    for j in range(len(remaining)):
+        code = (remaining[j] / scale).round_().clamp_(grid.low, grid.high)
         codes[j] = code
-        errors[j] = (left[j] - code * scale) / spread[j, j]
-        left[j + 1 :].addr_(spread[j, j + 1 :], errors[j], alpha=-1)
+        errors[j] = (remaining[j] - code * scale) / spread[j, j]
+        remaining[j + 1 :].addr_(spread[j, j + 1 :], errors[j], alpha=-1)
     return errors
 
 

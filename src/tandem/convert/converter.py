@@ -92,7 +92,7 @@ def convert(wish: Conversion, progress: Progress | None = None) -> Layout:
 
 
 def _expert_names(model: Path) -> ExpertNames | None:
-    """Of the model's family; None where there is no configuration, or it is no family that is served."""
+    """Expert names of the model's family; None where there is no configuration, or it is no family that is served."""
     file = model / CONFIG
     kind = read_json(file).get("model_type") if file.is_file() else None
     return FAMILIES[kind].names[0].experts if kind in FAMILIES else None
@@ -179,9 +179,9 @@ class _Run:
         begin, end = self.source.checkpoint.byte_range(name)
         with self.source.checkpoint.part(name).file.open("rb") as stream:
             stream.seek(begin)
-            for at in range(begin, end, COPIED_AT_A_TIME):
-                data = stream.read(min(COPIED_AT_A_TIME, end - at))
-                file.put_bytes(output_name, at - begin, memoryview(data))
+            for offset in range(begin, end, COPIED_AT_A_TIME):
+                data = stream.read(min(COPIED_AT_A_TIME, end - offset))
+                file.put_bytes(output_name, offset - begin, memoryview(data))
 
     def _source_bytes(self, item: Item) -> int:
         return self.source.stored_bytes(item.module or item.copied)

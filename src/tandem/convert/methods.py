@@ -54,7 +54,7 @@ OTHER_NAMES = {"AMXINT4": "INT4", "AMXINT8": "INT8", "MOE_INT4": "INT4", "MOE_IN
 
 
 def usual_name(name: str) -> str:
-    """Of a method, however it is spelt."""
+    """Usual name of a method, however it is spelt."""
     return OTHER_NAMES.get(name.upper(), name.upper())
 
 

@@ -1,4 +1,4 @@
-"""What lies beside the weights: the index, config.json with compressed-tensors' quantization_config, small files."""
+"""Files beside the weights: the index, config.json with compressed-tensors' quantization_config, small files."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def write_config(source: Source, method: Method, layout: Layout, out: Path) -> N
 def quantization_config(source: Source, method: Method, layout: Layout) -> dict[str, Any]:
     """As compressed-tensors' own package writes it: one group for what was converted, one for fp8 that was kept."""
     done = {module.name for module in layout.converted}
-    kept = [
+    unconverted = [
         module for module in source.modules.values() if module.name not in done and "embed" not in module.name
     ]
-    fp8 = source.fp8_schemes(module for module in kept if module.input_type == "fp8")
-    plain = [module for module in kept if module.input_type != "fp8"]
-    everything = [*kept, *layout.converted]
+    fp8 = source.fp8_schemes(module for module in unconverted if module.input_type == "fp8")
+    plain = [module for module in unconverted if module.input_type != "fp8"]
+    everything = [*unconverted, *layout.converted]
     targets = patterns(layout.converted, everything) if fp8 else ["Linear"]
     groups = [_group(method.format, targets, method.scheme, method.activations)]
     for scheme, modules in fp8:
@@ -100,7 +100,7 @@ def _numberless(name: str) -> str:
 
 
 def _fp8_activations(scheme: dict[str, Any]) -> dict[str, Any]:
-    """What fp8 checkpoints are served with elsewhere; Tandem keeps activations in bf16."""
+    """Activations that fp8 checkpoints are served with elsewhere; Tandem keeps activations in bf16."""
     plain = {key: value for key, value in scheme.items() if key != "block_structure"} | {"dynamic": True}
     if "block_structure" in scheme:
         return plain | {"strategy": "group", "group_size": scheme["block_structure"][1]}

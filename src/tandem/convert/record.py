@@ -49,15 +49,15 @@ def begin_or_resume(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 def remove_unfinished(out: Path) -> None:
-    """What a killed conversion was writing. Only called while `out` is held."""
+    """Removes what a killed conversion was writing. Only called while `out` is held."""
     for file in out.glob(".*.part"):
         file.unlink()
 
 
 def _refuse_other_files(out: Path) -> None:
-    found = sorted(file.name for file in out.iterdir() if not file.name.endswith(".part"))
-    if found:
-        raise ConfigError(f"{out} is not empty (it holds {found[0]}): give a new directory")
+    names = sorted(file.name for file in out.iterdir() if not file.name.endswith(".part"))
+    if names:
+        raise ConfigError(f"{out} is not empty (it holds {names[0]}): give a new directory")
 
 
 def need_free_bytes(out: Path, needed: int) -> None:

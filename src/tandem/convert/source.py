@@ -70,8 +70,8 @@ class FusedPlace:
 
 def layer_of(name: str) -> int:
     """The decoder layer a tensor belongs to; -1 for none."""
-    found = _LAYER.search(name)
-    return int(found.group(1)) if found else -1
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else -1
 
 
 class Source:
@@ -81,10 +81,10 @@ class Source:
         """experts: how the family stores them in one tensor; None: in the usual way."""
         self.checkpoint, self._experts = checkpoint, experts or ExpertNames()
         self._names = {(p.file, p.name): name for name in checkpoint.names() for p in [checkpoint.part(name)]}
-        found = (
+        modules = (
             module for name, parts in checkpoint.modules().items() for module in self._modules(name, parts)
         )
-        self.modules = {module.name: module for module in found}
+        self.modules = {module.name: module for module in modules}
 
     def tensors(self) -> Iterator[tuple[str, Part]]:
         """Every tensor's Hugging Face name, type and shape."""
@@ -136,11 +136,11 @@ class Source:
         if wanted not in INPUT_TYPES:
             raise ConfigError(f"--input-type {wanted!r} does not exist; these do: {', '.join(INPUT_TYPES)}")
         for module in converted:
-            found = module.input_type
-            if wanted not in ("auto", found):
-                say = f"say {found}, or auto" if found in INPUT_TYPES else "say auto"
-                raise ConfigError(f"{module.name} is stored as {found}, not as --input-type {wanted}: {say}")
-            if found == {"MXFP4": "fp4"}.get(method, method.lower()):
+            stored = module.input_type
+            if wanted not in ("auto", stored):
+                say = f"say {stored}, or auto" if stored in INPUT_TYPES else "say auto"
+                raise ConfigError(f"{module.name} is stored as {stored}, not as --input-type {wanted}: {say}")
+            if stored == {"MXFP4": "fp4"}.get(method, method.lower()):
                 raise ConfigError(
                     f"{module.name} is stored as {module.format} already: rounding it to {method} again could "
                     f"only lose. Serve it as it is, or take another --method"
@@ -188,8 +188,8 @@ class Source:
                 yield Module(f"{layer}.{expert}.{each}", shape, self.checkpoint.format(name), own, place)
 
 
-def _fp8_scheme(found: QuantFormat) -> dict[str, Any]:
+def _fp8_scheme(fmt: QuantFormat) -> dict[str, Any]:
     scheme: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-    if found.group:
-        return scheme | {"strategy": "block", "block_structure": [found.block_rows, found.group]}
-    return scheme | {"strategy": "tensor" if found.block_rows == 0 else "channel"}
+    if fmt.group:
+        return scheme | {"strategy": "block", "block_structure": [fmt.block_rows, fmt.group]}
+    return scheme | {"strategy": "tensor" if fmt.block_rows == 0 else "channel"}

@@ -84,7 +84,7 @@ class Head:
 
 @dataclass(slots=True)
 class Sums:
-    """What the rows of one candidate add up to."""
+    """Sums over the rows of one candidate."""
 
     loss: list[Tensor] = field(default_factory=list)
     kl: list[Tensor] = field(default_factory=list)
@@ -190,18 +190,18 @@ class Comparison:
     def _compare_logits(self, writer: LogitsWriter | None, keep: int) -> tuple[float | None, list[Measured]]:
         heads = self._heads()
         base, sums = Sums(), [Sums() for _ in self.candidates]
-        alone = [[Sums() for _ in candidate.alone] for candidate in self.candidates]
+        lone_sums = [[Sums() for _ in candidate.alone] for candidate in self.candidates]
         for first, rows in self._chunks():
             targets = self.windows.tokens[rows + 1]
             truth = self._reference_rows(heads, first, rows, targets, base)
             if writer is not None and truth is not None:
                 writer.append(kept_rows(truth.logits, targets, keep))
-            for candidate, head, total, lone in zip(self.candidates, heads[1:], sums, alone, strict=True):
+            for candidate, head, total, own_sums in zip(self.candidates, heads[1:], sums, lone_sums, strict=True):
                 total.add(head.logits(candidate.stream.hidden[rows]), targets, truth)
-                for hidden, each in zip(candidate.alone, lone, strict=True):
+                for hidden, each in zip(candidate.alone, own_sums, strict=True):
                     each.add(heads[0].logits(hidden[rows]), targets, truth)
             self._tick()
-        results = [_result(*each) for each in zip(self.candidates, sums, alone, strict=True)]
+        results = [_result(*each) for each in zip(self.candidates, sums, lone_sums, strict=True)]
         return (base.perplexity if base.loss else None), results
 
     def _chunks(self) -> Iterator[tuple[int, Tensor]]:
@@ -224,13 +224,13 @@ class Comparison:
 
     def _heads(self) -> list[Head]:
         """The reference's (or the first candidate's), then one per candidate; equal ones are the same object."""
-        made: dict[tuple[object, ...], Head] = {}
+        by_kind: dict[tuple[object, ...], Head] = {}
 
         def head(stream: LayerStream) -> Head:
             key = (stream.variant.directory, stream.plan.dtype, stream.plan.tier, stream.device)
-            if key not in made:
-                made[key] = Head(stream)
-            return made[key]
+            if key not in by_kind:
+                by_kind[key] = Head(stream)
+            return by_kind[key]
 
         return [head(self._first), *(head(candidate.stream) for candidate in self.candidates)]
 
@@ -250,10 +250,10 @@ class Comparison:
         self._report(self._what, self._done, self.steps)
 
 
-def _result(candidate: Candidate, sums: Sums, alone: list[Sums]) -> Measured:
+def _result(candidate: Candidate, sums: Sums, lone_sums: list[Sums]) -> Measured:
     layers = tuple(candidate.errors)
-    if alone:
-        kls = [float(torch.cat(each.kl).mean()) for each in alone]
+    if lone_sums:
+        kls = [float(torch.cat(each.kl).mean()) for each in lone_sums]
         layers = tuple(LayerError(e.layer, e.own, e.total, kl) for e, kl in zip(layers, kls, strict=True))
     return Measured(
         candidate.label, candidate.stream.plan.expert_format, sums.perplexity, sums.divergence, layers

@@ -29,7 +29,7 @@ _NUMPY: dict[str, Any] = {"F32": np.float32, "I32": np.int32, "F64": np.float64}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a file's rows are the logits of."""
+    """Source of a file's rows of logits."""
 
     label: str
     text_digest: str  # Windows.digest
@@ -108,8 +108,8 @@ class SavedLogits:
     def __init__(self, file: Path) -> None:
         self.file = file
         try:
-            opened: Any = safe_open(str(file), framework="pt")
-            self._open, metadata = opened, opened.metadata() or {}
+            handle: Any = safe_open(str(file), framework="pt")
+            self._open, metadata = handle, handle.metadata() or {}
             self.origin = Origin(
                 metadata["label"],
                 metadata["text_digest"],
@@ -144,10 +144,10 @@ class SavedLogits:
 
 def _layout(shapes: dict[str, list[int]]) -> dict[str, tuple[list[int], int]]:
     """Shape and byte offset of each tensor; wide types come first, so all are aligned."""
-    laid, at = {}, 0
+    laid, offset = {}, 0
     for name, shape in shapes.items():
-        laid[name] = (shape, at)
-        at += int(np.prod(shape)) * np.dtype(_NUMPY[_TYPES[name]]).itemsize
+        laid[name] = (shape, offset)
+        offset += int(np.prod(shape)) * np.dtype(_NUMPY[_TYPES[name]]).itemsize
     return laid
 
 
@@ -160,8 +160,8 @@ def _header(origin: Origin, shapes: dict[str, list[int]]) -> tuple[bytes, int]:
         }
     }  # fmt: skip
     end = 0
-    for name, (shape, at) in _layout(shapes).items():
-        end = at + int(np.prod(shape)) * np.dtype(_NUMPY[_TYPES[name]]).itemsize
-        entries[name] = {"dtype": _TYPES[name], "shape": shape, "data_offsets": [at, end]}
+    for name, (shape, offset) in _layout(shapes).items():
+        end = offset + int(np.prod(shape)) * np.dtype(_NUMPY[_TYPES[name]]).itemsize
+        entries[name] = {"dtype": _TYPES[name], "shape": shape, "data_offsets": [offset, end]}
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % 8), end

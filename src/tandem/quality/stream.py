@@ -67,8 +67,8 @@ class Variant:
     cached: str = "auto"  # --kv-cache-dtype
 
     def model(self) -> ModelConfig:
-        asked = EngineConfig(model=str(self.directory), kv_cache_dtype=self.cached)
-        return cached_as(asked, load_model_config(self.directory))
+        engine_config = EngineConfig(model=str(self.directory), kv_cache_dtype=self.cached)
+        return cached_as(engine_config, load_model_config(self.directory))
 
     def plan(self, model: ModelConfig, machine: Machine, window: int, stored: StoredFormats) -> Plan:
         """As the server's, but memory holds a layer and a window, not the model and its KV cache."""
@@ -119,19 +119,20 @@ def _check_layer_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: 
 
 
 def _check_gpu_fits(model: ModelConfig, plan: Plan, machine: Machine, stored: StoredFormats) -> None:
-    """What is there at a time: a layer with its experts, the embedding, or the head."""
+    """Raises ConfigError if the GPU is too small for the largest part at a time: a layer with its experts, the
+    embedding, or the head."""
     if plan.gpu is None:
         return
     gpu = next(each for each in machine.gpus if plan.gpu.uuid in ("", each.uuid))
-    there = -(-plan.gpu.experts // max(1, len(model.moe_layers)))
-    experts = there * model.expert_bytes(plan.expert_format, stored.experts)
+    gpu_experts = -(-plan.gpu.experts // max(1, len(model.moe_layers)))
+    experts = gpu_experts * model.expert_bytes(plan.expert_format, stored.experts)
     layer = model.dense_bytes(plan.dtype, stored, for_gpu=True) // len(model.layers) + experts
     table = model.vocab * model.hidden * DTYPE_BYTES[plan.dtype]
     needed = max(layer, table) + WORKSPACE_BYTES
     if needed > gpu.free_bytes:
         raise ConfigError(
             f"{gpu.name} is too small: {gib(gpu.free_bytes)} are free, and measuring takes {gib(needed)}, of them "
-            f"{gib(experts)} for {there} experts of a layer and {gib(WORKSPACE_BYTES)} of workspace; give a "
+            f"{gib(experts)} for {gpu_experts} experts of a layer and {gib(WORKSPACE_BYTES)} of workspace; give a "
             "smaller --kt-gpu-experts-ratio, or leave it out"
         )
 
@@ -165,11 +166,11 @@ class LayerStream:
 
     def layer(self, index: int) -> DecoderLayer:
         """Reads and packs layer `index`; it lives as long as it is referenced."""
-        made = decoder_layer(self._builder, index, names_of(self._builder))
+        decoder = decoder_layer(self._builder, index, names_of(self._builder))
         self._builder.layer_done(index)
-        if made.moe is not None and self.variant.late:
-            made.moe.experts = LateExperts(made.moe.experts, self._deferral(index), self._due)
-        return made
+        if decoder.moe is not None and self.variant.late:
+            decoder.moe.experts = LateExperts(decoder.moe.experts, self._deferral(index), self._due)
+        return decoder
 
     def _deferral(self, index: int) -> Deferral | None:
         layers, top_k = self.config.moe_layers, self.config.moe.router.top_k
@@ -181,7 +182,7 @@ class LayerStream:
         return Deferral(max(0, top_k - self.variant.late), top_k)
 
     def biases(self, index: int) -> ExpertBiases | None:
-        """Of the experts of layer `index`; None where they have none."""
+        """Biases of the experts of layer `index`; None where they have none."""
         shape, b = self.config.moe.experts, self._builder
         if not shape.biases:
             return None

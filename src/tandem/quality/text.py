@@ -45,7 +45,7 @@ class Windows:
 
     @cached_property
     def digest(self) -> str:
-        """Of all tokens and where windows begin: saved logits belong to one digest."""
+        """Digest of all tokens and of where windows begin: saved logits belong to one digest."""
         text = ";".join(",".join(map(str, window)) for window in self.ids)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -70,9 +70,9 @@ def cut(tokenizer: Tokenizer, text: str, window: int, limit: int) -> Windows:
     ids = tokenizer.encode(text, add_special_tokens=False)[:limit]
     pieces = [ids[i : i + room] for i in range(0, len(ids), max(1, room))] if room > 0 else []
     windows = [tuple(start + piece) for piece in pieces]
-    kept = tuple(w for w in windows if len(w) >= LEAST_TOKENS)
-    if not kept:
+    usable = tuple(w for w in windows if len(w) >= LEAST_TOKENS)
+    if not usable:
         raise ConfigError(
             f"{len(ids)} tokens in windows of {window} predict nothing: give a longer text or window"
         )
-    return Windows(kept)
+    return Windows(usable)

@@ -49,7 +49,7 @@ LOADER = "tandem.bench.gaps.made_up:load_engine"
 
 
 def write_folder(folder: Path, config: str, layers: int | None) -> None:
-    """What a server needs to know of a named architecture. Raises ConfigError."""
+    """Writes a named architecture's config.json and tokenizer into `folder`, for a server. Raises ConfigError."""
     vocab = named_config(config, layers).vocab
     (folder / "config.json").write_text(json.dumps(named_keys(config, layers)))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -63,10 +63,10 @@ def _vocabulary(size: int) -> tokenizers.Tokenizer:
     whole = decoders.ByteLevel()
     tokens = [each if "\ufffd" not in whole.decode([each]) else f"Ġ{i}" for i, each in enumerate(letters)]
     tokens += [f"Ġ{i}" for i in range(len(letters), size)]
-    made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = whole
-    return made
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = whole
+    return tokenizer
 
 
 class CopiedExperts(CpuExperts):
@@ -122,7 +122,8 @@ def made_up_parts(
     start: Callable[..., MadeUpStart] = MadeUpStart,
     embedded: float = 1.0,
 ) -> EngineParts:
-    """Of the folder `config.model`. planned: called before anything is made. dense: what projections are stored as.
+    """Engine parts of the folder `config.model`, with made-up weights. planned: called before anything is made.
+    dense: what projections are stored as.
     embedded: as `SyntheticCheckpoint`; FAR: a prompt's tokens choose among all experts."""
     model = as_asked(config, load_model_config(Path(config.model)))
     stored = dense, experts_of(config.kt_method or "BF16")

@@ -26,19 +26,19 @@ def draw(path: Path, row: Row, found: Seen) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure, (timeline, shares) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for prompt in found.beside:
-        left.axvspan(prompt.sent, prompt.came, color="tab:orange", alpha=0.15, linewidth=0)
+        timeline.axvspan(prompt.sent, prompt.came, color="tab:orange", alpha=0.15, linewidth=0)
     gaps = list(found.gaps())
-    left.plot([gap.ended for gap in gaps], _ms(gaps), ".", markersize=2)
-    left.set(xlabel="seconds (shaded: a long prompt runs)", ylabel="gap, ms", yscale="log")
-    for name, some in (("alone", found.idle_gaps()), ("beside long prompts", found.gaps_beside())):
-        longest = np.sort(_ms(some))[::-1]
-        right.plot(longest, (np.arange(len(longest)) + 1) / len(longest), label=f"{name}, {len(some)} gaps")
-    right.axvline(row["idle_p50_ms"], linestyle=":", color="tab:grey", label="median alone")
-    right.axhline(0.01, linestyle="--", color="tab:grey", linewidth=0.8)
-    right.set(xlabel="gap, ms", ylabel="share that is longer", xscale="log", yscale="log")
-    right.legend(fontsize="small")
+    timeline.plot([gap.ended for gap in gaps], _ms(gaps), ".", markersize=2)
+    timeline.set(xlabel="seconds (shaded: a long prompt runs)", ylabel="gap, ms", yscale="log")
+    for name, gap_group in (("alone", found.idle_gaps()), ("beside long prompts", found.gaps_beside())):
+        longest = np.sort(_ms(gap_group))[::-1]
+        shares.plot(longest, (np.arange(len(longest)) + 1) / len(longest), label=f"{name}, {len(gap_group)} gaps")
+    shares.axvline(row["idle_p50_ms"], linestyle=":", color="tab:grey", label="median alone")
+    shares.axhline(0.01, linestyle="--", color="tab:grey", linewidth=0.8)
+    shares.set(xlabel="gap, ms", ylabel="share that is longer", xscale="log", yscale="log")
+    shares.legend(fontsize="small")
     figure.suptitle(_title(row), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")

@@ -1,4 +1,4 @@
-"""What a reader of an answer sees while long prompts come and go: the times at which its pieces arrive."""
+"""Readers of answers while long prompts come and go: the times at which their pieces arrive."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Seen:
 
     def pieces(self, began: float = 0.0, ended: float = inf) -> int:
         """How many came in a time: about as many as gaps. Soon said, for whoever asks reads answers meanwhile."""
-        found = (bisect(a.pieces, ended) - max(FIRST_PIECES, bisect(a.pieces, began)) for a in self.answers)
-        return sum(max(0, count) for count in found)
+        counts = (bisect(a.pieces, ended) - max(FIRST_PIECES, bisect(a.pieces, began)) for a in self.answers)
+        return sum(max(0, count) for count in counts)
 
     def idle_gaps(self) -> list[Gap]:
         first = self.beside[0].sent if self.beside else inf
@@ -134,10 +134,10 @@ class _Reading:
             self._seen.alone.append(await self._long_prompt())
 
     async def _beside(self) -> None:
-        found, gaps, last = self._seen, 0, perf_counter() + self._wanted.seconds
-        while perf_counter() < last and (len(found.beside) < self._wanted.prompts or gaps < self._wanted.gaps):
-            found.beside.append(prompt := await self._long_prompt())
-            gaps += found.pieces(prompt.sent, prompt.came)
+        readings, gaps, last = self._seen, 0, perf_counter() + self._wanted.seconds
+        while perf_counter() < last and (len(readings.beside) < self._wanted.prompts or gaps < self._wanted.gaps):
+            readings.beside.append(prompt := await self._long_prompt())
+            gaps += readings.pieces(prompt.sent, prompt.came)
 
     async def _until(self, enough: Callable[[], bool]) -> None:
         last = perf_counter() + self._wanted.seconds
@@ -158,9 +158,9 @@ class _Reading:
 
     async def _reader(self) -> None:
         while True:
-            wanted = self._wanted
-            body = body_of(self._model, some_ids(self._dice, wanted.input_len), wanted.output_len)
-            await self._ask(body, wanted.input_len, self._seen.answers.append)
+            load = self._wanted
+            body = body_of(self._model, some_ids(self._dice, load.input_len), load.output_len)
+            await self._ask(body, load.input_len, self._seen.answers.append)
 
     async def _long_prompt(self) -> Prompt:
         answer = await self._ask(self._long.next(), self._wanted.prompt_len, lambda _answer: None)

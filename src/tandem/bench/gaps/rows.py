@@ -28,7 +28,7 @@ from tandem.machine.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. url: of a running server. Else `kt serve model flags` is started, or, if `config` says
+    """The flags of a run. url: of a running server. Else `kt serve model flags` is started, or, if `config` says
     so, that architecture with made-up weights and its first `layers` layers."""
 
     model: str
@@ -50,14 +50,14 @@ def run(request: Request, out: Path | None, plot: Path | None) -> None:
     with Console(stderr=True).status("starting a server …") as status, _server(request) as url:
         client = LoadClient(url, request.api_key)
         name = client.model_name()
-        found = seen(client, name, request.wanted, status.update)
-        row = row_of(request, name, found, gpu_share(request, url))
+        readings = seen(client, name, request.wanted, status.update)
+        row = row_of(request, name, readings, gpu_share(request, url))
     console.print_json(data=row)
     if out is not None:
         write([row], out)
         console.print(f"Written to {out}")
     if plot is not None:
-        draw(plot, row, found)
+        draw(plot, row, readings)
         console.print(f"Drawn to {plot}")
 
 
@@ -77,7 +77,7 @@ def _server(request: Request) -> Iterator[str]:
 
 
 def gpu_share(request: Request, url: str) -> float | None:
-    """Of the routed experts that are on the GPU; None where that is not known: of a server that we have not started."""
+    """Share, 0 to 1, of the routed experts that are on the GPU; None for a server that we have not started."""
     if request.url is not None:
         return None
     gpu = httpx.get(f"{url}/server_info", trust_env=False).raise_for_status().json()["plan"]["gpu"]
@@ -93,16 +93,16 @@ def gpu_share(request: Request, url: str) -> float | None:
 
 def row_of(request: Request, name: str, found: Seen, share: float | None) -> Row:
     """Gaps in milliseconds; of prompts the median speed counts. Raises LoadError where nothing can be said."""
-    idle, beside = found.idle_gaps(), found.gaps_beside()
-    if not idle or not beside:
+    idle, loaded = found.idle_gaps(), found.gaps_beside()
+    if not idle or not loaded:
         raise LoadError("no gaps were seen; give a shorter --long-prompt, or a longer --output-len")
-    tokens, p50, p99 = request.wanted.prompt_len, _ms(idle, 50), _ms(beside, 99)
-    alone, shared = (_speed(prompts, tokens) for prompts in (found.alone, found.beside))
+    tokens, p50, p99 = request.wanted.prompt_len, _ms(idle, 50), _ms(loaded, 99)
+    alone_tok_s, shared_tok_s = (_speed(prompts, tokens) for prompts in (found.alone, found.beside))
     figures: dict[str, Any] = {
-        "idle_p50_ms": p50, "idle_p99_ms": _ms(idle, 99), "beside_p50_ms": _ms(beside, 50), "beside_p99_ms": p99,
-        "beside_max_ms": _ms(beside, 100), "p99_over_idle": round(p99 / p50, 2), "prompt_tok_s": shared,
-        "prompt_alone_tok_s": alone, "prompt_share": round(shared / alone, 3), "idle_gaps": len(idle),
-        "gaps": len(beside), "prompts": len(found.beside),
+        "idle_p50_ms": p50, "idle_p99_ms": _ms(idle, 99), "beside_p50_ms": _ms(loaded, 50), "beside_p99_ms": p99,
+        "beside_max_ms": _ms(loaded, 100), "p99_over_idle": round(p99 / p50, 2), "prompt_tok_s": shared_tok_s,
+        "prompt_alone_tok_s": alone_tok_s, "prompt_share": round(shared_tok_s / alone_tok_s, 3), "idle_gaps": len(idle),
+        "gaps": len(loaded), "prompts": len(found.beside),
     }  # fmt: skip
     return {
         "bench": "gaps", "config": name, "server": request.url or "tandem", "flags": " ".join(request.flags),

@@ -1,4 +1,4 @@
-"""What `kt bench kernels` runs: one MoE layer's routed experts, ours and PyTorch's, over the same distinct weights."""
+"""Runs of `kt bench kernels`: one MoE layer's routed experts, ours and PyTorch's, over the same distinct weights."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ class Workload:
         return statistics.mean(len(ids.unique()) for ids in self.ids) * self.shape.expert_bytes(fmt)
 
     def result(self, bench: str, fmt: str, tier: str, seconds: float, ceilings: Ceilings) -> Result:
-        read = self.bytes_read(fmt)
-        share = ceilings.bound_seconds(read, self.operations) / seconds
-        if ceilings.is_memory_bound(read, self.operations):
-            value, unit, ceiling = read / seconds / 1e9, "GB/s", ceilings.read_gbps
+        nbytes = self.bytes_read(fmt)
+        share = ceilings.bound_seconds(nbytes, self.operations) / seconds
+        if ceilings.is_memory_bound(nbytes, self.operations):
+            value, unit, ceiling = nbytes / seconds / 1e9, "GB/s", ceilings.read_gbps
         else:
             value, unit, ceiling = self.operations / seconds / 1e12, "TFLOPS", ceilings.flops / 1e12
         return Result(
@@ -129,7 +129,7 @@ class Workload:
             unit,
             ceiling,
             share,
-            read,
+            nbytes,
             self.operations,
         )
 
@@ -146,8 +146,8 @@ class Timing:
 
     def result(self) -> Result:
         """The turn whose share is in the middle."""
-        named = self.bench, self.format, self.tier
-        results = [self.work.result(*named, seconds, ceilings) for seconds, ceilings in self.turns]
+        keys = self.bench, self.format, self.tier
+        results = [self.work.result(*keys, seconds, ceilings) for seconds, ceilings in self.turns]
         return sorted(results, key=lambda each: each.share)[len(results) // 2]
 
 

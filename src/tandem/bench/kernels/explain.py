@@ -58,9 +58,9 @@ def _gpu_kernel(shape: Shape, layer: PackedExperts, tokens: int) -> Kernel:
 
 def table(shape: Shape, rows: Iterable[Chosen]) -> Table:
     title = f"{shape.name}: {shape.experts} experts, {shape.top_k} of them for each token"
-    made = Table(box=box.SIMPLE_HEAD, title=title)
+    kernels = Table(box=box.SIMPLE_HEAD, title=title)
     for name in COLUMNS:
-        made.add_column(name, justify="right" if name in NUMBERS else "left")
+        kernels.add_column(name, justify="right" if name in NUMBERS else "left")
     for row in rows:
-        made.add_row(row.fmt, row.place, str(row.tokens), str(row.rows), *row.kernel)
-    return made
+        kernels.add_row(row.fmt, row.place, str(row.tokens), str(row.rows), *row.kernel)
+    return kernels

@@ -59,7 +59,7 @@ MEMORY_SHARE = 0.25  # of the available memory that one set of layers may take
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for, checked."""
+    """The flags of a run, checked."""
 
     shapes: tuple[Shape, ...]
     formats: tuple[str, ...]

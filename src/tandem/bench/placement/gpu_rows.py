@@ -49,7 +49,7 @@ def measured_rows(request: Request, seen: Traffic) -> Iterator[dict[str, Any]]:
 
 
 def _gpu_step_seconds(request: Request) -> float:
-    """Of a step without routed experts."""
+    """Seconds of a step without routed experts, the median."""
     shape = model_shape(request, 0.0)
     empty = bench_hybrid.build(shape, request.fmt, 0.0, empty=True)
     return statistics.median(
@@ -103,11 +103,11 @@ def _turns(
     on a shared host it moves. Experts move from the trace's first token on, not before."""
     step = bench_hybrid.decoder(built, 1, request.context)
     reader = bench_hybrid.dram_reader(built)
-    there = trace.to("cuda", torch.int32)[:, :, None]
+    routed = trace.to("cuda", torch.int32)[:, :, None]
     for _ in range(WARM_TOKENS):
         step()
     turns: list[Turn] = []
-    for tokens in there.split(TURN_TOKENS):
+    for tokens in routed.split(TURN_TOKENS):
         hits, started = usage.hits, perf_counter()
         for token in tokens:
             chosen.copy_(token)

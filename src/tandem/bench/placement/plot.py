@@ -26,16 +26,16 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     simulated = first["bench"] == "experts_simulated"
     figure, (speed, hits) = pyplot.subplots(1, 2, figsize=(12, 5))
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
-        mine = sorted((r for r in rows if r["strategy"] == strategy), key=lambda r: r["gpu_share"])
-        shares = [100 * r["gpu_share"] for r in mine]
-        speed.plot(shares, [r["tok_s"] for r in mine], marker="o", label=strategy)
-        hits.plot(shares, [100 * r["hit"] for r in mine], marker="o", label=strategy)
+        points = sorted((r for r in rows if r["strategy"] == strategy), key=lambda r: r["gpu_share"])
+        shares = [100 * r["gpu_share"] for r in points]
+        speed.plot(shares, [r["tok_s"] for r in points], marker="o", label=strategy)
+        hits.plot(shares, [100 * r["hit"] for r in points], marker="o", label=strategy)
     label = "tokens/s, simulated by a cost model" if simulated else "tokens/s"
     speed.set(xlabel="% of experts on the GPU", ylabel=label, ylim=(0, None))
     hits.set(xlabel="% of experts on the GPU", ylabel="% of routed tokens computed there", ylim=(0, 100))
     speed.legend()
-    how = "SIMULATED" if simulated else first["machine"]
-    figure.suptitle(f"{first['config']}, {first['format']}, {first['routing']} routing: {how}")
+    source = "SIMULATED" if simulated else first["machine"]
+    figure.suptitle(f"{first['config']}, {first['format']}, {first['routing']} routing: {source}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
     pyplot.close(figure)

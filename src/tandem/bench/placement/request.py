@@ -1,4 +1,4 @@
-"""What `kt bench experts` was asked, and the traffic that it decodes."""
+"""`Request`, the flags of `kt bench experts`, and `Traffic`, which it decodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIMULATED, MEASURED = "experts_simulated", "experts"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for; shares 0 to 1; rates in GB/s, for the cost model only."""
+    """The flags of a run; shares 0 to 1; rates in GB/s, for the cost model only."""
 
     config: str
     routing: str  # a name of ROUTINGS, or a file
@@ -52,7 +52,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is decoded, and counts of earlier traffic, which "frequency" places by."""
+    """A trace that is decoded, and counts of earlier traffic, which "frequency" places by."""
 
     trace: Tensor  # int16 [tokens, layers, k]
     counts: Tensor  # int64 [layers, experts]
@@ -74,8 +74,8 @@ def traffic(request: Request, config: ModelConfig) -> Traffic:
         law = ROUTINGS[request.routing]
         before, trace = generate(shape, law, request.seed + 1), generate(shape, law, request.seed)
     else:
-        both = load_trace(request.routing, dataclasses.replace(shape, tokens=2 * request.tokens))
-        before, trace = both.chunk(2)
+        halves = load_trace(request.routing, dataclasses.replace(shape, tokens=2 * request.tokens))
+        before, trace = halves.chunk(2)
     return Traffic(trace, expert_counts(before, router.num_experts))
 
 

@@ -42,8 +42,8 @@ def run(request: Request, simulate: bool, out: Path | None, plot: Path | None) -
     if simulated and not simulate:
         console.print("No GPU was found: what follows is simulated by a cost model, nothing is measured.")
     rows: list[dict[str, Any]] = []
-    found = simulated_rows(request) if simulated else _measured_rows(request)
-    for row in found:
+    measured = simulated_rows(request) if simulated else _measured_rows(request)
+    for row in measured:
         rows.append(row | _where(request, machine, simulated))
         say(console, row)
     console.print(table(rows))
@@ -63,16 +63,16 @@ def _measured_rows(request: Request) -> Iterator[dict[str, Any]]:
 
 def simulated_rows(request: Request) -> Iterator[dict[str, Any]]:
     config = named_config(request.config, request.layers)
-    seen, cost = traffic(request, config), step_cost(request, config)
+    workload, cost = traffic(request, config), step_cost(request, config)
     layers, experts = len(config.moe_layers), config.moe.router.num_experts
     for share in request.shares:
         for strategy in request.strategies:
-            by = "uniform" if strategy == "dynamic" else strategy
-            placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
+            start_strategy = "uniform" if strategy == "dynamic" else strategy
+            placement = place(start_strategy, layers, experts, round(share * layers * experts), workload.counts)
             if strategy == "dynamic":
-                result = simulate_live(seen.trace, placement, cost, PolicySettings())
+                result = simulate_live(workload.trace, placement, cost, PolicySettings())
             else:
-                result = simulate_static(seen.trace, placement, cost)
+                result = simulate_static(workload.trace, placement, cost)
             rates = dataclasses.asdict(cost) | {"expert_bytes": round(cost.expert_bytes)}
             yield {
                 **shape_columns(request, SIMULATED, strategy, share), "tok_s": round(result.tok_s, 2),
@@ -93,23 +93,23 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
 
 def _where(request: Request, machine: Machine, simulated: bool) -> dict[str, Any]:
     gpu = "none used (simulation)" if simulated else machine.gpus[0].name
-    where = f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads"
+    machine_text = f"{gpu}; {machine.cpu_model}, {request.threads or machine.max_threads} threads"
     law = ROUTINGS.get(request.routing)
-    return {"routing_parameters": None if law is None else dataclasses.asdict(law), **stamp(where)}
+    return {"routing_parameters": None if law is None else dataclasses.asdict(law), **stamp(machine_text)}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line per share, one column per strategy: tokens/s and, in brackets, the hit rate."""
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     simulated = any(row["bench"] == SIMULATED for row in rows)
-    how = "SIMULATED by a cost model, not measured" if simulated else "measured"
-    made = Table(title=f"Tokens/s (share of routed tokens on the GPU), {rows[0]['config']}, {how}")
-    made.add_column("GPU share", justify="right")
+    source = "SIMULATED by a cost model, not measured" if simulated else "measured"
+    speeds = Table(title=f"Tokens/s (share of routed tokens on the GPU), {rows[0]['config']}, {source}")
+    speeds.add_column("GPU share", justify="right")
     for strategy in strategies:
-        made.add_column(strategy, justify="right")
+        speeds.add_column(strategy, justify="right")
     for share in dict.fromkeys(row["gpu_share"] for row in rows):
         cells = {row["strategy"]: row for row in rows if row["gpu_share"] == share}
-        made.add_row(
+        speeds.add_row(
             f"{share:.0%}", *(f"{cells[s]['tok_s']:.1f} ({cells[s]['hit']:.0%})" for s in strategies)
         )
-    return made
+    return speeds

@@ -54,7 +54,7 @@ def simulate_live(
 
 
 def _hits(trace: Tensor, gpu_experts: Tensor) -> Tensor:
-    """Of every token, float32 [tokens]."""
+    """Experts of every token that are on the GPU, all layers together, float32 [tokens]."""
     layers = torch.arange(trace.shape[1])[None, :, None]
     return gpu_experts[layers, trace.long()].sum((1, 2)).float()
 

@@ -45,14 +45,14 @@ class TraceUsage:
         """`hits`, of the trace's tokens so far. It takes a while, so it is called when no clock runs."""
         for tokens, changes in self._moves:
             self._count_until(tokens)
-            layers, experts, here = np.array(changes(), np.int64).T
-            self._gpu_experts.numpy()[layers, experts] = here > 0
+            layers, experts, sides = np.array(changes(), np.int64).T
+            self._gpu_experts.numpy()[layers, experts] = sides > 0
         self._moves.clear()
         self._count_until(self.tokens)
 
     def _count_until(self, tokens: int) -> None:
-        here, layers = self._gpu_experts.numpy(), np.arange(len(self._gpu_experts))[:, None]
-        self.hits += int(here[layers, self._trace[self._counted : tokens].numpy()].sum())
+        gpu_experts, layers = self._gpu_experts.numpy(), np.arange(len(self._gpu_experts))[:, None]
+        self.hits += int(gpu_experts[layers, self._trace[self._counted : tokens].numpy()].sum())
         self._counted = tokens
 
     def ask(self) -> _AskedOfTrace:

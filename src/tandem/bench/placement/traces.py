@@ -19,7 +19,7 @@ CHUNK_DRAWS = 1 << 22  # random numbers made at a time
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """Of what is routed: `top_k` of `experts` in each of `layers`, for `tokens` tokens."""
+    """Sizes of a trace: `top_k` of `experts` in each of `layers`, for `tokens` tokens."""
 
     tokens: int
     layers: int
@@ -60,13 +60,13 @@ DRIFT_STEPS = 10  # tokens between two small shuffles
 
 def generate(shape: TraceShape, law: Zipf, seed: int) -> Tensor:
     """int16 [tokens, layers, k]. Equal arguments give equal traces; another seed other requests to the same model."""
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     weights = torch.arange(1, shape.experts + 1, dtype=torch.float32) ** -law.exponent
-    ranking = _Ranking(shape, law, made)
+    ranking = _Ranking(shape, law, generator)
     parts, done = [], 0
     while done < shape.tokens:
         count = min(DRIFT_STEPS, shape.tokens - done, law.request_tokens - done % law.request_tokens)
-        parts.append(_draw(weights[ranking.at(done)], count, shape.top_k, made))
+        parts.append(_draw(weights[ranking.at(done)], count, shape.top_k, generator))
         done += count
     return torch.cat(parts)
 
@@ -124,11 +124,11 @@ def load_trace(path: str, shape: TraceShape) -> Tensor:
     """
     trace = _joined(load_plain(path))
     if trace is None or trace.shape[1:] != (shape.layers, shape.top_k):
-        found = (
+        content = (
             "no tokens" if trace is None else f"{trace.shape[1]} layers, {trace.shape[2]} experts per token"
         )
-        wanted = f"{shape.layers} layers, {shape.top_k} experts per token"
-        raise ConfigError(f"--routing {path} holds {found}; the configuration has {wanted}")
+        needed = f"{shape.layers} layers, {shape.top_k} experts per token"
+        raise ConfigError(f"--routing {path} holds {content}; the configuration has {needed}")
     trace = trace[(trace >= 0).flatten(1).all(1)]
     if not len(trace) or int(trace.max()) >= shape.experts:
         raise ConfigError(f"--routing {path} names experts past {shape.experts - 1}, or holds no token")
@@ -139,8 +139,8 @@ def _joined(stored: object) -> Tensor | None:
     if isinstance(stored, dict) and "topk_ids" in stored:
         stored = stored["topk_ids"]
     if isinstance(stored, dict) and isinstance(stored.get("records"), list):
-        found = [record.get("topk_ids_of_layer") for record in stored["records"] if isinstance(record, dict)]
-        parts = [ids.transpose(0, 1) for ids in found if isinstance(ids, Tensor) and ids.dim() == 3]
+        records = [record.get("topk_ids_of_layer") for record in stored["records"] if isinstance(record, dict)]
+        parts = [ids.transpose(0, 1) for ids in records if isinstance(ids, Tensor) and ids.dim() == 3]
         alike = len({part.shape[1:] for part in parts}) == 1
         return torch.cat(parts) if alike else None
     return stored if isinstance(stored, Tensor) and stored.dim() == 3 else None

@@ -37,7 +37,7 @@ WARM_TOKENS = 20  # decoded before the clock starts; what is measured begins at 
 
 
 def moving_columns(live: LiveExperts | None) -> dict[str, Any]:
-    """Of live placement. moved_gb: both ways together. The others are per step: thread_us and thread_us_of: the
+    """Columns of live placement. moved_gb: both ways together. The others are per step: thread_us and thread_us_of: the
     engine's thread, and its parts; waited_us: of that, what the GPU may have stood still for; beside_us: between
     layers, not in thread_us."""
     if live is None:
@@ -60,17 +60,17 @@ def model_shape(request: Request, share: float) -> bench_hybrid.Request:
 
 
 def placements(request: Request, seen: Traffic, share: float) -> dict[str, ExpertPlacement]:
-    """Of the strategies that can be measured in turn: every layer has experts on both sides. A hand-off that is not
-    needed, as where a whole layer is on the GPU, is not in the graph of a model of its own."""
+    """Placements by strategy, of those that can be measured in turn: every layer has experts on both sides. A hand-off
+    that is not needed, as where a whole layer is on the GPU, is not in the graph of a model of its own."""
     layers, experts = seen.counts.shape
-    made = {}
+    by_strategy = {}
     for name in request.strategies:
-        by = "uniform" if name == "dynamic" else name
-        placement = place(by, layers, experts, round(share * layers * experts), seen.counts)
-        here = placement.gpu_experts.sum(1)
-        if 0 < int(here.min()) <= int(here.max()) < experts:
-            made[name] = placement
-    return made if len(made) > 1 else {}
+        start_strategy = "uniform" if name == "dynamic" else name
+        placement = place(start_strategy, layers, experts, round(share * layers * experts), seen.counts)
+        counts = placement.gpu_experts.sum(1)
+        if 0 < int(counts.min()) <= int(counts.max()) < experts:
+            by_strategy[name] = placement
+    return by_strategy if len(by_strategy) > 1 else {}
 
 
 def room_for(made: dict[str, ExpertPlacement]) -> ExpertPlacement:
@@ -90,17 +90,17 @@ class Sides:
     def show(self, slots: Tensor, alone: bool) -> None:
         """slots int [layers, experts], -1: in CPU memory. alone: those on the GPU have no place in CPU memory, so that
         they may change places."""
-        wanted = on_tier(Tier.CPU, slots) if alone else torch.ones_like(self._in_memory)
+        in_memory = on_tier(Tier.CPU, slots) if alone else torch.ones_like(self._in_memory)
         for index, layer in enumerate(self._layers):
             gpu: Any = layer.gpu  # GpuExperts
             gpu.slot_of[: self._experts] = slots[index]
             gpu.table.copy_(gpu.slot_of)
-            for expert in (wanted[index] != self._in_memory[index]).nonzero().flatten().tolist():
-                if wanted[index, expert]:
+            for expert in (in_memory[index] != self._in_memory[index]).nonzero().flatten().tolist():
+                if in_memory[index, expert]:
                     layer.cpu.settle(expert, layer.cpu.reserve(expert))
                 else:
                     layer.cpu.forget(expert)
-        self._in_memory = wanted
+        self._in_memory = in_memory
 
     def shown(self) -> Tensor:
         """Where they are now, after exchanges."""
@@ -167,12 +167,12 @@ class OneModel:
         """The whole trace, some tokens at a time for each strategy, forwards and backwards through the strategies; and
         after each what memory gives. Experts move from the trace's first token on, not before."""
         reader = bench_hybrid.dram_reader(self.built)
-        there = self._trace.to(self._chosen.device, torch.int32)[:, :, None]
+        trace = self._trace.to(self._chosen.device, torch.int32)[:, :, None]
         self._sides.show(next(iter(self._contestants.values())).slots, alone=False)
         for _ in range(WARM_TOKENS):
             self._step()
         order = list(self._contestants.values())
-        for tokens in there.split(TURN_TOKENS):
+        for tokens in trace.split(TURN_TOKENS):
             for each in order:
                 used, hits, seconds = self._turn(each, tokens)
                 gbps = reader.mean_gbps(bench_hybrid.READ_SECONDS)
@@ -203,11 +203,11 @@ def rows_in_turn(
     request: Request, ceilings: Ceilings, seen: Traffic, share: float
 ) -> dict[str, dict[str, Any]]:
     """By strategy; of none if fewer than two can be measured so, or there is no memory for it."""
-    made = placements(request, seen, share)
-    if not made or not _room(request, seen):
+    by_strategy = placements(request, seen, share)
+    if not by_strategy or not _room(request, seen):
         return {}
     try:
-        model = OneModel(request, seen, share, made)
+        model = OneModel(request, seen, share, by_strategy)
     except torch.OutOfMemoryError as error:
         _apart(f"GPU memory has no room for the slots of all: {error}")
         return {}
@@ -215,7 +215,7 @@ def rows_in_turn(
     for name, each in model.run().items():
         seconds = sum(turn.seconds for turn in each.turns)
         rows[name] = {
-            **shape_columns(request, MEASURED, name, share), "in_turn_with": [n for n in made if n != name],
+            **shape_columns(request, MEASURED, name, share), "in_turn_with": [n for n in by_strategy if n != name],
             "tok_s": round(len(seen.trace) / seconds, 2), **ceilings.columns(each.turns, model.built.expert_bytes),
             "hit": round(each.usage.hits / seen.trace.numel(), 4), "swaps": each.usage.swaps,
             "rests": each.usage.swap_rests, **moving_columns(None if each.live is None else each.live.live),
@@ -223,10 +223,10 @@ def rows_in_turn(
     return rows
 
 
-def _room(request: Request, seen: Traffic) -> bool:
+def _room(request: Request, workload: Traffic) -> bool:
     """In CPU memory, for every expert."""
     each = expert_bytes(named_config(request.config, request.layers), request.fmt)
-    needed, free = each * seen.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
+    needed, free = each * workload.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
     if needed > free:
         _apart(f"all experts take {needed / 2**30:.1f} GiB of CPU memory, and {free / 2**30:.1f} may be used")
     return needed <= free

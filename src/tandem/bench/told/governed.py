@@ -1,4 +1,4 @@
-"""What a row says of the governor: which widths it chose, how often, and what it believed of steps and guesses."""
+"""Columns of the governor: which widths it chose, how often, and what it believed of steps and guesses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def governed(said: SpeculationStats) -> dict[str, Any]:
 
 
 def governed_text(row: dict[str, Any]) -> str:
-    """Of such keys, for people."""
+    """Text of such columns, for people."""
     chosen = ", ".join(f"{width}: {count}" for width, count in enumerate(row["widths"]) if count)
     text = f"widths chosen {chosen}"
     if not row["believed_ms"]:

@@ -25,9 +25,9 @@ class Paid:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
 
     def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        over = perf_counter() + self._seconds * max(width for _, width in wanted)
+        deadline = perf_counter() + self._seconds * max(width for _, width in wanted)
         drafts = [self._said.propose(sequence, width) for sequence, width in wanted]
-        while perf_counter() < over:
+        while perf_counter() < deadline:
             pass
         return [() if draft is None else draft.tokens for draft in drafts]
 

@@ -34,7 +34,7 @@ STRIDE = 7919  # from an answer's token to the next; odd, and no vocabulary's di
 
 
 def told_tokens(first: int, count: int, vocab: int) -> list[int]:
-    """Of every answer, at positions from `first` on."""
+    """`count` tokens of every answer, at positions from `first` on."""
     return [position * STRIDE % vocab for position in range(first, first + count)]
 
 
@@ -47,8 +47,8 @@ class ToldModel:
     def forward(self, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]) -> Tensor:
         self._routing.begin(batch)
         logits = self._model.forward(batch, states)
-        told = (batch.positions[batch.logits_rows] + 1) * STRIDE % self._vocab
-        return logits.scatter_(1, told[:, None], SURE)
+        answers = (batch.positions[batch.logits_rows] + 1) * STRIDE % self._vocab
+        return logits.scatter_(1, answers[:, None], SURE)
 
     def draft(
         self, hidden: Tensor | None, batch: ForwardBatch, states: Rows[tuple[Tensor, ...]]
@@ -78,9 +78,9 @@ class ToldStore:
     def layer(
         self, index: int, count: int, width: int, fmt: str, activation: Activation = SILU
     ) -> ToldCopies:
-        made = ToldCopies(self._ops.experts(count, self._hidden, width, fmt, activation))
-        made.chosen = self._chosen[index]
-        return made
+        experts = ToldCopies(self._ops.experts(count, self._hidden, width, fmt, activation))
+        experts.chosen = self._chosen[index]
+        return experts
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,18 @@ class Told(NamedTuple):
 
 
 def told_parts(config: EngineConfig, dense: str, overlap: float) -> Told:
-    """Of the folder `config.model`. Raises ConfigError."""
-    made: list[ToldRouting] = []
-    parts = made_up_parts(config, dense=dense, start=partial(_start, overlap, made))
-    model, [routing] = parts.model_config, made
-    told = ToldModel(parts.model, routing, model.vocab)
-    return Told(replace(parts, model=told), routing)
+    """Engine parts of the folder `config.model`, and their routing. Raises ConfigError."""
+    routings: list[ToldRouting] = []
+    parts = made_up_parts(config, dense=dense, start=partial(_start, overlap, routings))
+    model, [routing] = parts.model_config, routings
+    scripted = ToldModel(parts.model, routing, model.vocab)
+    return Told(replace(parts, model=scripted), routing)
 
 
 def _start(
-    overlap: float, made: list[ToldRouting], config: EngineConfig, plan: Plan, *rest: object
+    overlap: float, routings: list[ToldRouting], config: EngineConfig, plan: Plan, *rest: object
 ) -> MadeUpStart:
     make: Callable[..., ToldStart] = ToldStart
     start = make(config, plan, *rest)
-    made.append(ToldRouting(start.model_config, overlap, plan.max_step_tokens))
-    return replace(start, routing=made[0])
+    routings.append(ToldRouting(start.model_config, overlap, plan.max_step_tokens))
+    return replace(start, routing=routings[0])

@@ -30,9 +30,9 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
     """One for each format, share of experts on the GPU, batch and width: its name, acceptances and ratios."""
-    found = dict[str, list[tuple[float, float]]]()
+    series = dict[str, list[tuple[float, float]]]()
     for r in rows:
         width = f"up to {r['steps']}" if r["governor"] else f"always {r['steps']}"
         label = f"{r['format']}, {r['gpu_share']:.0%} on the GPU, batch {r['batch']}: {width}"
-        found.setdefault(label, []).append((r["acceptance"], r["ratio"]))
-    return [(label, [x for x, _ in sorted(points)], [y for _, y in sorted(points)]) for label, points in found.items()]
+        series.setdefault(label, []).append((r["acceptance"], r["ratio"]))
+    return [(label, [x for x, _ in sorted(points)], [y for _, y in sorted(points)]) for label, points in series.items()]

@@ -24,21 +24,21 @@ def chains(layers: int, experts: int, top_k: int, overlap: float, tokens: int = 
         raise ConfigError(
             f"--overlap needs twice as many experts as a token uses; there are {experts}, {top_k} used"
         )
-    drawn = torch.Generator().manual_seed(0)
-    now = torch.rand(layers, experts, generator=drawn).topk(top_k).indices
-    found = [now]
+    generator = torch.Generator().manual_seed(0)
+    now = torch.rand(layers, experts, generator=generator).topk(top_k).indices
+    steps = [now]
     for _ in range(tokens - 1):
-        found.append(now := _next(now, experts, overlap, drawn))
-    return torch.stack(found).int()
+        steps.append(now := _next(now, experts, overlap, generator))
+    return torch.stack(steps).int()
 
 
-def _next(before: Tensor, experts: int, overlap: float, drawn: torch.Generator) -> Tensor:
-    """Of the next token, [layers, top_k]."""
+def _next(before: Tensor, experts: int, overlap: float, generator: torch.Generator) -> Tensor:
+    """Experts of the next token, [layers, top_k]."""
     layers, top_k = before.shape
-    shuffled = before.gather(1, torch.rand(before.shape, generator=drawn).argsort(1))
-    fresh = torch.rand(layers, experts, generator=drawn).scatter_(1, before, -1.0).topk(top_k).indices
-    kept = (overlap * top_k + torch.rand(layers, 1, generator=drawn)).floor()
-    return torch.where(torch.arange(top_k) < kept, shuffled, fresh)
+    shuffled = before.gather(1, torch.rand(before.shape, generator=generator).argsort(1))
+    new_experts = torch.rand(layers, experts, generator=generator).scatter_(1, before, -1.0).topk(top_k).indices
+    repeats = (overlap * top_k + torch.rand(layers, 1, generator=generator)).floor()
+    return torch.where(torch.arange(top_k) < repeats, shuffled, new_experts)
 
 
 def distinct(chain: Tensor, rows: int) -> float:
@@ -76,12 +76,12 @@ class ToldRouting:
         self.chosen[:, :rows].copy_(self._table.index_select(0, places).transpose(0, 1))
 
     def begin_guesses(self, batch: ForwardBatch) -> None:
-        """Of draft layers' rows that guess; each sequence has one, or a block."""
+        """Chooses experts for draft layers' rows that guess; each sequence has one, or a block."""
         places = batch.positions[batch.logits_rows]
-        apart = torch.arange(len(places), device=places.device) * APART
-        rows = (places + apart)[:, None] + torch.arange(self._block, device=places.device)
-        told = self._table[:, -self._drafts :].index_select(0, rows.flatten() % len(self._table))
-        self.chosen[-self._drafts :, : len(told)].copy_(told.transpose(0, 1))
+        offsets = torch.arange(len(places), device=places.device) * APART
+        rows = (places + offsets)[:, None] + torch.arange(self._block, device=places.device)
+        chosen = self._table[:, -self._drafts :].index_select(0, rows.flatten() % len(self._table))
+        self.chosen[-self._drafts :, : len(chosen)].copy_(chosen.transpose(0, 1))
 
     def distinct(self, rows: float, sequences: int) -> float:
         """Experts of a layer that `sequences` use together, each with so many neighbouring rows."""

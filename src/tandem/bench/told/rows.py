@@ -41,7 +41,7 @@ ROOM = 64  # tokens of a sequence beside its prompt and its answer
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the flags asked for. fixed: widths that are measured as well; draft_seconds: of each guess."""
+    """The flags of a run. fixed: widths that are measured as well; draft_seconds: of each guess."""
 
     config: str
     formats: tuple[str, ...]
@@ -74,7 +74,7 @@ class Request:
 
 
 def request(flags: Mapping[str, Any]) -> Request:
-    """Of the parameters of `kt bench decode`. Raises ConfigError."""
+    """Reads a request from the parameters of `kt bench decode`. Raises ConfigError."""
     algorithm = check_algorithm(flags["speculative"])
     algorithm = "NEXTN" if algorithm == "EAGLE" else algorithm
     if flags["config"] is None:
@@ -131,24 +131,24 @@ def _of_share(request: Request, fmt: str, share: float, hbm: float) -> Iterator[
     progress(f"{request.config}, {fmt}, {share:.0%} of the experts on the GPU: weights")
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
         write_folder(Path(folder), request.config, request.layers)
-        told = told_parts(_config(request, folder, fmt, share), request.dense, request.overlap)
-    if told.parts.plan.gpu is not None:
-        check_rows(request, told.parts.plan.gpu.graph_sizes)
+        scripted = told_parts(_config(request, folder, fmt, share), request.dense, request.overlap)
+    if scripted.parts.plan.gpu is not None:
+        check_rows(request, scripted.parts.plan.gpu.graph_sizes)
     progress("how fast this memory is read")
-    ceilings = Ceilings(_reader(told).mean_gbps(READ_SECONDS), hbm)
+    ceilings = Ceilings(_reader(scripted).mean_gbps(READ_SECONDS), hbm)
     for batch in request.batches:
         progress(f"batch {batch}: first steps without guesses")
-        turns = Turns(told, Asked(batch, request.context, request.tokens))
+        turns = Turns(scripted, Asked(batch, request.context, request.tokens))
         for most, pays in request.widths:
             for acceptance in request.acceptances:
                 progress(f"batch {batch}, acceptance {acceptance:g}, {'up to' if pays else 'always'} {most} guesses")
                 guesses = Guesses(request.algorithm, acceptance, most, pays, request.draft_seconds)
-                found, said = turns.measure(guesses, request.repeats)
-                bound = _bounds(request, told, batch, fmt, ceilings)
+                pairs, stats = turns.measure(guesses, request.repeats)
+                bound = _bounds(request, scripted, batch, fmt, ceilings)
                 yield (
-                    _row(request, told, fmt, share, batch, guesses)
-                    | _figures(found, said, bound)
-                    | governed(said)
+                    _row(request, scripted, fmt, share, batch, guesses)
+                    | _figures(pairs, stats, bound)
+                    | governed(stats)
                     | _stamp(request)
                 )
 
@@ -166,8 +166,8 @@ def check_rows(request: Request, graph_sizes: Sequence[int]) -> None:
                 )
 
 
-def _reader(told: Told) -> DramReader:
-    parts = told.parts
+def _reader(scripted: Told) -> DramReader:
+    parts = scripted.parts
     layers = [] if parts.handoff is None else parts.handoff.layers
     if layers:
         return DramReader.of(layers, parts.workers, parts.plan.tier)
@@ -193,28 +193,28 @@ Bound = Callable[[Timed, float], float]
 """The least seconds of a step whose sequences have so many rows each."""
 
 
-def _bounds(request: Request, told: Told, batch: int, fmt: str, ceilings: Ceilings) -> Bound:
+def _bounds(request: Request, scripted: Told, batch: int, fmt: str, ceilings: Ceilings) -> Bound:
     """All bytes once: dense weights and experts, each from the memory where they are; both are read together."""
-    model = told.parts.model_config
+    model = scripted.parts.model_config
     nbytes, layers = expert_bytes(model, fmt), len(model.moe_layers)
     stored = stored_as(model, request.dense, experts_of(fmt))
     dense = gpu_step_bytes(model, stored, batch, request.context)
 
     def bound(timed: Timed, rows: float) -> float:
-        used = told.routing.distinct(rows, batch) * layers
+        used = scripted.routing.distinct(rows, batch) * layers
         if timed.cpu_experts is None:
             return (dense + used * nbytes) / ceilings.dram / 1e9
-        there = max(0.0, used - timed.cpu_experts)
-        seconds = experts_seconds(timed.cpu_experts, there, nbytes, ceilings.dram, ceilings.hbm)
+        gpu_experts = max(0.0, used - timed.cpu_experts)
+        seconds = experts_seconds(timed.cpu_experts, gpu_experts, nbytes, ceilings.dram, ceilings.hbm)
         return dense / ceilings.hbm / 1e9 + seconds
 
     return bound
 
 
 def _row(
-    request: Request, told: Told, fmt: str, share: float, batch: int, guesses: Guesses
+    request: Request, scripted: Told, fmt: str, share: float, batch: int, guesses: Guesses
 ) -> dict[str, Any]:
-    model = told.parts.model_config
+    model = scripted.parts.model_config
     return {
         "bench": "speculation", "config": request.config, "layers": len(model.layers), "format": format_name(fmt),
         "dense": request.dense, "algorithm": _ALGORITHMS[guesses.algorithm],
@@ -224,10 +224,10 @@ def _row(
     }  # fmt: skip
 
 
-def _figures(turns: Sequence[Turn], said: SpeculationStats, bound: Bound) -> dict[str, Any]:
+def _figures(turns: Sequence[Turn], stats: SpeculationStats, bound: Bound) -> dict[str, Any]:
     """share, plain_share: of the least time that reading the bytes once takes; width: guesses of a sequence in a step;
     right: of them."""
-    width = said.guesses / max(1, sum(said.widths))
+    width = stats.guesses / max(1, sum(stats.widths))
     guessing, plain = [turn.guessing for turn in turns], [turn.plain for turn in turns]
 
     def median(values: Iterator[float], digits: int) -> float:
@@ -241,7 +241,7 @@ def _figures(turns: Sequence[Turn], said: SpeculationStats, bound: Bound) -> dic
         "plain_step_ms": median((t.step_seconds * 1e3 for t in plain), 3),
         "share": median((bound(t, 1.0 + width) / t.step_seconds for t in guessing), 4),
         "plain_share": median((bound(t, 1.0) / t.step_seconds for t in plain), 4),
-        "width": round(width, 3), "right": round(said.right_guesses / max(1, said.guesses), 3),
+        "width": round(width, 3), "right": round(stats.right_guesses / max(1, stats.guesses), 3),
         "cpu_experts": round(statistics.median(t.cpu_experts or 0.0 for t in guessing), 1),
         "plain_cpu_experts": round(statistics.median(t.cpu_experts or 0.0 for t in plain), 1),
     }  # fmt: skip
@@ -252,15 +252,15 @@ def _stamp(request: Request) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    made = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
+    ratios = Table(title="Decoding with guesses of next tokens, beside decoding without, in turn")
     for name in (
         "config", "GPU share", "batch", "acceptance", "guesses", "a step", "tokens/s", "plain", "ratio", "share",
     ):  # fmt: skip
-        made.add_column(name, justify="right")
+        ratios.add_column(name, justify="right")
     for r in rows:
         most = f"up to {r['steps']}" if r["governor"] else f"always {r['steps']}"
-        made.add_row(
+        ratios.add_row(
             r["config"], f"{r['gpu_share']:.0%}", str(r["batch"]), f"{r['acceptance']:g}", most, f"{r['width']:.2f}",
             f"{r['tok_s']:.1f}", f"{r['plain_tok_s']:.1f}", f"{r['ratio']:.3f}", f"{r['share']:.0%}",
         )  # fmt: skip
-    return made
+    return ratios

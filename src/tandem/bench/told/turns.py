@@ -64,8 +64,8 @@ class Turns:
         before, turns = _said(engine), []
         for i in range(repeats):
             ways = (engine, self._plain) if i % 2 else (self._plain, engine)
-            found = {way: self.timed(way) for way in ways}
-            turns.append(Turn(found[engine], found[self._plain]))
+            timings = {way: self.timed(way) for way in ways}
+            turns.append(Turn(timings[engine], timings[self._plain]))
         return turns, _since(_said(engine), before)
 
     def timed(self, engine: Engine) -> Timed:
@@ -76,13 +76,13 @@ class Turns:
         counts = [0] * batch
         while not all(counts):
             _count(engine, counts)
-        begun, used, started, steps = sum(counts), self._used(), perf_counter(), 0
+        before, used, started, steps = sum(counts), self._used(), perf_counter(), 0
         while engine.has_work():
             _count(engine, counts)
             steps += 1
         seconds = perf_counter() - started
-        there = None if used is None else ((self._used() or 0) - used) / steps
-        return Timed((sum(counts) - begun) / seconds, seconds / steps, there)
+        cpu_experts = None if used is None else ((self._used() or 0) - used) / steps
+        return Timed((sum(counts) - before) / seconds, seconds / steps, cpu_experts)
 
     def _used(self) -> int | None:
         handoff = self._told.parts.handoff
@@ -90,19 +90,19 @@ class Turns:
 
     def _engine(self, guesses: Guesses | None) -> Engine:
         """With those graphs alone that its steps may need."""
-        parts, asked = self._told.parts, self._asked
+        parts, load = self._told.parts, self._asked
         plan, vocab = parts.plan, parts.model_config.vocab
         if plan.gpu is not None:
-            most = asked.batch * (1 + (guesses.most if guesses else 0))
+            most = load.batch * (1 + (guesses.most if guesses else 0))
             plan = replace(
-                plan, gpu=replace(plan.gpu, graph_sizes=_sizes(plan.gpu.graph_sizes, asked.batch, most))
+                plan, gpu=replace(plan.gpu, graph_sizes=_sizes(plan.gpu.graph_sizes, load.batch, most))
             )
         if guesses is None:
             return Engine.from_parts(replace(parts, plan=replace(plan, speculation=None)))
         plan = replace(plan, speculation=SpeculationPlan(guesses.algorithm, guesses.most, guesses.governed))
-        answers = {(str(i), 0): told_tokens(asked.context, asked.tokens, vocab) for i in range(asked.batch)}
-        told = answers, guesses.acceptance, vocab
-        drafter = Foretold(*told) if guesses.algorithm in DRAFT_ALGORITHMS else Paid(*told, guesses.seconds)
+        answers = {(str(i), 0): told_tokens(load.context, load.tokens, vocab) for i in range(load.batch)}
+        foretold = answers, guesses.acceptance, vocab
+        drafter = Foretold(*foretold) if guesses.algorithm in DRAFT_ALGORITHMS else Paid(*foretold, guesses.seconds)
         return Engine.from_parts(replace(parts, plan=plan, drafter=drafter))
 
 
@@ -113,9 +113,9 @@ def _sizes(captured: tuple[int, ...], batch: int, most: int) -> tuple[int, ...]:
 
 
 def _said(engine: Engine) -> SpeculationStats:
-    said = engine.stats().speculation
-    assert said is not None
-    return said
+    stats = engine.stats().speculation
+    assert stats is not None
+    return stats
 
 
 def _since(now: SpeculationStats, before: SpeculationStats) -> SpeculationStats:

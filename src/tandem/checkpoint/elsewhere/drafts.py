@@ -44,7 +44,7 @@ def with_draft_config(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     if path is None:
         return model
     theirs = load_model_config(path)
-    for what, ours, other in (
+    for size_name, ours, other in (
         ("hidden size", model.hidden, theirs.hidden),
         ("vocabulary", model.vocab, theirs.vocab),
         ("number of layers", len(model.layers), len(theirs.layers)),
@@ -52,7 +52,7 @@ def with_draft_config(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     ):
         if ours != other:
             raise ConfigError(
-                f"{FLAG} {path} is of another model: its {what} is {other}, not {ours}", fields=FIELDS
+                f"{FLAG} {path} is of another model: its {size_name} is {other}, not {ours}", fields=FIELDS
             )
     if theirs.drafts is None:
         raise ConfigError(
@@ -73,7 +73,7 @@ def with_draft_layer(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint
 
 
 def _beginnings(model: ModelConfig) -> tuple[str, ...]:
-    """Of a draft's names."""
+    """Beginnings of the names of a draft's tensors."""
     block, number = None if model.drafts is None else model.drafts.block, len(model.layers)
     if block is not None:
         return tuple(BLOCK_NAMES.at(stage) for stage in range(block.layers))
@@ -81,7 +81,7 @@ def _beginnings(model: ModelConfig) -> tuple[str, ...]:
 
 
 class DraftsElsewhere(TwoCheckpoints):
-    """What the planner asks of all weights is said of the model's."""
+    """A model's checkpoint with the draft layer of another. Formats, for the planner, are the model's."""
 
     def __init__(self, model: Checkpoint, drafts: Checkpoint, beginnings: tuple[str, ...], number: int) -> None:
         """beginnings: of the layer's names. number: the layer's, as `read_ahead` counts them."""

@@ -46,10 +46,10 @@ def _check_same(model: ModelConfig, path: Path) -> None:
         ours, theirs = _sizes(model), _sizes(load_model_config(path))
     except ConfigError as error:
         raise ConfigError(f"{FLAG} {path}: {error}") from error
-    for what, size in ours.items():
-        if size != theirs[what]:
+    for size_name, size in ours.items():
+        if size != theirs[size_name]:
             raise ConfigError(
-                f"{FLAG} {path} is another model: its {what} is {theirs[what]}, but --model has {size}"
+                f"{FLAG} {path} is another model: its {size_name} is {theirs[size_name]}, but --model has {size}"
             )
 
 

@@ -24,7 +24,7 @@ class TwoCheckpoints(ABC):
 
     @abstractmethod
     def _is_other(self, name: str) -> bool:
-        """Of a tensor or a module: whether the other one has it, or should have it."""
+        """Whether the other one has this tensor or module, or should have it."""
 
     @property
     def path(self) -> Path:
@@ -70,8 +70,8 @@ class TwoCheckpoints(ABC):
 
     def identity(self) -> str:
         """The same files in another place are others."""
-        both = (self._first.identity(), self._other.identity(), str(self._other.path.resolve()))
-        return hashlib.sha256(repr(both).encode()).hexdigest()
+        identities = (self._first.identity(), self._other.identity(), str(self._other.path.resolve()))
+        return hashlib.sha256(repr(identities).encode()).hexdigest()
 
     def _of(self, name: str) -> Checkpoint:
         return self._other if self._is_other(name) else self._first

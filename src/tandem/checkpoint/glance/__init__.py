@@ -1,1 +1,1 @@
-"""What a model directory is, at a glance: before the header of any weight is read."""
+"""A model directory at a glance: its kind and formats, before the header of any weight is read."""

@@ -1,4 +1,4 @@
-"""What a checkpoint's matrices are stored as, from config.json and the index alone: before a weight is downloaded.
+"""Formats of a checkpoint's matrices, from config.json and the index alone: before a weight is downloaded.
 
 Headers say types and shapes; names do not. So formats are found by the tensors that lie beside a weight and by
 `quantization_config`, and where both leave a choice, by the index's `total_size`. Once files are there, headers are
@@ -31,7 +31,7 @@ Roles = frozenset[str]
 
 
 class Index(NamedTuple):
-    """What is known of the tensors without their files. total_bytes 0: not known."""
+    """Names of the tensors and their bytes, known without their files. total_bytes 0: not known."""
 
     names: tuple[str, ...]
     total_bytes: int
@@ -53,15 +53,15 @@ class IndexNames:
 
     def has_matrix(self, module: str) -> bool:
         """Whether the module has a matrix, however that is stored."""
-        wanted = {(module, role) for role in CODES}
-        return any(part_of(name) in wanted for name in self.names)
+        matrices = {(module, role) for role in CODES}
+        return any(part_of(name) in matrices for name in self.names)
 
     def path_of(self, name: str) -> Path:
         return self.path
 
 
 def read_index(directory: Path) -> Index:
-    """Of model.safetensors.index.json; empty where there is none. Raises CheckpointError when it cannot be read."""
+    """Reads model.safetensors.index.json; empty where there is none. Raises CheckpointError when it cannot be read."""
     file = directory / INDEX
     if not file.is_file():
         return Index((), 0)
@@ -73,8 +73,8 @@ def read_index(directory: Path) -> Index:
 
 
 def formats_from_names(directory: Path, model: ModelConfig) -> StoredFormats:
-    """Of a directory that has config.json and perhaps an index. Raises CheckpointError for a quantisation that cannot
-    be read."""
+    """Formats of a directory that has config.json and perhaps an index. Raises CheckpointError for a quantisation that
+    cannot be read."""
     index = IndexNames.of(directory)
     if index.has_matrix("lm_head"):  # whatever config.json says of it
         model = replace(model, tied_embeddings=False)
@@ -91,7 +91,7 @@ def formats_from_names(directory: Path, model: ModelConfig) -> StoredFormats:
 
 
 def _table_format(names: tuple[str, ...]) -> StoredFormat:
-    """Of tables that are read by row, which have one scale where they are codes."""
+    """Format of tables that are read by row, which have one scale where they are codes."""
     coded = any(name.endswith(".ngram_embedding.weight_scale") for name in names)
     return StoredFormat(name="fp8", bytes_per_weight=1.0) if coded else StoredFormat()
 
@@ -102,7 +102,7 @@ Matrices = list[
 
 
 def file_bytes(matrices: Matrices) -> float:
-    """Of these matrices in the checkpoint's files."""
+    """Bytes of these matrices in the checkpoint's files."""
     return sum(fmt.file_bytes_per_weight * weights for _, fmt, weights in matrices)
 
 
@@ -160,7 +160,7 @@ def _kinds(names: Iterable[str]) -> dict[str, Roles]:
         kind = "shared" if "shared_expert" in module else "experts" if is_expert(module) else "dense"
         counts[kind][frozenset(roles)] += 1
     plain = frozenset(("weight",))
-    return {kind: found.most_common(1)[0][0] if found else plain for kind, found in counts.items()}
+    return {kind: counter.most_common(1)[0][0] if counter else plain for kind, counter in counts.items()}
 
 
 def _kinds_by_config(hints: QuantHints, config: Mapping[str, Any]) -> dict[str, Roles]:
@@ -181,7 +181,7 @@ def _kinds_by_config(hints: QuantHints, config: Mapping[str, Any]) -> dict[str, 
 def _formats(
     roles: Roles, hints: QuantHints, config: Mapping[str, Any], plain: QuantFormat
 ) -> list[QuantFormat]:
-    """What such a matrix may be, the most likely first."""
+    """Formats that such a matrix may have, the most likely first."""
     group = hints.groups[0] if hints.groups else 128
     if "qweight" in roles:
         packing, ordered = (

@@ -41,8 +41,8 @@ class HeadersOnly:
         return self._of.has_matrix(module)
 
     def get(self, name: str, shape: tuple[int, ...] | None = None, *, whole: bool = False) -> Tensor:
-        found = self._of.get(name, shape, whole=whole)  # a view
-        return torch.zeros(found.shape) if found.dim() < 2 else _empty(tuple(found.shape))
+        view = self._of.get(name, shape, whole=whole)  # a view
+        return torch.zeros(view.shape) if view.dim() < 2 else _empty(tuple(view.shape))
 
     def lookup(self, name: str, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
         return self._of.lookup(name, shape)

@@ -22,13 +22,13 @@ _FILE = re.compile(r"(?:[A-Z]+_)?(INT[48])_(?:up|gate|down)_\d+_\d+Byte_(?:quant
 
 def check_not_kt_packed(path: Path, model: Path | None = None) -> None:
     """Raises ConfigError where `path` is such a directory. model: the one whose experts these are; None: not known."""
-    found = _found(path)
-    if not found:
+    kind = _found(path)
+    if not kind:
         return
-    method = "INT8" if "INT8" in found or "INT8" in path.name.upper() else "INT4"
+    method = "INT8" if "INT8" in kind or "INT8" in path.name.upper() else "INT4"
     source, ours = model or "MODEL", path.with_name(f"{path.name}-tandem")
     raise ConfigError(
-        f"{path}: KTransformers' converter packed these experts ({found}) in tiles that only its own kernels read. "
+        f"{path}: KTransformers' converter packed these experts ({kind}) in tiles that only its own kernels read. "
         f"Make ours once: kt convert {source} {ours} --method {method}, and give {FLAG} {ours}; "
         f"or leave {FLAG} out: --kt-method {method} rounds while loading",
         fields=("kt_weight_path",),
@@ -36,7 +36,7 @@ def check_not_kt_packed(path: Path, model: Path | None = None) -> None:
 
 
 def _found(path: Path) -> str:
-    """What kind it is, for people; "" for anything else."""
+    """Kind of the packed experts at `path`, for people; "" for anything else."""
     if not path.is_dir():
         return ""
     loose = [file.name for layer in sorted(path.glob("_layer_*"))[:1] for file in layer.glob("_numa_*/*.kt")]

@@ -27,8 +27,8 @@ def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, 
     units = found.format.block_rows, found.format.group
     wide = tuple(map(_covering, (rows, columns), units, found.shape))
     if wide != (rows, columns):
-        inside = tuple(map(_inside, (rows, columns), wide, found.shape))
-        return own_columns(rows_of(read_part(found, parts, tensors, wide[0], wide[1]), inside[0]), inside[1])
+        places = tuple(map(_inside, (rows, columns), wide, found.shape))
+        return own_columns(rows_of(read_part(found, parts, tensors, wide[0], wide[1]), places[0]), places[1])
     cuts = _cuts(found, parts, rows, columns)
     if cuts is None or not _in_order(found, parts, tensors, columns):
         return own_columns(rows_of(found.read(tensors, found.shape), rows), columns)
@@ -39,21 +39,21 @@ def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, 
         part = tensors(role)[cuts[role]]
         return part - first_group if role == "order" else part
 
-    read = found.read(own, (n, k))
-    return read.contiguous() if isinstance(read, Tensor) else read
+    weight = found.read(own, (n, k))
+    return weight.contiguous() if isinstance(weight, Tensor) else weight
 
 
-def _covering(wanted: slice, unit: int, size: int) -> slice:
+def _covering(extent: slice, unit: int, size: int) -> slice:
     """Whole groups or blocks of `unit` that have those in them."""
-    start, stop, step = wanted.indices(size)
+    start, stop, step = extent.indices(size)
     first, last = start // max(1, unit) * unit, min(size, -(-stop // max(1, unit)) * unit)
-    return wanted if unit < 2 or step != 1 or (first, last) == (start, stop) else slice(first, last)
+    return extent if unit < 2 or step != 1 or (first, last) == (start, stop) else slice(first, last)
 
 
-def _inside(wanted: slice, wide: slice, size: int) -> slice:
+def _inside(extent: slice, wide: slice, size: int) -> slice:
     """The same places, counted from the beginning of `wide`."""
-    (start, stop, _), first = wanted.indices(size), wide.indices(size)[0]
-    return ALL if wanted == wide else slice(start - first, stop - first)
+    (start, stop, _), first = extent.indices(size), wide.indices(size)[0]
+    return ALL if extent == wide else slice(start - first, stop - first)
 
 
 def own_columns(weight: Weight, columns: slice) -> Weight:
@@ -64,23 +64,23 @@ def own_columns(weight: Weight, columns: slice) -> Weight:
     return cut.contiguous() if isinstance(cut, Tensor) else cut
 
 
-def _in_order(found: Stored, parts: Parts, tensors: Tensors, columns: slice) -> bool:
+def _in_order(stored: Stored, parts: Parts, tensors: Tensors, columns: slice) -> bool:
     """Whether the inputs of a group lie side by side, where that matters."""
     if "order" not in parts or columns == ALL:
         return True
-    depth = found.shape[1]
-    return torch.equal(tensors("order")[ALL], torch.arange(depth) // (found.format.group or depth))
+    depth = stored.shape[1]
+    return torch.equal(tensors("order")[ALL], torch.arange(depth) // (stored.format.group or depth))
 
 
-def _cuts(found: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str, Cut] | None:
-    """What of each tensor is theirs; None where they are no whole places of it."""
+def _cuts(stored: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str, Cut] | None:
+    """Cuts of these rows and columns out of each tensor; None where they are no whole places of it."""
     if (rows.step or 1) != 1:
         return None
     cuts = {}
     for role, part in parts.items():
-        cut = _cut(found, part, role, rows, columns)
+        cut = _cut(stored, part, role, rows, columns)
         if "qweight" in parts:
-            cut = _cut(found, part._replace(shape=part.shape[::-1]), role, rows, columns)
+            cut = _cut(stored, part._replace(shape=part.shape[::-1]), role, rows, columns)
             cut = None if cut is None else cut[::-1]
         if cut is None:
             return None
@@ -88,26 +88,26 @@ def _cuts(found: Stored, parts: Parts, rows: slice, columns: slice) -> dict[str,
     return cuts
 
 
-def _cut(found: Stored, part: Part, role: str, rows: slice, columns: slice) -> Cut | None:
-    """Of a tensor whose rows are the matrix's."""
+def _cut(stored: Stored, part: Part, role: str, rows: slice, columns: slice) -> Cut | None:
+    """The cut out of a tensor whose rows are the matrix's."""
     if role in ("shape", "multiplier", "divisor"):
         return ()
     if role == "order":
         return (columns,)
-    sizes = zip(part.shape, found.shape, strict=False)
-    found_units = _units(found, role, [_per_place(*each) for each in sizes])
+    sizes = zip(part.shape, stored.shape, strict=False)
+    units = _units(stored, role, [_per_place(*each) for each in sizes])
     cut = [
-        _places(range(*wanted.indices(size)), size, unit)
-        for wanted, size, unit in zip((rows, columns), found.shape, found_units, strict=False)
+        _places(range(*extent.indices(size)), size, unit)
+        for extent, size, unit in zip((rows, columns), stored.shape, units, strict=False)
     ]
     return None if None in cut else tuple(each for each in cut if each is not None)
 
 
-def _units(found: Stored, role: str, per_place: list[int]) -> list[int]:
+def _units(stored: Stored, role: str, per_place: list[int]) -> list[int]:
     """How many rows and columns share a place of the tensor; 0: all."""
     if role in CODES:
         return per_place
-    shared = found.format.block_rows, found.format.group
+    shared = stored.format.block_rows, stored.format.group
     if role == "zeros" and shared[0]:
         shared = per_place[0], shared[1]
     return list(shared[: len(per_place)])
@@ -117,10 +117,10 @@ def _per_place(places: int, size: int) -> int:
     return next((each for each in PER_PLACE if -(-size // each) == places), 1)
 
 
-def _places(wanted: range, size: int, unit: int) -> slice | None:
+def _places(extent: range, size: int, unit: int) -> slice | None:
     """Those of `size` rows or columns, `unit` in a place; None where these are no whole places."""
-    if unit == 0 or len(wanted) == size:
+    if unit == 0 or len(extent) == size:
         return ALL
-    if wanted.start % unit or (wanted.stop != size and wanted.stop % unit):
+    if extent.start % unit or (extent.stop != size and extent.stop % unit):
         return None
-    return slice(wanted.start // unit, -(-wanted.stop // unit))
+    return slice(extent.start // unit, -(-extent.stop // unit))

@@ -74,7 +74,7 @@ class Shard:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """What a file holds. Raises CheckpointError as `Shard` does."""
+    """Names of the tensors in a file. Raises CheckpointError as `Shard` does."""
     return list(_entries(path)[0])
 
 

@@ -62,9 +62,9 @@ class ShardPages:
         """A generator, so that `Paging` does the work for all layers at once, while the first weights are packed. Later
         the thread that gives workers the next layer would wait for the interpreter meanwhile."""
         if experts not in self._joined:
-            wanted = {
+            by_layer = {
                 layer: [name for name in names if experts is None or experts == is_expert(name)]
                 for layer, names in self._layers.items()
             }
-            self._joined[experts] = {layer: joined(self._shards.pages(names)) for layer, names in wanted.items()}
+            self._joined[experts] = {layer: joined(self._shards.pages(names)) for layer, names in by_layer.items()}
         yield from self._joined[experts].get(layer, ())

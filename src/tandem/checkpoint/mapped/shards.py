@@ -60,14 +60,14 @@ class Shards:
 
     def expert_files(self) -> tuple[list[Path], bool]:
         """As `Checkpoint.expert_files`."""
-        found = [(shard, shard.entries[name]) for name, shard in self._of.items() if is_expert(name)]
-        aligned = all(entry.begin % BF16_BYTES == 0 for _, entry in found)
-        return list(dict.fromkeys(shard.path for shard, _ in found)), aligned
+        entries = [(shard, shard.entries[name]) for name, shard in self._of.items() if is_expert(name)]
+        aligned = all(entry.begin % BF16_BYTES == 0 for _, entry in entries)
+        return list(dict.fromkeys(shard.path for shard, _ in entries)), aligned
 
     def nbytes(self, experts: bool | None = None) -> int:
         """Bytes of all tensors but tables, of routed experts only (True), or of everything else (False)."""
-        wanted = (self.entry(name) for name in self._of if experts in (None, is_expert(name)) and not is_table(name))
-        return sum(entry.end - entry.begin for entry in wanted)
+        entries = (self.entry(name) for name in self._of if experts in (None, is_expert(name)) and not is_table(name))
+        return sum(entry.end - entry.begin for entry in entries)
 
     def identity(self) -> str:
         """Changes whenever a file does: see `identity.py`."""
@@ -102,13 +102,13 @@ class Shards:
 
     def _add_all(self, shards: list[Shard]) -> None:
         """Where several shards hold a tensor, the index says which counts. Raises CheckpointError if it does not."""
-        said = self._index_map
+        weight_map = self._index_map
         for shard in shards:
             for name in shard.entries:
                 other = self._of.get(name)
-                if other is None or self.path / said.get(name, "") == shard.path:
+                if other is None or self.path / weight_map.get(name, "") == shard.path:
                     self._of[name] = shard
-                elif self.path / said.get(name, "") != other.path:
+                elif self.path / weight_map.get(name, "") != other.path:
                     raise CheckpointError(f"tensor {name} is in both {other.path.name} and {shard.path.name}")
 
     def _check_index(self) -> None:
@@ -118,7 +118,7 @@ class Shards:
 
 
 def _instead(directory: Path) -> str:
-    """What a directory without weights has, and what to do about it."""
+    """Advice about a directory without weights: what it has, and what to do about it."""
     if unfinished := [path.name for path in directory.iterdir() if path.suffix in _UNFINISHED]:
         return f"the download of {unfinished[0]} is not finished; fetch the rest"
     if pickles := [path.name for path in directory.iterdir() if path.suffix in _PICKLES]:

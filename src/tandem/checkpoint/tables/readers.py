@@ -29,7 +29,7 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 def ignored(_: int) -> None:
-    """Of progress that nobody looks at."""
+    """Drops progress that nobody looks at."""
 
 
 class RowReader(Protocol):
@@ -57,7 +57,7 @@ class Files:
             os.close(file)
 
     def places(self, numbers: Tensor) -> list[tuple[int, int]]:
-        """Of each row: its file, and the first byte in it."""
+        """Each row's file, by its number, and the first byte in it. Raises CheckpointError beyond the last row."""
         if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= self.stored.rows):
             raise CheckpointError(f"{self.stored.name} has {self.stored.rows} rows, and one beyond them was asked for")
         piece = torch.searchsorted(self._ends, numbers, right=True)
@@ -87,8 +87,8 @@ class RowsInMemory:
         parts = list[tuple[int, int, int, int]]()
         for piece in stored.pieces:
             nbytes, file = piece.rows * stored.row_bytes, files.paths.index(piece.path)
-            for at in range(0, nbytes, PART_BYTES):
-                parts.append((file, piece.begin + at, first + at, min(PART_BYTES, nbytes - at)))
+            for offset in range(0, nbytes, PART_BYTES):
+                parts.append((file, piece.begin + offset, first + offset, min(PART_BYTES, nbytes - offset)))
             first += nbytes
         with ThreadPoolExecutor(THREADS, "tandem-tables") as threads:
             for nbytes in threads.map(lambda part: _read_part(files, whole, *part), parts):
@@ -107,15 +107,15 @@ def _huge(nbytes: int) -> Tensor:
 
 
 def _read_part(files: Files, whole: memoryview, file: int, begin: int, to: int, nbytes: int) -> int:
-    done = 0
-    while done < nbytes:
+    position = 0
+    while position < nbytes:
         try:
-            count = os.preadv(files.open[file], [whole[to + done : to + nbytes]], begin + done)
+            count = os.preadv(files.open[file], [whole[to + position : to + nbytes]], begin + position)
         except OSError as error:
             raise files.failed(file, error) from error
         if not count:
             raise files.failed(file, None)
-        done += count
+        position += count
     with suppress(OSError):
         os.posix_fadvise(files.open[file], begin, nbytes, os.POSIX_FADV_DONTNEED)
     return nbytes
@@ -194,17 +194,17 @@ class RowsOnDisk:
     def __call__(self, numbers: Tensor) -> Tensor:
         rows = torch.empty((len(numbers), self._row), dtype=torch.uint8)
         for first in range(0, len(numbers), ROWS_AT_ONCE):
-            some = slice(first, first + ROWS_AT_ONCE)
-            self._read_all(numbers[some], _bytes_of(rows[some]))
+            part = slice(first, first + ROWS_AT_ONCE)
+            self._read_all(numbers[part], _bytes_of(rows[part]))
         return rows
 
     def _read_all(self, numbers: Tensor, to: memoryview) -> None:
         blocks = memoryview(mmap.mmap(-1, len(numbers) * self._each))  # begins at a page's border
-        wanted = [
+        reads = [
             (*place, to[i * self._row : (i + 1) * self._row], blocks[i * self._each : (i + 1) * self._each])
             for i, place in enumerate(self._files.places(numbers))
         ]
-        _all(self._threads, lambda row: self._read(*row), wanted)
+        _all(self._threads, lambda row: self._read(*row), reads)
 
     def _read(self, file: int, begin: int, to: memoryview, blocks: memoryview) -> None:
         first = begin // BLOCK * BLOCK
@@ -221,12 +221,12 @@ class RowsOnDisk:
 def lookup_of(stored: StoredRows, where: str, progress: Callable[[int], None]) -> Callable[[Tensor], Tensor]:
     """Numbers, int64 [n] → rows [n, width]. where: as `--tables`. progress: is told of bytes that were read into
     memory."""
-    read: RowReader
+    reader: RowReader
     if where == "ram":
-        read = RowsInMemory(stored, progress)
+        reader = RowsInMemory(stored, progress)
     else:
-        read = RowsOnDisk(stored) if where == "disk" else RowsInPageCache(stored)
-    return lambda numbers: stored.decode(read(numbers))
+        reader = RowsOnDisk(stored) if where == "disk" else RowsInPageCache(stored)
+    return lambda numbers: stored.decode(reader(numbers))
 
 
 def _all(threads: ThreadPoolExecutor, do: Callable[[T], None], items: list[T]) -> None:

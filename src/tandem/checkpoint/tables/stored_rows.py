@@ -52,7 +52,7 @@ class StoredRows:
 
 
 def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> StoredRows:
-    """Of the table `module`, [rows, width], in one tensor or in several, `shard_0`, `shard_1`, ….
+    """Stored rows of the table `module`, [rows, width], in one tensor or in several, `shard_0`, `shard_1`, ….
 
     Raises CheckpointError: it is absent, of another shape, or stored in a way that cannot be read row by row.
     """
@@ -74,7 +74,7 @@ def stored_rows(tensors: MappedTensors, module: str, shape: tuple[int, int]) -> 
 
 
 def stored_tables(tensors: MappedTensors) -> StoredFormat:
-    """What all tables together are stored as, for the planner."""
+    """Format of all tables together, for the planner."""
     parts = [tensors.part(name) for name in tensors.names() if is_table(name) and name.endswith(".weight")]
     if not parts:
         return StoredFormat()
@@ -88,12 +88,12 @@ def stored_tables(tensors: MappedTensors) -> StoredFormat:
 def _names(tensors: MappedTensors, module: str) -> list[str]:
     if f"{module}.weight" in tensors:
         return [f"{module}.weight"]
-    found = dict(_shards(tensors, module))
-    if not found:
+    shards = dict(_shards(tensors, module))
+    if not shards:
         raise CheckpointError(f"{tensors.path} has no tensor {module}.weight, and no {module}.shard_0.weight")
-    if missing := set(range(len(found))) - set(found):
+    if missing := set(range(len(shards))) - set(shards):
         raise CheckpointError(f"{tensors.path} has no tensor {module}.shard_{min(missing)}.weight")
-    return [found[i] for i in range(len(found))]
+    return [shards[i] for i in range(len(shards))]
 
 
 def _shards(tensors: MappedTensors, module: str) -> Iterator[tuple[int, str]]:
