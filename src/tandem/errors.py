@@ -39,7 +39,7 @@ class DoesNotFit(ConfigError):
 
 
 class GpuTooSmall(DoesNotFit):
-    """What was to be on the GPU, or beside it in CPU memory, does not fit. `--device auto` then does without it."""
+    """A GPU, or the CPU memory beside it, does not hold what was to be there. `--device auto` then does without the GPU."""
 
 
 class CheckpointError(TandemError):
@@ -80,7 +80,7 @@ class KernelError(TandemError, ValueError):
 
 
 def exit_status(error: TandemError) -> int:
-    """Of a program that ends with this error: 2 where what was asked cannot be met, else 1."""
+    """Exit status of a program that ends with this error: 2 where what was asked cannot be met, else 1."""
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -40,17 +40,17 @@ async def with_images(
 
 
 def _listed(
-    images: str | list[str | list[str] | None], count: int, batched: bool
+    given: str | list[str | list[str] | None], count: int, batched: bool
 ) -> list[tuple[list[str], list[str]]]:
     """The images of each prompt, and their fields. Raises RequestError."""
     if batched:
-        lists = images if isinstance(images, list) else [images]
+        lists = given if isinstance(given, list) else [given]
         if len(lists) != count:
             raise RequestError(f"image_data has {len(lists)} entries for {count} prompts", "image_data")
         return [_named(each, f"image_data[{i}]") for i, each in enumerate(lists)]
-    if isinstance(images, list) and len(images) == 1 and isinstance(images[0], list):
-        return [_named(images[0], "image_data[0]")]
-    return [_named(images, "image_data")]
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):
+        return [_named(given[0], "image_data[0]")]
+    return [_named(given, "image_data")]
 
 
 def _named(images: str | Sequence[str | list[str] | None] | None, where: str) -> tuple[list[str], list[str]]:

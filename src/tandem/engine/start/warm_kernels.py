@@ -76,8 +76,8 @@ def kinds_of_layers(model: Any, described: Rows[object]) -> list[int]:
         experts = getattr(getattr(model.layers[index], "moe", None), "experts", None)
         sides = [getattr(experts, side, None) is None for side in ("gpu", "cpu")]
         first.setdefault((_kind(layer), *sides), index)
-    sources = {_source(described[index]) for index in first.values()} - {None}
-    return sorted({*first.values(), *sources})  # type: ignore[type-var]
+    sources = (_source(described[index]) for index in first.values())
+    return sorted({*first.values(), *(each for each in sources if each is not None)})
 
 
 def _source(layer: Any) -> int | None:
@@ -167,8 +167,8 @@ def _run(runner: GpuRunner, parts: EngineParts, step: WarmStep, streamed: Rows[i
     sequences = [chunk.sequence for chunk in chunks][:MOST_SAMPLED]
     some = bits_but((), parts.model_config.vocab)  # all tokens: rows of structured output have kernels of their own
     masks = [some if row % 2 else None for row in range(len(sequences))]
-    mask_sets: tuple[RowMasks, ...] = ((), masks) if decodes else ((),)
-    for each in mask_sets:
+    asked: tuple[RowMasks, ...] = ((), masks) if decodes else ((),)
+    for each in asked:
         logits.chosen(list(range(len(sequences))), sequences, (), each)
     for chunk in chunks:
         chunk.sequence.status = Status.FINISHED  # other ranks forget it

@@ -15,7 +15,7 @@ Places = npt.NDArray[np.int64]
 
 
 class ImageRows:
-    """Rows of a prompt with images, from its first to its last token. All answers of a request share them.
+    """Rows of a prompt with images, from its first to its last token. All answers of a request share it.
 
     A piece of an image turns by three positions: in time, downwards, across. They begin where the text before ends; the
     text behind goes on after the largest. So a token behind images turns as one at place + shift, which is before it.
@@ -41,7 +41,7 @@ class ImageRows:
         return position + end - first
 
     def keys(self, prompt_ids: list[int]) -> list[int]:
-        """Keys of the prompt's tokens in the prefix cache. Pieces of an image have its hash and their number in it,
+        """Each token's key in the prefix cache: pieces of an image have its hash and their number in it,
         below 0, where no token's id is."""
         keys = list(prompt_ids)
         for image in self.images:

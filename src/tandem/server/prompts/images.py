@@ -44,15 +44,15 @@ class Pixels:
 
     def __init__(self, resized: Resized, processor: Processor) -> None:
         self._file = -1  # for `__del__`, where there are no more files
-        found = resized.found
-        self.grid: Grid = processor.grid(found.height, found.width)
+        decoded = resized.found
+        self.grid: Grid = processor.grid(decoded.height, decoded.width)
         self.nbytes = len(resized.pixels)
         self._file = os.memfd_create("image", os.MFD_CLOEXEC)
         with open(self._file, "wb", closefd=False) as file:
             file.write(resized.pixels)
         self.key = resized.key(processor)
         path, inode = f"/proc/{os.getpid()}/fd/{self._file}", os.fstat(self._file).st_ino
-        self.source = PixelSource(height=found.height, width=found.width, path=path, inode=inode)
+        self.source = PixelSource(height=decoded.height, width=decoded.width, path=path, inode=inode)
 
     def __del__(self) -> None:
         if self._file >= 0:
@@ -115,13 +115,13 @@ class Budget:
             text = f"{image.where}: the images of this request take too long to decode; send smaller ones"
             raise RequestError(text, image.where, "image_too_large")
 
-    def take(self, seen: Seen, image: Image) -> None:
+    def take(self, picture: Seen, image: Image) -> None:
         """Raises RequestError where they are too many with this one, which then does not count."""
-        if (pixels := self._pixels + seen.source_pixels) > MAX_IMAGE_PIXELS:
+        if (pixels := self._pixels + picture.source_pixels) > MAX_IMAGE_PIXELS:
             most = MAX_IMAGE_PIXELS // 10**6
             text = f"the images up to {image.where} have {pixels // 10**6} million pixels; {most} are the most"
             raise RequestError(f"{text}: send fewer, or smaller ones", image.where, "image_too_large")
-        self._images, self._pixels, self._rows = self._images + 1, pixels, self._rows + seen.rows
+        self._images, self._pixels, self._rows = self._images + 1, pixels, self._rows + picture.rows
         if self._limit is not None and self._rows >= self._limit.tokens:
             raise too_long(f"at least {self._rows}", self._limit)
 
@@ -169,10 +169,10 @@ class ImageReader:
     async def _within(self, budget: Budget, image: Image, sizes: bool) -> Seen | Unreadable:
         try:
             budget.check(image)
-            seen = await self._read(image, sizes, budget)
-            if isinstance(seen, Seen):
-                budget.take(seen, image)
-            return seen
+            picture = await self._read(image, sizes, budget)
+            if isinstance(picture, Seen):
+                budget.take(picture, image)
+            return picture
         except (RequestError, EngineError) as error:
             if not image.older or self._process.closed or budget.is_too_long(error):
                 raise
@@ -186,14 +186,14 @@ class ImageReader:
         most = min(self._most_tokens, LOW_DETAIL_TOKENS) if image.detail == "low" else self._most_tokens
         data = image.data.encode("ascii", "replace")
         name = (await asyncio.to_thread(lambda: hashlib.sha256(data).digest()), most)
-        if (seen := self._recent.get(name)) is not None:
+        if (picture := self._recent.get(name)) is not None:
             self._recent.move_to_end(name)
             self.counts.again += 1
-            return seen
+            return picture
         if image.older and name in self._unreadable:
             return self._unreadable[name]
         try:
-            seen = await self._on_thread(lambda: self._decoded(data, image.where, most, sizes, budget))
+            picture = await self._on_thread(lambda: self._decoded(data, image.where, most, sizes, budget))
         except (RequestError, EngineError) as error:
             self.counts.refused += 1
             if image.older and not self._process.closed:
@@ -209,17 +209,17 @@ class ImageReader:
         finally:
             seconds = time.monotonic() - began
             self.counts.seconds, budget.seconds = self.counts.seconds + seconds, budget.seconds + seconds
-        found = resized.found
-        rows = self._processor.tokens(self._processor.grid(found.height, found.width))
+        decoded = resized.found
+        rows = self._processor.tokens(self._processor.grid(decoded.height, decoded.width))
         pixels = None if sizes else Pixels(resized, self._processor)
-        return Seen(rows, facts.source_pixels, facts.frames > 1, pixels)
+        return Seen(rows, decoded.source_pixels, decoded.frames > 1, pixels)
 
-    def _kept(self, name: Name, seen: Seen) -> Seen:
+    def _kept(self, name: Name, picture: Seen) -> Seen:
         """The same; another file's pixels where they are equal. Raises ApiError 429 where running requests hold too
         many."""
         assert picture.pixels is not None
         held = sum(pixels.nbytes for pixels in self._held.values())
-        if held + seen.pixels.nbytes > MAX_HELD_PIXEL_BYTES or len(self._held) >= MAX_HELD_IMAGES:
+        if held + picture.pixels.nbytes > MAX_HELD_PIXEL_BYTES or len(self._held) >= MAX_HELD_IMAGES:
             raise overloaded("the running requests hold too many images; try again later")
         self.counts.decoded += 1
         picture = replace(picture, pixels=self._held.setdefault(picture.pixels.key, picture.pixels))
@@ -229,7 +229,7 @@ class ImageReader:
             _, oldest = self._recent.popitem(last=False)
             size -= oldest.nbytes
         _shrink(self._recent)
-        return seen
+        return picture
 
     @contextmanager
     def _in_line(self, nbytes: int) -> Iterator[None]:
