@@ -39,7 +39,7 @@ class DoesNotFit(ConfigError):
 
 
 class GpuTooSmall(DoesNotFit):
-    """A GPU, or the CPU memory beside it, does not hold what was to be there. `--device auto` then does without the GPU."""
+    """A GPU, or the CPU memory beside it, is too small for what was to be there. `--device auto` does without it."""
 
 
 class CheckpointError(TandemError):
