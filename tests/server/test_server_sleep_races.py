@@ -46,10 +46,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     gate = asyncio.Event()
     for kind, name in ((ChatModel, "prepare"), (PromptReader, "encode_all")):
 
-        def slow(*args: Any, read: Any = getattr(kind, name)) -> Any:
+        def slow(*args: Any, read: Any = getattr(kind, name), **named: Any) -> Any:
             async def reading() -> Any:
                 await gate.wait()
-                return await read(*args)
+                return await read(*args, **named)
 
             return reading()
 
