@@ -18,7 +18,9 @@ from tandem.architectures.load import load_config
 from tandem.bench.architectures import named_config
 from tandem.checkpoint import load_model_config, open_checkpoint
 from tandem.checkpoint.glance.from_names import formats_from_names
+from tandem.checkpoint.parts import is_table
 from tandem.checkpoint.tables import readers
+from tandem.convert import Conversion, convert
 from tandem.errors import CheckpointError
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.forecast.advice import Question
@@ -270,3 +272,20 @@ def test_a_layer_is_read_ahead_without_its_table(tiny_models) -> None:
     pages = open_checkpoint(tiny_models["qwen4_exp"])._pages
     assert not any("ngram_embedding." in name for names in pages._layers.values() for name in names)
     assert load_model_config(tiny_models["qwen4_exp"]).tables
+
+
+def test_a_table_of_unknown_numbers_is_refused_by_name(tmp_path: Path, numbers) -> None:
+    """Already where the planner asks what it is stored as."""
+    path = saved(tmp_path / "m", numbers.view(torch.int32).to(torch.uint16), 2)
+    with pytest.raises(CheckpointError, match=r"shard_0\.weight.* is stored as U16; a table is read as one of BF16"):
+        open_checkpoint(path).formats()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_conversion_copies_tables_as_they_are(tiny_models, tmp_path: Path, dense: bool) -> None:
+    source = tiny_models["qwen4_exp"]
+    convert(Conversion(source, tmp_path / "out", "FP8", dense=dense))
+    before, after = file_tensors(source), file_tensors(tmp_path / "out")
+    tables = [name for name in before if is_table(name) and name.endswith(".weight")]
+    assert tables and all(torch.equal(before[name], after[name]) for name in tables)
+    assert any(name not in after for name in before), "experts were converted"

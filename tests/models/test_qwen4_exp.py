@@ -276,15 +276,18 @@ def test_what_a_checkpoint_lacks_is_named(tiny_models, tmp_path: Path, without: 
         Session(tmp_path)
 
 
-def test_hashes_that_name_rows_beyond_the_table_are_refused(tiny_models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("which", "change"), [("offsets", 1000), ("offsets", -1000), ("vocab_sizes", -1000)])
+def test_hashes_that_name_rows_beyond_the_table_are_refused(
+    tiny_models, tmp_path: Path, which: str, change: int
+) -> None:
     from safetensors.torch import save_file
 
     from tiny import file_tensors
 
     _with(tiny_models["qwen4_exp"], tmp_path)
     tensors = file_tensors(tmp_path)
-    name = "model.layers.1.ple.ple_embedding.ngram_heads_offsets"
-    tensors[name] = tensors[name] + 1000
+    name = f"model.layers.1.ple.ple_embedding.ngram_heads_{which}"
+    tensors[name] = tensors[name] + change
     for file in tmp_path.glob("*.safetensors*"):
         file.unlink()
     save_file(tensors, tmp_path / "model.safetensors")
