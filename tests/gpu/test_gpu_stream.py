@@ -338,13 +338,11 @@ def test_rows_that_fill_a_graph_up_are_not_the_cpu_s() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.6])
 def test_one_layer_alone_travels_before_the_start(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the rates say; a step after it is as ever, and has learnt nothing from its times."""
+    """Whatever the rates say, first of all steps; the one after it is as ever, and has learnt nothing of its times."""
     layers = Layers()
     stream = layers.stream(share)
     observed = []
     monkeypatch.setattr(StreamRates, "observe", lambda self, *times: observed.append(times))
-    stream.begin(TOKENS)
-    layers.check()
     stream.begin_only(TOKENS, [1])
     assert stream.counts == {1: EXPERTS - 2}
     layers.check_layer(1)

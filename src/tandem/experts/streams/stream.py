@@ -202,6 +202,7 @@ class ExpertStream:
         by_index = {index: self._layers[index] for index in layers}
         self.counts = {index: layer.places for index, layer in by_index.items() if layer is not None}
         if self.counts:
+            self._tables.look(self._layers, self._followed.moves())
             self._tables.tell(self._layers, self.counts)
         self.deliveries.begin(self.counts, whole=False)
 
