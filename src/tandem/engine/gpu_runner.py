@@ -124,14 +124,14 @@ class GpuRunner:
             self._graphs.capture_decode(graphs, capture)
             self._capture_prompts()
 
-    def run(self, step: Step, meanwhile: Callable[[], None] = _nothing) -> StepOutput:
-        """Logits rows of all chunks, in order. meanwhile: as `logits`."""
+    def run(self, step: Step, host_work: Callable[[], None] = _nothing) -> StepOutput:
+        """Logits rows of all chunks, in order. host_work: as `logits`."""
         batch = self._arrays.fill(step.chunks)
         self._guessing = step.has_drafts
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
             shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
-            logits = self.logits(batch, _masks(step.chunks), make, meanwhile, shrinking)
+            logits = self.logits(batch, _masks(step.chunks), make, host_work, shrinking)
             return StepOutput(step if shrinking is None else shrinking.step, logits)
 
     @contextmanager
@@ -182,16 +182,16 @@ class GpuRunner:
         batch: ForwardBatch,
         masks: RowMasks = (),
         make: Callable[[], None] = _nothing,
-        meanwhile: Callable[[], None] = _nothing,
+        host_work: Callable[[], None] = _nothing,
         shrinking: ShrinkingStep | None = None,
     ) -> DeviceLogits:
         """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
-        where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
+        where a graph is replayed; `DeviceLogits.chosen` wants them anyway. host_work: called once a graph runs and the
         CPU has done its part."""
         choice = path_of(batch, self._graphs, shrinks=shrinking is not None)
         choice.log(len(batch.input_ids))
         if choice.decode is not None:
-            return self._replayed(choice.decode, batch, masks, make, meanwhile)
+            return self._replayed(choice.decode, batch, masks, make, host_work)
         if choice.prefill is not None:
             return self._prefilled(choice, batch, make)
         return self._eager(batch, make, shrinking)

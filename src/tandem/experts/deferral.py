@@ -73,8 +73,8 @@ class LateExperts:
         """deferral: None for a layer that only takes what is due."""
         self._inner, self._deferral, self._due = inner, deferral, due
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
-        self._inner.load(feed, kept)
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
+        self._inner.load(feed, cache)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._inner.set_biases(biases)

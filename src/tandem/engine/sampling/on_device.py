@@ -51,14 +51,14 @@ LogitsOf = Callable[[list[int]], Tensor]
 
 
 def choose(
-    logits_of: LogitsOf, found: npt.NDArray[np.float64], sequences: Rows[Sequence]
+    logits_of: LogitsOf, best: npt.NDArray[np.float64], sequences: Rows[Sequence]
 ) -> list[Sampled | None]:
-    """found [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r], whose logits nothing changes. None: the
+    """best [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r], whose logits nothing changes. None: the
     candidates do not decide, the whole row must be looked at."""
-    chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in found.tolist()]
-    rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(found[r, 1])]
+    chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in best.tolist()]
+    rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(best[r, 1])]
     if rows:
-        candidates = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
+        candidates = _candidates(logits_of(rows), best[rows], [sequences[r] for r in rows])
         for r, row in zip(rows, candidates, strict=True):
             chosen[r] = _chosen(row, sequences[r])
     return chosen

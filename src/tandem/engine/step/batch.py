@@ -359,12 +359,12 @@ def seen_on(seen: Seen, device: torch.device) -> Seen:
     return Seen(rows, features, places, seen.first)
 
 
-def to_gpu(image: Tensor, there: Tensor) -> None:
+def to_gpu(image: Tensor, target: Tensor) -> None:
     """A batch's image in pinned memory, uint8 [4 n], becomes the batch on the GPU. It stays as it is until the GPU has
     read it. On a CPU, a plain copy."""
-    if there.is_cuda:
+    if target.is_cuda:
         from tandem.kernels.gpu.memory import pinned  # Triton is there only where a GPU is used
 
-        pinned.read(image, there)
+        pinned.read(image, target)
     else:
-        there.copy_(image)
+        target.copy_(image)

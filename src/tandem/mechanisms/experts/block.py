@@ -65,16 +65,16 @@ class MoEBlock(Routed):
         return routed + ([] if self.shared is None else self.shared.reads())
 
     def __call__(
-        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
-        """meanwhile: called while others compute."""
+        """host_work: called while others compute."""
         (logits, gate), named = self._apart(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
         routing = self._routed(logits, p, named)
         finish_shared = self._begun(x)  # reads beside the router's choice, whose memory is still held
         ticket = self._submit(x, routing)
         shared = None if finish_shared is None else finish_shared()
-        if meanwhile is not None:
-            meanwhile()
+        if host_work is not None:
+            host_work()
         routed = self._wait(ticket)
         if shared is None:
             return routed
@@ -149,13 +149,13 @@ class ExpertsBeside(MoEBlock):
         return super().reads() + self.dense.reads()
 
     def __call__(
-        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
         routing = self._routed(self._logits(self._asked(p))[0], p, self._named(p))
         ticket = self.experts.submit(self.ops.rms_norm(p.residual, self.experts_norm, self.eps), routing)
         dense = self.ops.rms_norm(self._summed(self.dense(x)), self.dense_norm, self.eps)
-        if meanwhile is not None:
-            meanwhile()
+        if host_work is not None:
+            host_work()
         experts = self._summed(self.experts.wait(ticket))
         return dense.add_(self.ops.rms_norm(experts, self.result_norm, self.eps))
 
