@@ -145,7 +145,7 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
     """As `sampler.draw`: the filters, then the inverse of the distribution function, by ids."""
     params = sequence.sampling
     falling = (row.logits - row.logits[0]) * np.float32(1.0 / params.temperature)
-    count = _kept(row, params, falling)
+    count = _prefix_length(row, params, falling)
     if count is None:
         return None
     order = np.argsort(row.ids)
@@ -158,7 +158,7 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
     return int(row.ids[places[invert(np.exp(falling[places]), number_of(sequence))]])
 
 
-def _kept(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:
+def _prefix_length(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:
     """How many of the most probable pass top_k and top_p; None: more than there are here, or as probable as others."""
     limited = params.top_k > 0 and not (row.complete and params.top_k >= len(falling))
     if limited and params.top_k > len(falling):

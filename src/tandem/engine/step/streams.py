@@ -89,7 +89,7 @@ def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch
         driver = _driver()
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
-        stream = _made(driver, _called(driver, "cuDeviceGet", index), count)
+        stream = _create(driver, _called(driver, "cuDeviceGet", index), count)
     return torch.cuda.ExternalStream(stream, device=torch.device("cuda", index))
 
 
@@ -108,7 +108,7 @@ def products_leave(count: int) -> Iterator[None]:
         leave(None)
 
 
-def _made(driver: Any, number: Any, count: int) -> int:
+def _create(driver: Any, number: Any, count: int) -> int:
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     whole = _called(driver, "cuDeviceGetDevResource", number, kind)
     if not 0 < count < whole.sm.smCount:

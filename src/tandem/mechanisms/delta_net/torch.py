@@ -114,13 +114,13 @@ class TorchDelta:
         both = torch.cat([own.gates[torch.arange(folded, known) % places], gates])
         if folded == 0:
             own.memory.zero_()
-        settled = self._seen(mixed[: sure_length - first], both, own.memory)
-        answers = torch.cat([settled, self._seen(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
+        settled = self._reads(mixed[: sure_length - first], both, own.memory)
+        answers = torch.cat([settled, self._reads(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
         last = torch.arange(max(0, len(new) - places), len(new))
         own.inputs[(known + last) % places], own.gates[(known + last) % places] = new[last], gates[last]
         return self._normed(answers[known - folded :].to(z.dtype), z).flatten(1)
 
-    def _seen(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
+    def _reads(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
         """Rows' reads from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
         s, w = self.shape, self.weights
         if len(mixed) < s.conv:

@@ -68,7 +68,7 @@ class MoEBlock(Routed):
         self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
         """host_work: called while others compute."""
-        (logits, gate), named = self._apart(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
+        (logits, gate), named = self._split(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
         routing = self._routed(logits, p, named)
         finish_shared = self._begun(x)  # reads beside the router's choice, whose memory is still held
         ticket = self._submit(x, routing)
@@ -119,12 +119,12 @@ class MoEBlock(Routed):
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
-        return self._apart(self._product(x))
+        return self._split(self._product(x))
 
     def _product(self, x: Tensor) -> Tensor:
         return self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
 
-    def _apart(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _split(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         experts = self.router.num_experts
         return (y, None) if y.shape[1] == experts else (y[:, :experts], y[:, experts:])
 
@@ -151,7 +151,7 @@ class ExpertsBeside(MoEBlock):
     def __call__(
         self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
-        routing = self._routed(self._logits(self._asked(p))[0], p, self._named(p))
+        routing = self._routed(self._logits(self._router_input(p))[0], p, self._named(p))
         ticket = self.experts.submit(self.ops.rms_norm(p.residual, self.experts_norm, self.eps), routing)
         dense = self.ops.rms_norm(self._summed(self.dense(x)), self.dense_norm, self.eps)
         if host_work is not None:
@@ -163,9 +163,9 @@ class ExpertsBeside(MoEBlock):
         return rows if self.ops.group is None else self.ops.group.sum(rows)
 
     def foresee(self, x: Tensor, p: Pass) -> None:
-        super().foresee(self._asked(p), p)
+        super().foresee(self._router_input(p), p)
 
-    def _asked(self, p: Pass) -> Tensor:
+    def _router_input(self, p: Pass) -> Tensor:
         """Router input: the normed residual."""
         return self.ops.rms_norm(p.residual, self.router_norm, self.eps)
 
