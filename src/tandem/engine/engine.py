@@ -225,7 +225,7 @@ class Engine:
         if has_prefill:
             self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, beside=prefill.under_way)
+            self._scheduler.pace.decoded(seconds, overlapped=prefill.under_way)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return outcome.outputs

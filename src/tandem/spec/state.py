@@ -144,10 +144,10 @@ class StateLayout:
         return (pages, self.page // state.stride, *array.shape)
 
 
-def page_tokens(states: Iterable[State], wanted: int) -> int:
-    """Tokens of a page: `wanted`, or the next number that has whole rows of every state."""
+def page_tokens(states: Iterable[State], least: int) -> int:
+    """Tokens of a page: `least`, or the next number that has whole rows of every state."""
     unit = lcm(*(s.stride for s in states if isinstance(s, Pages)))
-    return -(-wanted // unit) * unit
+    return -(-least // unit) * unit
 
 
 def _padded(nbytes: int) -> int:

@@ -169,8 +169,8 @@ class _Watch:
 class _Marker:
     """A mask that only says what it would let a token see."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
+    def __init__(self, record: Seen) -> None:
+        self.seen = record
 
 
 def _window(name: str, mask: Any, argument: int | None) -> int:

@@ -87,10 +87,10 @@ class Sides:
         self._layers, self._experts = layers, experts
         self._in_memory = torch.ones(len(layers), experts, dtype=torch.bool)
 
-    def show(self, slots: Tensor, alone: bool) -> None:
-        """slots int [layers, experts], -1: in CPU memory. alone: those on the GPU have no place in CPU memory, so that
-        they may change places."""
-        in_memory = on_tier(Tier.CPU, slots) if alone else torch.ones_like(self._in_memory)
+    def show(self, slots: Tensor, exclusive: bool) -> None:
+        """slots int [layers, experts], -1: in CPU memory. exclusive: those on the GPU have no place in CPU memory, so
+        that they may change places."""
+        in_memory = on_tier(Tier.CPU, slots) if exclusive else torch.ones_like(self._in_memory)
         for index, layer in enumerate(self._layers):
             gpu: Any = layer.gpu  # GpuExperts
             gpu.slot_of[: self._experts] = slots[index]
@@ -168,7 +168,7 @@ class OneModel:
         after each what memory gives. Experts move from the trace's first token on, not before."""
         reader = bench_hybrid.dram_reader(self.built)
         trace = self._trace.to(self._chosen.device, torch.int32)[:, :, None]
-        self._sides.show(next(iter(self._contestants.values())).slots, alone=False)
+        self._sides.show(next(iter(self._contestants.values())).slots, exclusive=False)
         for _ in range(WARM_TOKENS):
             self._step()
         order = list(self._contestants.values())
@@ -182,7 +182,7 @@ class OneModel:
 
     def _turn(self, each: Contestant, tokens: Tensor) -> tuple[int, int, float]:
         """Experts used, hits, seconds. What is under way at its end is waited for when no clock runs."""
-        self._sides.show(each.slots, alone=each.live is not None)
+        self._sides.show(each.slots, exclusive=each.live is not None)
         if each.live is not None:
             each.live.on = True
         hits, started = each.usage.hits, perf_counter()

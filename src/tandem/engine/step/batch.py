@@ -353,10 +353,10 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     return replace(batch, **copies)
 
 
-def seen_on(seen: Seen, device: torch.device) -> Seen:
+def seen_on(images: Seen, device: torch.device) -> Seen:
     """A copy, where it is not there yet."""
-    rows, features, places = (tensor.to(device) for tensor in (seen.rows, seen.features, seen.places))
-    return Seen(rows, features, places, seen.first)
+    rows, features, places = (tensor.to(device) for tensor in (images.rows, images.features, images.places))
+    return Seen(rows, features, places, images.first)
 
 
 def to_gpu(image: Tensor, target: Tensor) -> None:

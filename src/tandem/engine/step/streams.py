@@ -34,12 +34,12 @@ class Streams:
     None: there is only one. A third one for passes beside which graphs are replayed, where some multiprocessors are
     spared; it is the second one elsewhere."""
 
-    def __init__(self, device: torch.device, apart: bool, spared: int = 0) -> None:
+    def __init__(self, device: torch.device, overlap: bool, spared: int = 0) -> None:
         """spared: multiprocessors that passes leave to steps."""
         self.steps: torch.cuda.Stream | None = None
         self._others = self._passes = self.steps
         self._spared = spared
-        if apart and device.type == "cuda":
+        if overlap and device.type == "cuda":
             self.steps, self._others = _pair(device)
             self._passes = spared_stream(device, spared) if spared else self._others
 

@@ -141,12 +141,12 @@ class LivePolicy:
         self._note(gained, tokens, steps)
         self._grow_up()
 
-    def look(self, counts: Counted, seen: Counted, tokens: int, steps: int) -> _core.Meanwhile:
-        """As `observe`, of counts since ever; `seen`, those of the last time, become these. What passes over all
+    def look(self, counts: Counted, previous: Counted, tokens: int, steps: int) -> _core.Meanwhile:
+        """As `observe`, of counts since ever; `previous`, those of the last time, become these. What passes over all
         experts is done in pieces, in the course of a step, and by `looked` what is left."""
         self._step += steps
         self._grow_up()
-        arrays = self._counts, counts, seen, self._better, self._may, self.residency.slots
+        arrays = self._counts, counts, previous, self._better, self._may, self.residency.slots
         rules = self.settings.kept(tokens), *self.settings.rules(self._cost)
         self._look = _Look(_core.UseDecision(*arrays, *rules), tokens, steps)
         return self._look.decision

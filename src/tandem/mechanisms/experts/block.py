@@ -136,12 +136,12 @@ class ExpertsBeside(MoEBlock):
     first = None
     sums_itself = True
 
-    def __init__(self, b: Builder, index: int, shape: Moe, beside: Beside, names: Names) -> None:
+    def __init__(self, b: Builder, index: int, shape: Moe, dense: Beside, names: Names) -> None:
         super().__init__(b, index, shape, names)
-        layer, hidden, norm = names.at(index), b.config.hidden, beside.norm
+        layer, hidden, norm = names.at(index), b.config.hidden, dense.norm
         self.eps = norm.eps
-        self.dense = dense_mlp(b, layer + names.dense, beside.dense)
-        self.router_norm = b.float_tensor(layer + names.router_norm, hidden) * beside.factor
+        self.dense = dense_mlp(b, layer + names.dense, dense.dense)
+        self.router_norm = b.float_tensor(layer + names.router_norm, hidden) * dense.factor
         norms = [b.norm(f"{layer}{name}.weight", norm, hidden) for name in names.beside_norms]
         self.dense_norm, self.experts_norm, self.result_norm = norms
 
