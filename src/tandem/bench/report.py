@@ -35,7 +35,7 @@ PRIVATE = frozenset((
 ))  # fmt: skip
 
 
-def made(config: EngineConfig, load: Asked = Asked()) -> dict[str, Any]:
+def build(config: EngineConfig, load: Asked = Asked()) -> dict[str, Any]:
     """Measures for some seconds. Raises ConfigError where the model does not fit this machine."""
     machine = this_machine()
     probe = MachineProbe(machine)
@@ -82,7 +82,7 @@ def write(config: EngineConfig, out: Path) -> dict[str, Any]:
     from rich.console import Console
 
     with Console(stderr=True).status("measuring this machine, and some layers of the model …"):
-        content = made(config)
+        content = build(config)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(content, indent=1, default=str) + "\n")
     print(f"written to {out}", file=sys.stderr)

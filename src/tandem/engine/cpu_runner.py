@@ -76,7 +76,7 @@ class CpuRunner:
     def step_ended(self) -> bool:
         return True
 
-    def aside(self) -> AbstractContextManager[None]:
+    def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def after_failure(self) -> None:

@@ -75,7 +75,7 @@ class DraftLayer:
         else:
             memory.flatten(0, 1)[p.batch.cache_slots] = hidden
 
-    def kept(self, batch: ForwardBatch, memory: Tensor) -> Tensor:
+    def hidden_of(self, batch: ForwardBatch, memory: Tensor) -> Tensor:
         """Those of a batch's positions."""
         if not self._in_slots:
             return memory.flatten(0, 1)[batch.cache_slots]

@@ -87,7 +87,7 @@ class Model:
         if isinstance(self.drafter, DraftBlock):
             return self.drafter(self.embedding, self.head, batch, states[first:])
         if hidden is None:
-            hidden = self.drafter.kept(batch, states[-1][0])
+            hidden = self.drafter.hidden_of(batch, states[-1][0])
         x, hidden = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
         return self.drafter.guesses(x, self.head), hidden
 

@@ -93,7 +93,7 @@ class LoadedEngine:
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     vision: Tower | None = None
 
-    def told(self) -> EngineReady:
+    def ready_message(self) -> EngineReady:
         return EngineReady(**{name: getattr(self, name) for name in EngineReady.__struct_fields__})
 
 
@@ -356,7 +356,7 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         return 1
     try:
         with loaded_is_kept():
-            socket.send(msgspec.msgpack.encode(loaded.told()))
+            socket.send(msgspec.msgpack.encode(loaded.ready_message()))
             EngineLoop(loaded.engine, socket).run()
     except EngineError as error:
         if lost := lost_rank(error):

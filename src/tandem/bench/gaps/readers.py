@@ -100,7 +100,7 @@ class LongPrompts:
         return self._before + b"[" + own.encode() + self._behind
 
 
-def seen(client: LoadClient, model: str, load: Wanted, report: Callable[[str], None]) -> Seen:
+def measure(client: LoadClient, model: str, load: Wanted, report: Callable[[str], None]) -> Seen:
     """Raises LoadError when a request fails: its gaps would mean nothing."""
     with loaded_is_kept():
         return asyncio.run(_Reading(client, model, load, report).run())

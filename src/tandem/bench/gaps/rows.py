@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tandem.bench.architectures import named_config
 from tandem.bench.gaps.made_up import PROGRAM, write_folder
-from tandem.bench.gaps.readers import Gap, Prompt, Seen, Wanted, seen
+from tandem.bench.gaps.readers import Gap, Prompt, Seen, Wanted, measure
 from tandem.bench.load_client import LoadClient, LoadError
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import Row, machine_name, stamp, write
@@ -50,7 +50,7 @@ def run(request: Request, out: Path | None, plot: Path | None) -> None:
     with Console(stderr=True).status("starting a server …") as status, _server(request) as url:
         client = LoadClient(url, request.api_key)
         name = client.model_name()
-        readings = seen(client, name, request.wanted, status.update)
+        readings = measure(client, name, request.wanted, status.update)
         row = row_of(request, name, readings, gpu_share(request, url))
     console.print_json(data=row)
     if out is not None:

@@ -184,8 +184,8 @@ class PrefillCapture:
     def of(self, sizes: Rows[int], sibling: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
         """Graphs for chunks of these numbers of rows. None are captured where that is not possible: such chunks are
         given kernel by kernel. sibling: graphs that share their memory and whose layers the GPU computes alone; in
-        those made here the CPU has a part. spares: as `Streams.aside`. A graph keeps the multiprocessors that it was
-        captured with."""
+        those made here the CPU has a part. spares: as `Streams.side_stream`. A graph keeps the multiprocessors that it
+        was captured with."""
         graphs = PromptGraphs(self.start, sibling)
         try:
             for rows in sorted(sizes, reverse=True):
@@ -213,8 +213,8 @@ class PrefillCapture:
         try:
             if not start.hold(inputs.image, split):
                 raise NoPromptGraphs("the CPU computes a part of their experts")
-            with self.streams.aside(spares=spares), self.streams.cut(spares):
-                tallies = None if self.usage is None else self.usage.beside(0)
+            with self.streams.side_stream(spares=spares), self.streams.cut(spares):
+                tallies = None if self.usage is None else self.usage.overlap_tallies(0)
                 graphs.capture(inputs, self.model, self.states, tallies)
         finally:
             start.release()

@@ -339,7 +339,7 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """A copy of a batch in host memory. What is pinned stays as it is until the GPU has read it: a copy of CUDA's would
     wait for those of experts, and its caller, too."""
 
-    def there(tensor: Tensor) -> Tensor:
+    def to_device(tensor: Tensor) -> Tensor:
         if device.type != "cuda" or not tensor.numel() or not tensor.is_pinned():
             return tensor.to(device, copy=True)
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -347,7 +347,7 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         return target
 
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    copies: dict[str, Any] = {name: there(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    copies: dict[str, Any] = {name: to_device(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     copies["seen"] = None if batch.seen is None else seen_on(batch.seen, device)
     copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
     return replace(batch, **copies)

@@ -35,7 +35,7 @@ class Executor(Protocol):
         """Whether the device has computed the step that was given last."""
         ...
 
-    def aside(self) -> AbstractContextManager[None]:
+    def side_stream(self) -> AbstractContextManager[None]:
         """Around what a device computes while steps go on."""
         ...
 

@@ -51,7 +51,7 @@ class Streams:
             torch.cuda.set_stream(self.steps)
 
     @contextmanager
-    def aside(self, after: bool = True, spares: bool = False) -> Iterator[None]:
+    def side_stream(self, after: bool = True, spares: bool = False) -> Iterator[None]:
         """after: what is computed here comes after all that the first stream was given until now. False: it needs
         nothing of that, and a graph may be running there. spares: some multiprocessors, where that was asked for."""
         stream = self._passes if spares else self._others

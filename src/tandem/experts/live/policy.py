@@ -73,7 +73,7 @@ class PolicySettings:
     shortest_rest: int = 16  # windows that moving pauses when it did not pay; doubles each time
     longest_rest: int = 256
 
-    def kept(self, tokens: int) -> float:
+    def decay(self, tokens: int) -> float:
         """Share of a count that is left after so many tokens."""
         return float(0.5 ** (tokens / self.half_life))
 
@@ -137,7 +137,7 @@ class LivePolicy:
     def observe(self, counts: Counted, tokens: int, steps: int) -> None:
         """counts int32 or int64 [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps."""
         self._step += steps
-        gained = _core.add_uses(self._counts, counts, None, self._better, self.settings.kept(tokens))
+        gained = _core.add_uses(self._counts, counts, None, self._better, self.settings.decay(tokens))
         self._note(gained, tokens, steps)
         self._grow_up()
 
@@ -147,7 +147,7 @@ class LivePolicy:
         self._step += steps
         self._grow_up()
         arrays = self._counts, counts, previous, self._better, self._may, self.residency.slots
-        rules = self.settings.kept(tokens), *self.settings.rules(self._cost)
+        rules = self.settings.decay(tokens), *self.settings.rules(self._cost)
         self._look = _Look(_core.UseDecision(*arrays, *rules), tokens, steps)
         return self._look.decision
 

@@ -42,7 +42,7 @@ class Product(NamedTuple):
 Gates = Tensor | Product
 
 
-def made(gates: Gates) -> Tensor:
+def gate_matrix(gates: Gates) -> Tensor:
     return gates.matrix(gates.x) if isinstance(gates, Product) else gates
 
 
@@ -90,7 +90,7 @@ class TorchDelta:
         self.shape, self.weights, self.wide = shape, weights, weights.conv.dtype
 
     def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
-        out, gates = projected.new_empty((len(projected), self.shape.values)), made(gates)
+        out, gates = projected.new_empty((len(projected), self.shape.values)), gate_matrix(gates)
         starts, lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
         for s, slot in enumerate(batch.slots.tolist()):
             rows = slice(starts[s], starts[s + 1])
