@@ -76,7 +76,7 @@ def tower_ms(engine: Engine, source: PixelSource) -> float:
     assert encoder is not None, engine.plan.blind
     for _ in range(PASSES + 1):
         started = perf_counter()
-        with torch.inference_mode(), engine._runner.aside():
+        with torch.inference_mode(), engine._runner.side_stream():
             for _ in encoder._tower.encode(pixels_of(source)):
                 pass
             if torch.cuda.is_available():

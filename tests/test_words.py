@@ -15,7 +15,7 @@ ODD = frozenset(
     """alone already apart asked aside beside came elsewhere found given gone kept late lately made meanwhile said seen
     sure taken there told wanted""".split()
 )
-MOST_ODD = 0.65
+MOST_ODD = 0.2
 """Of all names that are bound: adverbs and participles that say nothing of what they hold, per cent."""
 MOST_OF, MOST_WHAT, MOST_WHETHER = 0, 0, 0
 """Docstrings that begin so; the last one: of what returns no bool."""

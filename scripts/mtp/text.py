@@ -87,9 +87,9 @@ class _Kept:
         self._rows, self._pages, self._inner = (
             dict[int, list[tuple[Tensor, Tensor]]](),
             dict[str, int](),
-            model._kept,
+            model._logits_rows,
         )
-        model._kept = self._keep
+        model._logits_rows = self._keep
 
     def _keep(self, x: Tensor, p: Any, states: Any) -> Tensor:
         batch = p.batch

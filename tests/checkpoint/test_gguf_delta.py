@@ -129,8 +129,8 @@ def test_what_is_turned_by_columns_counts_as_numbers(tiny_models, tmp_path, monk
     source = open_checkpoint(tiny_models["qwen3_5_moe_text"])
     assert torch.equal(checkpoint.get(f"{name}.weight"), source.get(f"{name}.weight"))
     assert checkpoint.format(name).kind == "f32"
-    made, real = [], gguf_rows._made
-    monkeypatch.setattr(gguf_rows, "_made", lambda *given: made.append(given[1]) or real(*given))
+    made, real = [], gguf_rows._converted
+    monkeypatch.setattr(gguf_rows, "_converted", lambda *given: made.append(given[1]) or real(*given))
     expected = source.get(f"{name}.weight")
     assert torch.equal(checkpoint.weight(name, (expected.shape[0], expected.shape[1])), expected) and len(made) == 1
 

@@ -182,7 +182,7 @@ def runner_on(device: str) -> GpuRunner:
     runner._graphs = GraphPool()
     runner._device, runner._live, runner._guessing = torch.device(device), None, False
     runner._model, runner._states, runner._usage = cast(Any, SimpleNamespace()), [], None
-    runner._streams, runner._feeder = Streams(torch.device("cpu"), apart=False), None
+    runner._streams, runner._feeder = Streams(torch.device("cpu"), overlap=False), None
     runner._plan = GraphPlan((SIZE,), PAGES)
     runner._best, runner._end = BestRows(1, torch.device("cpu")), StepEnd(torch.device("cpu"))
     return runner

@@ -56,7 +56,7 @@ def test_the_weakest_in_cpu_memory_are_late(most: int, shared: int) -> None:
     weights = torch.randint(3, (200, routed + shared), generator=generator).float()
     slots = torch.randint(-1, 2, weights.shape, generator=generator, dtype=torch.int32)
     ids = torch.arange(routed + shared, dtype=torch.int32).expand(weights.shape)
-    late = Deferral(routed - most, routed).late(Routing(ids, weights, slots))
+    late = Deferral(routed - most, routed).late_mask(Routing(ids, weights, slots))
     rows = zip(weights.tolist(), slots.tolist(), strict=True)
     assert late.tolist() == [late_by_hand(*row, routed - most, routed) for row in rows]
     assert late.sum(1).max() == most

@@ -17,7 +17,7 @@ class Layer:
     places: int
     first_key: int = 0
 
-    def found(self) -> list[int]:
+    def expert_places(self) -> list[int]:
         return list(range(self.places))
 
 

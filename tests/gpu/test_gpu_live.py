@@ -189,12 +189,12 @@ def test_one_layer_stands_for_many_placements() -> None:
     fixed = torch.tensor([[-1, 0, -1, -1, -1, -1, -1, 1]], dtype=torch.int32)
     moving, results = torch.tensor([[0, 1, 2, -1, -1, -1, -1, -1]], dtype=torch.int32), []
     for turn in range(3):
-        both.show(fixed, alone=False)
+        both.show(fixed, exclusive=False)
         ticket = layer.submit(x, routing)
         assert ticket.slots.tolist() == [[1, -1, -1], [-1, 0, -1]]
         results.append(layer.wait(ticket))
         assert layer.sides.cpu.loaded == EXPERTS
-        both.show(moving, alone=True)
+        both.show(moving, exclusive=True)
         assert layer.sides.cpu.loaded == EXPERTS - 3
         exchange.add([Exchange(0, 2, 2 if turn == 0 else 2 + turn, 3 + turn)])
         advance(exchange)

@@ -30,8 +30,8 @@ def test_every_patch_sees_all(threads: int, shape: tuple[int, ...], dtype: torch
     plain.show(k.float(), v.float())
     for scale in (1.0, 30.0):  # of scores that are far apart, too
         core.show(k, v)
-        got = torch.cat([core.seen(scale * q[first : first + tile]) for first in range(0, patches, tile)])
-        wanted = plain.seen((scale * q).float())
+        got = torch.cat([core.attend(scale * q[first : first + tile]) for first in range(0, patches, tile)])
+        wanted = plain.attend((scale * q).float())
         assert (got.float() - wanted).abs().max() < 4 * near * scale * v.abs().max()
 
 

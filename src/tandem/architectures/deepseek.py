@@ -28,7 +28,7 @@ def deepseek_v2(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
             f"config.json: topk_method {method!r} is not DeepSeek-V2's; try 'group_limited_greedy'"
         )
     router = replace(
-        sigmoid_router(keys, groups=8, kept=4),
+        sigmoid_router(keys, groups=8, top_groups=4),
         score="softmax",
         normalize=False,
         group_score="max",
@@ -43,7 +43,7 @@ def deepseek_v3(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.only("scoring_func", "sigmoid", "DeepSeek-V3's")
     keys.only("topk_method", "noaux_tc", "DeepSeek-V3's")
     keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
-    router = sigmoid_router(keys, scale=2.5, groups=8, kept=4)
+    router = sigmoid_router(keys, scale=2.5, groups=8, top_groups=4)
     return with_drafts(keys, _model(keys, generation, router, dense_layers=3, shared=1))
 
 

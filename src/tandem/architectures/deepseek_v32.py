@@ -35,24 +35,26 @@ _PATTERN = {"F": "full", "S": "shared"}
 
 
 def deepseek_v32(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
-    return with_drafts(keys, _model(keys, generation, "halves", groups=8, kept=4))
+    return with_drafts(keys, _model(keys, generation, "halves", groups=8, top_groups=4))
 
 
 def glm_moe_dsa(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     keys.only("moe_router_dtype", "float32", "the router's logits are float32")
     keys.get("index_share_for_mtp_iteration")  # of draft layers
-    return _model(keys, generation, "neighbours", groups=1, kept=1)
+    return _model(keys, generation, "neighbours", groups=1, top_groups=1)
 
 
-def _model(keys: JsonKeys, generation: JsonKeys, pairs: Pairs, *, groups: int, kept: int) -> ModelConfig:
-    """pairs: of the indexer's rotary channels, where config.json does not say; groups, kept: likewise, of experts."""
+def _model(keys: JsonKeys, generation: JsonKeys, pairs: Pairs, *, groups: int, top_groups: int) -> ModelConfig:
+    """pairs: of the indexer's rotary channels, where config.json does not say; groups, top_groups: likewise, of
+    experts."""
     keys.only("scoring_func", "sigmoid", "DeepSeek-V3's")
     keys.only("topk_method", "noaux_tc", "DeepSeek-V3's")
     keys.only("rope_interleave", True, "rotary channels are pairs of neighbours")
     keys.only("moe_layer_freq", 1, "all layers after the dense ones are MoE")
     keys.only("mlp_bias", False, "feed-forwards have no biases")
     _check_kinds(keys)
-    router, width = sigmoid_router(keys, scale=2.5, groups=groups, kept=kept), keys.size("moe_intermediate_size", 2048)
+    router = sigmoid_router(keys, scale=2.5, groups=groups, top_groups=top_groups)
+    width = keys.size("moe_intermediate_size", 2048)
     experts = moe(router, width, width * keys.count("n_shared_experts", 1))
     return model(keys, generation, _mixers(keys, pairs).__getitem__, experts, layers_after_dense(keys, 3))
 

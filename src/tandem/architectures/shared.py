@@ -97,16 +97,16 @@ def _positions(keys: JsonKeys, layers: tuple[Layer, ...]) -> int:
     return min(positions_of(rope_keys(keys), each.rope) for each in far)
 
 
-def with_drafts(keys: JsonKeys, made: ModelConfig, *, count: int = 0) -> ModelConfig:
+def with_drafts(keys: JsonKeys, model: ModelConfig, *, count: int = 0) -> ModelConfig:
     """With a draft layer like the last one that looks back at tokens, where the checkpoint has some. Of several the
     first guesses all tokens. Its feed-forward may be dense. count: what absent keys mean."""
     counts = [keys.count(key, 0) for key in DRAFT_LAYERS if keys.get(key) is not None]
-    layers = [layer for layer in made.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
+    layers = [layer for layer in model.layers if isinstance(layer.mixer, Attention) and layer.moe is not None]
     if not (max(counts, default=count) and layers):
-        return replace(made, unread_keys=keys.unread)
-    vocab = keys.count("draft_vocab_size", 0, most=made.vocab)
-    drafts = Drafts(_with_feed_forward(keys, layers[-1]), made.norm, 0 if vocab == made.vocab else vocab)
-    return replace(made, drafts=drafts, unread_keys=keys.unread)
+        return replace(model, unread_keys=keys.unread)
+    vocab = keys.count("draft_vocab_size", 0, most=model.vocab)
+    drafts = Drafts(_with_feed_forward(keys, layers[-1]), model.norm, 0 if vocab == model.vocab else vocab)
+    return replace(model, drafts=drafts, unread_keys=keys.unread)
 
 
 def _with_feed_forward(keys: JsonKeys, layer: Layer) -> Layer:
@@ -192,7 +192,7 @@ def sigmoid_router(
     normalize: bool = True,
     scale: float = 1.0,
     groups: int = 1,
-    kept: int = 1,
+    top_groups: int = 1,
 ) -> Router:
     """DeepSeek-V3's: sigmoid, chosen with a bias, from the best groups. experts: the key of their number; the others:
     what absent keys mean."""
@@ -203,7 +203,7 @@ def sigmoid_router(
         normalize=keys.optional("norm_topk_prob", normalize),
         scale=keys.optional("routed_scaling_factor", scale),
         num_groups=keys.optional("n_group", groups),
-        top_groups=keys.optional("topk_group", kept),
+        top_groups=keys.optional("topk_group", top_groups),
         has_bias=True,
         float32_logits=True,
         epsilon=1e-20,

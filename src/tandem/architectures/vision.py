@@ -16,17 +16,17 @@ SIDES = 3  # parts of a position: in time, downwards, across
 
 
 def with_tower(
-    keys: JsonKeys, text: JsonKeys, made: ModelConfig, sections: Numbers, deep: Numbers = ()
+    keys: JsonKeys, text: JsonKeys, model: ModelConfig, sections: Numbers, deep: Numbers = ()
 ) -> ModelConfig:
     """The model, with the tower of `vision_config` where there is one; without it, and why, where it is not computed:
     text is served anyway. keys: of the whole file; text: of its text. Where the file does not say, sections: pairs of a
     head that each part of a position turns; deep: as of `Tower`."""
     if not keys.mapping("vision_config"):
-        return made
+        return model
     try:
-        return replace(made, tower=_tower(keys, text, made, sections, deep))
+        return replace(model, tower=_tower(keys, text, model, sections, deep))
     except ConfigError as error:
-        return replace(made, blind=str(error))
+        return replace(model, blind=str(error))
 
 
 def _tower(keys: JsonKeys, text: JsonKeys, model: ModelConfig, sections: Numbers, deep: Numbers) -> Tower:

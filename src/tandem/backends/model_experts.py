@@ -118,12 +118,12 @@ class LayerExperts:
         self._gpu = experts.gpu if isinstance(experts, HybridExperts) else None
         self._graph_rows = graph_rows
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, elsewhere: Tensor | None = None) -> Any:
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, skip_mask: Tensor | None = None) -> Any:
         """x [T, hidden], bfloat16 or float32. ids and weights [T, k], of any integers and floats; pairs whose id is
-        negative add nothing. elsewhere bool [experts]: nor do theirs. All on the host's device."""
+        negative add nothing. skip_mask bool [experts]: nor do theirs. All on the host's device."""
         ids, weights = ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
-        if elsewhere is not None:
-            ids = torch.where(elsewhere[ids.clamp(min=0).long()], -1, ids)
+        if skip_mask is not None:
+            ids = torch.where(skip_mask[ids.clamp(min=0).long()], -1, ids)
         if self._gpu is not None:  # kernels are the same before a capture and in it: there they cannot be compiled
             self._gpu.step.captured = len(x) <= self._graph_rows
         return self.experts.submit(x.contiguous(), self._routing(ids, weights))

@@ -32,7 +32,7 @@ class _Rest(CpuExperts):
         super().__init__(layer)
         self._packed, self._skipped = layer, skipped
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         for first, run in feed.runs():
             pairs = [(first + i, matrices) for i, matrices in enumerate(run) if first + i >= self._skipped]
             if pairs:

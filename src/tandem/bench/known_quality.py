@@ -19,11 +19,11 @@ def quality_lines(model: str, is_demo: bool, formats: Sequence[str]) -> Iterator
         if name in UNROUNDED:
             continue
         if is_demo and name in figures:
-            yield f"{name}: {_said(figures[name])} (docs/quality.md)"
+            yield f"{name}: {_line(figures[name])} (docs/quality.md)"
         else:
             yield f"{name}: what it costs is not known here; kt quality {model} --format {name} measures it"
 
 
-def _said(figures: dict[str, float]) -> str:
+def _line(figures: dict[str, float]) -> str:
     kl = f"{figures['kl']:.4f} ± {figures['kl_error']:.4f}"
     return f"KL {kl} nats against bf16, the same top token at {figures['same_top']:.1%}"

@@ -35,15 +35,15 @@ PRIVATE = frozenset((
 ))  # fmt: skip
 
 
-def made(config: EngineConfig, asked: Asked = Asked()) -> dict[str, Any]:
+def build(config: EngineConfig, load: Asked = Asked()) -> dict[str, Any]:
     """Measures for some seconds. Raises ConfigError where the model does not fit this machine."""
     machine = this_machine()
     probe = MachineProbe(machine)
     model, stored = inspect(config.model, lambda path: _subject(path, config))
     question = Question(config, model, machine, stored, wished_speeds(MachineWish(), machine, probe.speeds()))
     question.plan()  # before it takes time
-    measured, question, asked = verified(question, probe, asked)
-    planned = report(shown_name(config.model), question, (), asked)
+    measured, question, load = verified(question, probe, load)
+    planned = report(shown_name(config.model), question, (), load)
     return {
         "bench": "report", "format": FORMAT, "machine": machine_dict(machine), "software": software(),
         "flags": _flags(config),
@@ -82,18 +82,18 @@ def write(config: EngineConfig, out: Path) -> dict[str, Any]:
     from rich.console import Console
 
     with Console(stderr=True).status("measuring this machine, and some layers of the model …"):
-        content = made(config)
+        content = build(config)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(content, indent=1, default=str) + "\n")
     print(f"written to {out}", file=sys.stderr)
     return content
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(content: dict[str, Any]) -> list[str]:
     """Lines of rates as measured, each beside what was predicted of it."""
-    predicted = found["plan"]["predicted"]
+    predicted = content["plan"]["predicted"]
     ranges = (predicted["decode"]["1"], predicted["prompt"])
     return [
         f"{name}: {rate:.1f} tokens/s measured, {each['low']:.1f} to {each['high']:.1f} predicted"
-        for (name, rate), each in zip(found["measured"].items(), ranges, strict=True)
+        for (name, rate), each in zip(content["measured"].items(), ranges, strict=True)
     ]

@@ -84,14 +84,14 @@ def progress(what: str) -> None:
     print(f"{perf_counter() - _STARTED:6.1f} s: {what}", file=sys.stderr, flush=True)
 
 
-def shown(found: Iterable[Row], table: Callable[[list[Row]], Any], out: Path | None) -> list[Row]:
+def shown(measured: Iterable[Row], table: Callable[[list[Row]], Any], out: Path | None) -> list[Row]:
     """Prints stamped rows as they are measured, then their table; writes them to `out`, also those before an error or
     Ctrl+C."""
     from rich.console import Console
 
     console, rows = Console(), list[Row]()
     try:
-        for row in found:
+        for row in measured:
             rows.append(row)
             say(console, row)
         console.print(table(rows))

@@ -96,13 +96,13 @@ class Verified(NamedTuple):
     asked: Asked
 
 
-def verified(question: Question, probe: MachineProbe, asked: Asked) -> Verified:
+def verified(question: Question, probe: MachineProbe, load: Asked) -> Verified:
     """Measures what is asked, of one sequence."""
     use_one_torch_thread()
-    decode, prompt, tokens = _measured_rates(question, asked.context, asked.prompt, probe.add)
+    decode, prompt, tokens = _measured_rates(question, load.context, load.prompt, probe.add)
     speeds = wished_speeds(MachineWish(), question.machine, probe.speeds())
     rates = {"decoding, 1 sequence": decode, f"prompt of {tokens}": prompt}
-    shorter = dataclasses.replace(asked, prompt=tokens)
+    shorter = dataclasses.replace(load, prompt=tokens)
     return Verified(rates, dataclasses.replace(question, speeds=speeds), shorter)
 
 

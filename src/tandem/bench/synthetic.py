@@ -134,7 +134,7 @@ def _is_projection(name: str) -> bool:
 class SyntheticExperts(HybridExperts):
     """One expert is packed; the others are copies of its bytes."""
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         if self._cpu is not None:
             self._fill_cpu(self._cpu, feed(0))
         if self._gpu is not None:
@@ -184,7 +184,7 @@ class NoExperts:
     expert_bytes = 0
     places = None
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None: ...
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None: ...
 
     def set_biases(self, biases: ExpertBiases) -> None: ...
 

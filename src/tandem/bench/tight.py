@@ -173,7 +173,7 @@ def ran(running: Running, plan: Plan, free: int, probe: MachineProbe) -> Seen:
     return Seen(free - min(most), *torch_bytes, tokens, rate, 1 / statistics.median(steps))
 
 
-def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[dict[str, Any]]:
+def rows(case: TightCase, question: Question, plan: Plan, readings: Seen) -> list[dict[str, Any]]:
     """As they are kept."""
     keys = {
         "bench": "plan_tight", "config": case.name, "experts": question.model.moe.experts.count,
@@ -181,16 +181,16 @@ def rows(case: TightCase, question: Question, plan: Plan, seen: Seen) -> list[di
         "context": plan.context_length,
     }  # fmt: skip
     (vram,) = (ledger for ledger in plan.ledgers if ledger.place == VRAM)
-    ratio = seen.used / vram.total_bytes
+    ratio = readings.used / vram.total_bytes
     memory = {
-        "what": "memory", "gpu_planned": vram.total_bytes, "gpu_used": seen.used, "gpu_ratio": round(ratio, 4),
-        "gpu_free": vram.free_bytes, "torch_held": seen.held, "torch_allocated": seen.allocated,
+        "what": "memory", "gpu_planned": vram.total_bytes, "gpu_used": readings.used, "gpu_ratio": round(ratio, 4),
+        "gpu_free": vram.free_bytes, "torch_held": readings.held, "torch_allocated": readings.allocated,
         "planned": {entry.name: entry.nbytes for entry in vram.entries if entry.nbytes},
         "holds": abs(ratio - 1) <= CLOSE,
     }  # fmt: skip
-    predicted = question.predicted(plan, (1,), CONTEXT, seen.prompt_tokens)
-    prompt = f"prompt of {seen.prompt_tokens}"
-    speeds = [("decoding", predicted.decode[1], seen.decode), (prompt, predicted.prompt, seen.prompt)]
+    predicted = question.predicted(plan, (1,), CONTEXT, readings.prompt_tokens)
+    prompt = f"prompt of {readings.prompt_tokens}"
+    speeds = [("decoding", predicted.decode[1], readings.decode), (prompt, predicted.prompt, readings.prompt)]
     return [keys | memory, *(
         keys | {
             "what": name, "predicted_low": round(expected.low, 1), "predicted_high": round(expected.high, 1),

@@ -85,11 +85,11 @@ def _halves(layer: str, stems: Mapping[str, str], tensor: GGUFTensor) -> Iterato
             yield f"{layer}{stems[stem].format(expert=expert)}.weight", Place(tensor, expert, half=half)
 
 
-def with_parts(found: dict[str, Place], parts: Mapping[str, Part]) -> dict[str, Place]:
-    """`found` without what is only there to be cut, and with what is made of it."""
+def with_parts(places: dict[str, Place], parts: Mapping[str, Part]) -> dict[str, Place]:
+    """`places` without what is only there to be cut, and with what is made of it."""
     sources = {part.of for part in parts.values()}
-    by_name = {name: place for name, place in found.items() if _inner(name) not in sources}
-    by_source = {name: place for name, place in found.items() if _inner(name) in sources}
+    by_name = {name: place for name, place in places.items() if _inner(name) not in sources}
+    by_source = {name: place for name, place in places.items() if _inner(name) in sources}
     for name, place in by_source.items():
         front = name.removesuffix(_inner(name))
         same = {front + inner: part for inner, part in parts.items() if part.of == _inner(name)}

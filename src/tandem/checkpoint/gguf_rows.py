@@ -68,7 +68,7 @@ class GGUFRows:
         place = self.place(name)
         raw, kind = self.raw(name), place.tensor.kind
         if place.part is not None and not place.part.keeps_codes:
-            return own_columns(_made(numbers(weights_of(raw[rows], kind)), place.part), columns)
+            return own_columns(_converted(numbers(weights_of(raw[rows], kind)), place.part), columns)
         byte_range = _bytes_of(columns, (place.tensor.shape[-1], raw.shape[1]), kind)
         if byte_range is None:
             return own_columns(weights_of(raw[rows], kind), columns)
@@ -125,7 +125,7 @@ def _bytes_of(columns: slice, row: tuple[int, int], kind: str) -> slice | None:
     return slice(start * row[1] // row[0], stop * row[1] // row[0])
 
 
-def _made(x: Tensor, part: Part) -> Tensor:
+def _converted(x: Tensor, part: Part) -> Tensor:
     """Numbers in another form: float32, since 1 + w loses bits of a w in bfloat16."""
     x = x.float()
     if part.columns:

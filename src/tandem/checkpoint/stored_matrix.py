@@ -39,12 +39,12 @@ def needed(parts: Parts, role: str) -> Part:
     )
 
 
-def agreed(part: Part, found: tuple[int, ...], wanted: Shape | None) -> Shape:
-    if len(found) != 2 or (wanted is not None and found != wanted):
-        implied = f"config.json implies {wanted}" if wanted else "a matrix has two dimensions"
-        note = "" if found == part.shape else f", which stands for {found}"
+def agreed(part: Part, shape: tuple[int, ...], expected: Shape | None) -> Shape:
+    if len(shape) != 2 or (expected is not None and shape != expected):
+        implied = f"config.json implies {expected}" if expected else "a matrix has two dimensions"
+        note = "" if shape == part.shape else f", which stands for {shape}"
         raise part.wrong(f"has shape {part.shape}{note}, but {implied}")
-    return found[0], found[1]
+    return shape[0], shape[1]
 
 
 def expect(part: Part, shape: tuple[int, ...], *dtypes: str) -> None:

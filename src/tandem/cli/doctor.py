@@ -51,14 +51,14 @@ def _measured(machine: Machine) -> Iterator[Finding]:
     yield from checks.speeds_found(usable, speeds, 0.0 if gpu is None else gpu.from_gpu_gbps)
 
 
-def show(found: Iterable[Finding]) -> None:
+def show(checks: Iterable[Finding]) -> None:
     """A line for each, then each problem with its command."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table, console = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False), Console()
-    findings = list(found)
+    findings = list(checks)
     for finding in findings:
         mark = Text("!", style="bold yellow") if finding.fix else Text("✓", style="green")
         table.add_row(mark, Text(finding.name, style="bold"), Text(finding.value))

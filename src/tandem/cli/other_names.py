@@ -16,8 +16,8 @@ class Group(TyperGroup):
 
     instead: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
         for command in self.commands.values():
             command.help = flowing(command.help or "")
 

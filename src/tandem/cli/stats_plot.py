@@ -21,20 +21,20 @@ def check_matplotlib() -> None:
         raise ConfigError('--png needs matplotlib: pip install "tandem-moe[bench]"') from None
 
 
-def draw(path: Path, record: UsageRecord, found: UsageSummary) -> None:
+def draw(path: Path, record: UsageRecord, summary: UsageSummary) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    layers = len(found.layers)
+    layers = len(summary.layers)
     height = min(14.0, max(3.6, 0.16 * layers + 1.4))
     figure, (heat_axes, curve_axes) = pyplot.subplots(
         1, 2, figsize=(14, height), width_ratios=(2.2, 1), layout="constrained"
     )
-    _heat(figure, heat_axes, found)
-    _curves(curve_axes, record, found)
-    figure.suptitle(_title(record, found), fontsize="medium")
+    _heat(figure, heat_axes, summary)
+    _curves(curve_axes, record, summary)
+    figure.suptitle(_title(record, summary), fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)

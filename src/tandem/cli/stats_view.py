@@ -48,42 +48,42 @@ def run(file: Path, png: Path | None, as_json: bool) -> None:
             print(f"Written to {png}")
 
 
-def as_dict(file: Path, record: UsageRecord, found: UsageSummary) -> dict[str, Any]:
+def as_dict(file: Path, record: UsageRecord, summary: UsageSummary) -> dict[str, Any]:
     return {
         "file": str(file), "model": record.model, "mode": record.mode, "passes": record.passes,
-        "tokens": record.tokens, "experts": found.experts, "effective": round(found.effective, 3),
-        "gpu_experts": found.gpu_experts, "gpu_tokens": found.gpu_tokens,
-        "curve": [dataclasses.asdict(point) for point in found.curve],
-        "layers": [dataclasses.asdict(layer) for layer in found.layers],
+        "tokens": record.tokens, "experts": summary.experts, "effective": round(summary.effective, 3),
+        "gpu_experts": summary.gpu_experts, "gpu_tokens": summary.gpu_tokens,
+        "curve": [dataclasses.asdict(point) for point in summary.curve],
+        "layers": [dataclasses.asdict(layer) for layer in summary.layers],
     }  # fmt: skip
 
 
-def show(console: Console, record: UsageRecord, found: UsageSummary) -> None:
-    console.print(headline(record, found), highlight=False)
-    console.print(heat_map(found, console.width))
-    console.print(legend(found, console.width))
-    console.print(curve(found))
-    if found.gpu_experts is not None and found.gpu_tokens is not None:
+def show(console: Console, record: UsageRecord, summary: UsageSummary) -> None:
+    console.print(headline(record, summary), highlight=False)
+    console.print(heat_map(summary, console.width))
+    console.print(legend(summary, console.width))
+    console.print(curve(summary))
+    if summary.gpu_experts is not None and summary.gpu_tokens is not None:
         console.print(
-            f"On the GPU: {found.gpu_experts:.1%} of the experts, {found.gpu_tokens:.1%} of the routed tokens.",
+            f"On the GPU: {summary.gpu_experts:.1%} of the experts, {summary.gpu_tokens:.1%} of the routed tokens.",
             highlight=False,
         )
 
 
-def headline(record: UsageRecord, found: UsageSummary) -> str:
-    parts = [record.model or "model not named", f"{len(found.layers)} MoE layers of {found.experts} experts"]
+def headline(record: UsageRecord, summary: UsageSummary) -> str:
+    parts = [record.model or "model not named", f"{len(summary.layers)} MoE layers of {summary.experts} experts"]
     if record.tokens:
         parts.append(f"{record.tokens:,} tokens in {record.passes:,} steps")
-    parts.append(f"{found.effective:.1f} effective experts a layer")
+    parts.append(f"{summary.effective:.1f} effective experts a layer")
     return ", ".join(parts)
 
 
-def heat_map(found: UsageSummary, width: int) -> Table:
+def heat_map(summary: UsageSummary, width: int) -> Table:
     rows = Table(box=None, pad_edge=False, collapse_padding=True)
     for name in ("layer", "effective", "hottest 10 %", "unused"):
         rows.add_column(name, justify="right", no_wrap=True)
-    rows.add_column(f"experts 0 to {found.experts - 1}", no_wrap=True)
-    for layer, row in zip(found.layers, found.relative, strict=True):
+    rows.add_column(f"experts 0 to {summary.experts - 1}", no_wrap=True)
+    for layer, row in zip(summary.layers, summary.relative, strict=True):
         rows.add_row(
             str(layer.layer), f"{layer.effective:.1f}", f"{layer.hottest_tenth:.0%}", str(layer.unused),
             cells(row, room(width)),
@@ -111,8 +111,8 @@ def cells(row: Tensor, columns: int) -> Text:
     return text
 
 
-def legend(found: UsageSummary, width: int) -> Text:
-    step = per_cell(found.experts, room(width))
+def legend(summary: UsageSummary, width: int) -> Text:
+    step = per_cell(summary.experts, room(width))
     text = Text("Beside even use, at most: ")
     for bound, sign, colour in LEVELS[:-1]:
         text.append(sign, style=f"{colour} on {colour}" if sign == " " else colour)
@@ -121,10 +121,10 @@ def legend(found: UsageSummary, width: int) -> Text:
     return text
 
 
-def curve(found: UsageSummary) -> Table:
+def curve(summary: UsageSummary) -> Table:
     rows = Table(title="The hottest experts of all layers serve", title_justify="left", box=None)
     for name in ("of the experts", "of the routed tokens", "by chance alone"):
         rows.add_column(name, justify="right")
-    for point in found.curve:
+    for point in summary.curve:
         rows.add_row(f"{point.experts:.0%}", f"{point.tokens:.1%}", f"{point.chance:.1%}")
     return rows

@@ -24,9 +24,9 @@ def version() -> None:
         typer.echo(f"{name} {installed_version(name)}")
 
 
-def version_asked(asked: bool) -> None:
+def version_asked(flag: bool) -> None:
     """`kt --version`."""
-    if asked:
+    if flag:
         version()
         raise typer.Exit
 

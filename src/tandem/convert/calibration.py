@@ -43,8 +43,8 @@ class RecordingExperts:
     def places(self) -> Tensor | None:
         return self._experts.places
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
-        self._experts.load(feed, kept)
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
+        self._experts.load(feed, cache)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._experts.set_biases(biases)

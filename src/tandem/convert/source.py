@@ -130,16 +130,16 @@ class Source:
             )
         return numbers
 
-    def check_input(self, converted: Iterable[Module], wanted: str, method: str) -> None:
+    def check_input(self, converted: Iterable[Module], input_type: str, method: str) -> None:
         """Raises ConfigError when the weights are not stored as --input-type says, or already as `method` has them."""
-        wanted = OTHER_INPUT_NAMES.get(wanted, wanted)
-        if wanted not in INPUT_TYPES:
-            raise ConfigError(f"--input-type {wanted!r} does not exist; these do: {', '.join(INPUT_TYPES)}")
+        input_type = OTHER_INPUT_NAMES.get(input_type, input_type)
+        if input_type not in INPUT_TYPES:
+            raise ConfigError(f"--input-type {input_type!r} does not exist; these do: {', '.join(INPUT_TYPES)}")
         for module in converted:
             stored = module.input_type
-            if wanted not in ("auto", stored):
+            if input_type not in ("auto", stored):
                 say = f"say {stored}, or auto" if stored in INPUT_TYPES else "say auto"
-                raise ConfigError(f"{module.name} is stored as {stored}, not as --input-type {wanted}: {say}")
+                raise ConfigError(f"{module.name} is stored as {stored}, not as --input-type {input_type}: {say}")
             if stored == {"MXFP4": "fp4"}.get(method, method.lower()):
                 raise ConfigError(
                     f"{module.name} is stored as {module.format} already: rounding it to {method} again could "

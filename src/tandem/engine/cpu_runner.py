@@ -50,8 +50,8 @@ class CpuRunner:
         own, paused = regions(images_from, max_step_tokens)
         self._arrays, self._paused = arrays(images_from=own), arrays(images_from=paused)
 
-    def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
-        """Logits rows of all chunks, in order. meanwhile: of no use here: no device computes while the host does
+    def run(self, step: Step, host_work: Callable[[], None] | None = None) -> StepOutput:
+        """Logits rows of all chunks, in order. host_work: of no use here: no device computes while the host does
         something else."""
         batch = self._arrays.fill(step.chunks)
         with torch.inference_mode():
@@ -76,7 +76,7 @@ class CpuRunner:
     def step_ended(self) -> bool:
         return True
 
-    def aside(self) -> AbstractContextManager[None]:
+    def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def after_failure(self) -> None:

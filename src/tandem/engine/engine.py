@@ -122,7 +122,7 @@ class Engine:
         # GPU changes a sequence's slot for graphs and a pass at once.
         self._may_pause = not plan.drafts and (slotless or plan.gpu is None)
         self._overlap = PrefillOverlap(self._scheduler, self._runner, slotless)
-        self._encoder = encoder_of(parts, self._runner.aside)
+        self._encoder = encoder_of(parts, self._runner.side_stream)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
@@ -184,7 +184,7 @@ class Engine:
         drawing = perf_counter() - started  # guesses
         if pauses:
             chunks = self._overlap.take(chunks)
-        prefill = self._overlap.beside(chunks, partial(self._tried, counts=False), pauses)
+        prefill = self._overlap.step_overlap(chunks, partial(self._tried, counts=False), pauses)
         if not prefill.waits:
             prefill()
         step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
@@ -225,7 +225,7 @@ class Engine:
         if has_prefill:
             self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, beside=prefill.under_way)
+            self._scheduler.pace.decoded(seconds, overlapped=prefill.under_way)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return outcome.outputs

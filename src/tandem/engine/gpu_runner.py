@@ -124,14 +124,14 @@ class GpuRunner:
             self._graphs.capture_decode(graphs, capture)
             self._capture_prompts()
 
-    def run(self, step: Step, meanwhile: Callable[[], None] = _nothing) -> StepOutput:
-        """Logits rows of all chunks, in order. meanwhile: as `logits`."""
+    def run(self, step: Step, host_work: Callable[[], None] = _nothing) -> StepOutput:
+        """Logits rows of all chunks, in order. host_work: as `logits`."""
         batch = self._arrays.fill(step.chunks)
         self._guessing = step.has_drafts
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
             shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
-            logits = self.logits(batch, _masks(step.chunks), make, meanwhile, shrinking)
+            logits = self.logits(batch, _masks(step.chunks), make, host_work, shrinking)
             return StepOutput(step if shrinking is None else shrinking.step, logits)
 
     @contextmanager
@@ -149,7 +149,7 @@ class GpuRunner:
 
     def run_kernels(self, chunks: Rows[Chunk], streamed: Rows[int] = ()) -> DeviceLogits:
         """As `run`, kernel by kernel, whatever graphs there are. streamed: layers whose experts travel."""
-        with torch.inference_mode(), self._streams.aside():
+        with torch.inference_mode(), self._streams.side_stream():
             batch = self._arrays.fill(chunks)
             device_batch = moved(batch, self._device)
             if self._start is None:
@@ -182,16 +182,16 @@ class GpuRunner:
         batch: ForwardBatch,
         masks: RowMasks = (),
         make: Callable[[], None] = _nothing,
-        meanwhile: Callable[[], None] = _nothing,
+        host_work: Callable[[], None] = _nothing,
         shrinking: ShrinkingStep | None = None,
     ) -> DeviceLogits:
         """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
-        where a graph is replayed; `DeviceLogits.chosen` wants them anyway. meanwhile: called once a graph runs and the
+        where a graph is replayed; `DeviceLogits.chosen` wants them anyway. host_work: called once a graph runs and the
         CPU has done its part."""
         choice = path_of(batch, self._graphs, shrinks=shrinking is not None)
         choice.log(len(batch.input_ids))
         if choice.decode is not None:
-            return self._replayed(choice.decode, batch, masks, make, meanwhile)
+            return self._replayed(choice.decode, batch, masks, make, host_work)
         if choice.prefill is not None:
             return self._prefilled(choice, batch, make)
         return self._eager(batch, make, shrinking)
@@ -240,7 +240,7 @@ class GpuRunner:
         self, batch: ForwardBatch, make: Callable[[], None], shrinking: ShrinkingStep | None = None
     ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
-        with self._streams.aside():
+        with self._streams.side_stream():
             device_batch = _begun(batch, self._begin_step, self._device)
             logits = self._forward(device_batch, len(batch.input_ids), shrinking)
             best = self._best.fetch(logits)
@@ -283,7 +283,7 @@ class GpuRunner:
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
         # were put together on that stream.
         after = choice is None or batch.seen is not None
-        with torch.inference_mode(), self._streams.aside(after, spares):
+        with torch.inference_mode(), self._streams.side_stream(after, spares):
             gpu_only = start.hold(batch, split)
             try:
                 if choice is not None:
@@ -298,7 +298,7 @@ class GpuRunner:
         return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
 
     def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:
-        tallies = None if self._usage is None else self._usage.beside(len(batch.input_ids))
+        tallies = None if self._usage is None else self._usage.overlap_tallies(len(batch.input_ids))
         if graph is not None:
             return graph.of(batch)
         best = BestRows(len(batch.logits_rows), self._device)
@@ -307,9 +307,9 @@ class GpuRunner:
     def step_ended(self) -> bool:
         return self._end.passed()
 
-    def aside(self) -> AbstractContextManager[None]:
+    def side_stream(self) -> AbstractContextManager[None]:
         """Pieces of images, which no step waits for."""
-        return self._streams.aside()
+        return self._streams.side_stream()
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""

@@ -26,22 +26,22 @@ class PrefillPace:
         streams: bool = False,
         whole_chunks: bool = False,
         pieces: int = 1,
-        beside: int = 0,
+        overlap_tokens: int = 0,
         shared: int = 0,
     ) -> None:
         """streams: experts travel in long steps. whole_chunks: such steps are short enough to be waited for. pieces:
-        that a chunk can be cut into, so that others wait for one of them; 1: it is a step. beside: tokens of a chunk
-        that a device computes beside those who decode; 0: as time allows. shared: of all prompts in a step that others
-        wait in, at most; 0: the step's."""
+        that a chunk can be cut into, so that others wait for one of them; 1: it is a step. overlap_tokens: tokens of a
+        chunk that a device computes beside those who decode; 0: as time allows. shared: of all prompts in a step that
+        others wait in, at most; 0: the step's."""
         self._max_step_tokens, self._streams, self._whole_chunks = max_step_tokens, streams, whole_chunks
         self._tokens_per_second: float | None = None
-        self._pieces, self._beside, self._decoding_seconds = pieces, beside, 0.0
+        self._pieces, self._beside, self._decoding_seconds = pieces, overlap_tokens, 0.0
         self._shared = shared or max_step_tokens
 
-    def decoded(self, seconds: float, beside: bool = False) -> None:
-        """A step without prompts took so long; beside: a slice of one belonged to it. While prompts wait there are no
-        others, and more sequences decode than before."""
-        known, weight = self._decoding_seconds, _WEIGHT_BESIDE if beside else _WEIGHT_OF_NEWEST
+    def decoded(self, seconds: float, overlapped: bool = False) -> None:
+        """A step without prompts took so long; overlapped: a slice of one belonged to it. While prompts wait there are
+        no others, and more sequences decode than before."""
+        known, weight = self._decoding_seconds, _WEIGHT_BESIDE if overlapped else _WEIGHT_OF_NEWEST
         self._decoding_seconds = known + weight * (seconds - known) if known else seconds
 
     def slice_seconds(self) -> float:
@@ -55,11 +55,11 @@ class PrefillPace:
         rate, known = tokens / seconds, self._tokens_per_second
         self._tokens_per_second = rate if known is None else known + _WEIGHT_OF_NEWEST * (rate - known)
 
-    def step_tokens(self, decoding: int, pauses: bool = True, alone: bool = True) -> int:
+    def step_tokens(self, decoding: int, pauses: bool = True, exclusive: bool = True) -> int:
         """Token budget of a step in which `decoding` sequences take part: all of it if nobody waits. Until something
-        is known, a small chunk finds out. pauses: a chunk is computed in pieces, where it can be. alone: no more than
-        one prompt wants to be computed."""
-        if self._whole_chunks or (decoding == 0 and alone):
+        is known, a small chunk finds out. pauses: a chunk is computed in pieces, where it can be. exclusive: no more
+        than one prompt wants to be computed."""
+        if self._whole_chunks or (decoding == 0 and exclusive):
             return self._max_step_tokens
         most = min(self._max_step_tokens, decoding + self._shared)
         if decoding == 0:

@@ -16,7 +16,7 @@ from tandem.spec.activation import SILU, Activation
 class Experts(Protocol):
     """A layer's experts, wherever they live."""
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         """Packs all experts of the feed. Those that are kept from an earlier start are not packed again."""
         ...
 
@@ -83,16 +83,16 @@ class CpuExperts:
         """in_place: the layer uses its experts where they are, so that loading them takes no time."""
         self._layer, self._in_place = layer, in_place
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         """Packs them on all workers."""
-        if kept is not None and kept.fill(self._layer):
+        if cache is not None and cache.fill(self._layer):
             return
         if self._in_place:  # looking them up is all there is to do
             return self._layer.load_all(0, feed.all())
         for first, run in feed.runs():
             self._layer.load_all(first, run)
-        if kept is not None:
-            kept.keep(self._layer)
+        if cache is not None:
+            cache.keep(self._layer)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._layer.set_biases(biases)

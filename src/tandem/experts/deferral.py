@@ -35,7 +35,7 @@ class Deferral(NamedTuple):
     kept: int
     routed: int
 
-    def late(self, routing: Routing) -> Tensor:
+    def late_mask(self, routing: Routing) -> Tensor:
         """bool [T, k]: which pairs are late; those with a slot on the GPU are not."""
         weights = routing.weights[:, : self.routed]
         order = torch.sort(weights, dim=-1, descending=True, stable=True).indices
@@ -73,8 +73,8 @@ class LateExperts:
         """deferral: None for a layer that only takes what is due."""
         self._inner, self._deferral, self._due = inner, deferral, due
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
-        self._inner.load(feed, kept)
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
+        self._inner.load(feed, cache)
 
     def set_biases(self, biases: ExpertBiases) -> None:
         self._inner.set_biases(biases)
@@ -103,7 +103,7 @@ class LateExperts:
         """x [T, hidden], routing [T, k]."""
         if self._deferral is None:
             return LateTicket(self._inner.submit(x, routing), x, None)
-        late_pairs = self._deferral.late(routing)
+        late_pairs = self._deferral.late_mask(routing)
         return LateTicket(self._inner.submit(x, _only(routing, ~late_pairs)), x, _only(routing, late_pairs))
 
     def wait(self, ticket: LateTicket) -> Tensor:

@@ -74,6 +74,6 @@ class Copies:
         """float32 [tokens, hidden] in pinned memory."""
         return self._result[:tokens]
 
-    def there(self, tokens: int) -> Tensor:
+    def on_device(self, tokens: int) -> Tensor:
         """On the device."""
         return self._there[:tokens].copy_(self._result[:tokens], non_blocking=True)

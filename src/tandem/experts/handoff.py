@@ -110,7 +110,7 @@ class Handoff:
         if self._in_graph and self._mailbox is not None:
             return self._mailbox.collect(tokens)
         self.copies.compute(tokens)
-        return self.copies.there(tokens)
+        return self.copies.on_device(tokens)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -82,11 +82,11 @@ class HybridExperts:
         routed, chosen = len(slot_of) - shared, handoff.sizes.top_k - shared
         self._expected = chosen * count_on(Tier.CPU, slot_of) / routed  # on the CPU, of a row
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         """Packs each where it lives; for a packed cache all in CPU memory first, a layer at a
         time: the file holds every expert, wherever the next start puts it."""
-        if kept is not None and self._whole is not None:
-            packed = self._kept(feed, kept, self._whole())
+        if cache is not None and self._whole is not None:
+            packed = self._load_cached(feed, cache, self._whole())
             for side in self._sides:
                 side.take(packed)
         else:
@@ -106,7 +106,7 @@ class HybridExperts:
                 if ids:
                     side.load_each(ids, [run[expert - first] for expert in ids])
 
-    def _kept(self, feed: LayerFeed, cache_layer: KeptLayer, whole: PackedExperts) -> PackedExperts:
+    def _load_cached(self, feed: LayerFeed, cache_layer: KeptLayer, whole: PackedExperts) -> PackedExperts:
         cache_layer.cache.wait()  # the layer before: its memory is free now
         CpuExperts(whole).load(feed, cache_layer)
         return whole

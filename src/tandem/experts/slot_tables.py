@@ -16,7 +16,7 @@ class SlotTable(NamedTuple):
     """One layer's, int32 [experts]: the slot, or -1."""
 
     image: Tensor  # in pinned memory, changed first
-    there: Tensor  # on the GPU
+    mirror: Tensor  # on the GPU
 
 
 class SlotTables:

@@ -43,7 +43,7 @@ class OnThreads:
     def show(self, k: Tensor, v: Tensor) -> None:
         self._kv = k.transpose(0, 1)[None].contiguous(), v.transpose(0, 1)[None].contiguous()
 
-    def seen(self, q: Tensor) -> Tensor:
+    def attend(self, q: Tensor) -> Tensor:
         out, queries = torch.empty_like(q), q.transpose(0, 1)[None]
         list(self._threads.pool().map(partial(self._some, queries, out), self._parts))
         return out.flatten(1)

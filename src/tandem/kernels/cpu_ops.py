@@ -129,9 +129,9 @@ class CpuOps(InMemory):
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, addend: Addend | None = None
     ) -> Tensor:
-        x = x if beside is None else self.gated(*beside, x)
+        x = x if addend is None else self.gated(*addend, x)
         out = torch.empty_like(x)
         self.dense.rms_norm(x, residual, _norm_weight(x, weight), out, eps)
         return out

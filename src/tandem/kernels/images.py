@@ -25,7 +25,7 @@ class ImageAttention(Protocol):
         """A block's keys and values, [patches, heads, channels]."""
         ...
 
-    def seen(self, q: Tensor) -> Tensor:
+    def attend(self, q: Tensor) -> Tensor:
         """Attention of some patches to the block shown, q [n, heads, channels] → [n, heads * channels]."""
         ...
 
@@ -39,5 +39,5 @@ class ByTorch:
     def show(self, k: Tensor, v: Tensor) -> None:
         self._kv = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
-    def seen(self, q: Tensor) -> Tensor:
+    def attend(self, q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *self._kv)[0].transpose(0, 1).flatten(1)

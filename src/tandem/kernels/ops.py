@@ -245,9 +245,9 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, addend: Addend | None = None
     ) -> Tensor:
-        """residual += x in place (rounded to its dtype), then `rms_norm` of it. beside: is added to x before, as
+        """residual += x in place (rounded to its dtype), then `rms_norm` of it. addend: is added to x before, as
         `gated` does, by those that `join_late`."""
         ...
 

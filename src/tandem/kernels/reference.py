@@ -194,9 +194,9 @@ class TorchOps(InMemory):
         return y.to(x.dtype) * weight.to(x.dtype)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, addend: Addend | None = None
     ) -> Tensor:
-        x = x if beside is None else self.gated(*beside, x)
+        x = x if addend is None else self.gated(*addend, x)
         return self.rms_norm(residual.add_(x), weight, eps)
 
     def rope_store(

@@ -37,16 +37,16 @@ def build(
     ops: Ops,
     progress: Progress | None = None,
     store: ExpertStore | None = None,
-    kept: PackedCache | None = None,
+    cache: PackedCache | None = None,
     usage: ExpertUsage | None = None,
 ) -> AnyModel:
     """Loads a model: reads and packs layer by layer, so the weights are never held twice.
 
-    `store` says where routed experts live, None: where `ops` computes. What `kept` holds is not packed again, and what
+    `store` says where routed experts live, None: where `ops` computes. What `cache` holds is not packed again, and what
     it lacks is written to it. `usage` counts which experts are chosen. `progress(what, bytes done, bytes in all)` is
     called after every layer. Raises CheckpointError naming file and tensor, ConfigError for an unknown family.
     """
-    b = Builder(config, plan, checkpoint, ops, progress, store, kept, usage)
+    b = Builder(config, plan, checkpoint, ops, progress, store, cache, usage)
     if config.foreign is None:
         return Model(b)
     from tandem.models.foreign import foreign_model  # which imports transformers

@@ -49,7 +49,7 @@ class Builder:
         ops: Ops,
         progress: Progress | None = None,
         store: ExpertStore | None = None,
-        kept: PackedCache | None = None,
+        cache: PackedCache | None = None,
         usage: ExpertUsage | None = None,
     ) -> None:
         """store: where routed experts live; None: all of them where `ops` computes. usage: counts who was chosen."""
@@ -63,7 +63,7 @@ class Builder:
         self._store = store
         self._report = progress or (lambda _name, _done, _total: None)
         self._done, self._total = 0, checkpoint.nbytes()
-        self._kept, self._usage = kept, usage
+        self._kept, self._usage = cache, usage
         self._in_place = plan.experts_in_place
         self._passing = (
             False if self._in_place else None

@@ -59,11 +59,11 @@ class DraftBlock:
         logits = head(self._ops.rms_norm(x, self._norm, self.eps), torch.float32)
         return self._pairs(ids[:, 0], logits.view(*ids.shape, -1), x.view(*ids.shape, -1))
 
-    def keep(self, layer: int, p: Pass, kept: Tensor) -> None:
+    def keep(self, layer: int, p: Pass, memory: Tensor) -> None:
         """Keeps the streams that a layer has left: whole once the next block has begun, or the streams have ended."""
         if layer in self.block.reads:
             means, at = p.residual.mean(1), self.block.reads.index(layer)
-            p.rows.keep(kept.unflatten(2, (len(self.block.reads), -1))[:, :, at], means)
+            p.rows.keep(memory.unflatten(2, (len(self.block.reads), -1))[:, :, at], means)
 
     def _keep(self, batch: ForwardBatch, rings: list[Tensor], hidden_ring: Tensor) -> None:
         """The batch's rows become keys of every layer."""

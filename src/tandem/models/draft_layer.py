@@ -68,19 +68,19 @@ class DraftLayer:
         x = self.ending.enter(p, self.last_norm, self.eps)
         return x, hidden_rows(p, x)
 
-    def keep(self, hidden: Tensor, p: Pass, kept: Tensor) -> None:
+    def keep(self, hidden: Tensor, p: Pass, memory: Tensor) -> None:
         """Hidden rows of a pass, where the layer finds them later."""
         if self._in_slots:
-            p.rows.keep(kept, hidden)
+            p.rows.keep(memory, hidden)
         else:
-            kept.flatten(0, 1)[p.batch.cache_slots] = hidden
+            memory.flatten(0, 1)[p.batch.cache_slots] = hidden
 
-    def kept(self, batch: ForwardBatch, kept: Tensor) -> Tensor:
+    def hidden_of(self, batch: ForwardBatch, memory: Tensor) -> Tensor:
         """Those of a batch's positions."""
         if not self._in_slots:
-            return kept.flatten(0, 1)[batch.cache_slots]
+            return memory.flatten(0, 1)[batch.cache_slots]
         rows = step_rows(batch)
-        return kept[rows.slots[rows.sequence], rows.positions % kept.shape[1]]
+        return memory[rows.slots[rows.sequence], rows.positions % memory.shape[1]]
 
     def guesses(self, x: Tensor, head: Linear) -> Tensor:
         """The likeliest tokens behind rows of what the layer returned, int64 [R]. head: the model's."""
@@ -161,8 +161,8 @@ class TensorNames(Protocol):
     def path_of(self, name: str) -> Path: ...
 
 
-def with_stored_drafts(model: ModelConfig, checkpoint: TensorNames, asked: str | None) -> ModelConfig:
-    """The model, without a draft layer that its config.json has and the checkpoint does not. asked: the algorithm.
+def with_stored_drafts(model: ModelConfig, checkpoint: TensorNames, algorithm: str | None) -> ModelConfig:
+    """The model, without a draft layer that its config.json has and the checkpoint does not. algorithm: the algorithm.
 
     Raises ConfigError where that layer is to guess.
     """
@@ -172,9 +172,9 @@ def with_stored_drafts(model: ModelConfig, checkpoint: TensorNames, asked: str |
     projection = (BLOCK_NAMES if block else draft_names(model)).projection
     if checkpoint.has_matrix(projection):
         return model
-    if asked in DRAFT_ALGORITHMS and not why_one_token(model):
+    if algorithm in DRAFT_ALGORITHMS and not why_one_token(model):
         raise ConfigError(
-            f"--speculative-algorithm {asked}: {checkpoint.path_of(projection)} has no "
+            f"--speculative-algorithm {algorithm}: {checkpoint.path_of(projection)} has no "
             f"{'DSpark draft' if block else 'draft layer'}: there is no tensor {projection}.weight; take NGRAM, which "
             "needs none, or leave it out",
             fields=("speculative_algorithm",),

@@ -87,11 +87,11 @@ class Model:
         if isinstance(self.drafter, DraftBlock):
             return self.drafter(self.embedding, self.head, batch, states[first:])
         if hidden is None:
-            hidden = self.drafter.kept(batch, states[-1][0])
+            hidden = self.drafter.hidden_of(batch, states[-1][0])
         x, hidden = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
         return self.drafter.guesses(x, self.head), hidden
 
-    def _kept(self, x: Tensor, p: Pass, states: States) -> Tensor:
+    def _logits_rows(self, x: Tensor, p: Pass, states: States) -> Tensor:
         """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""
         if self.drafter is None:
             return x
@@ -154,7 +154,7 @@ class Model:
         return self._logits(self.end(p), p, states)
 
     def _logits(self, x: Tensor, p: Pass, states: States) -> Tensor:
-        return finished(self.head(self._kept(x, p, states), torch.float32), self.config)
+        return finished(self.head(self._logits_rows(x, p, states), torch.float32), self.config)
 
     def _layers(self, embedded: Tensor, batch: ForwardBatch, states: States) -> Tensor:
         """From the embedded tokens, which it changes, to the normed rows whose logits are wanted."""

@@ -46,9 +46,9 @@ class Routed(ABC):
 
     @abstractmethod
     def __call__(
-        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
-        """As an `Operator`'s. meanwhile: called while others compute."""
+        """As an `Operator`'s. host_work: called while others compute."""
 
     @abstractmethod
     def foresee(self, x: Tensor, p: Pass) -> None:

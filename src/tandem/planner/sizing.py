@@ -110,13 +110,13 @@ class GpuRoom:
         return scratch_bytes(self.request, tokens) - self.scratch
 
 
-def fits(room: GpuRoom, taken: int = 0, **changes: Any) -> GpuMemory | None:
-    """Bytes for experts and KV cache with these changes of the request or its flags, where so many are taken
+def fits(room: GpuRoom, reserved: int = 0, **changes: Any) -> GpuMemory | None:
+    """Bytes for experts and KV cache with these changes of the request or its flags, where so many are reserved
     already; None: they do not fit, or experts that stay in CPU memory do not fit there."""
     if changes:
         room = GpuRoom(changed(room.request, **changes), room.gpu)
     try:
-        return _divided(room, taken)
+        return _divided(room, reserved)
     except ConfigError:
         return None
 

@@ -117,12 +117,12 @@ Option = tuple[T, int, float]
 """An option, its context in tokens, and `token_seconds`."""
 
 
-def first_worth(options: Sequence[Option[T]], wanted: int, worth: float) -> T:
-    """The first of those with the longest context up to `wanted` that no other is `worth` times as fast as. A longer
-    context is not worth more than a forecast's width, where the shorter one is usable (USABLE_CONTEXT)."""
-    usable = [each for each in options if each[1] >= min(wanted, USABLE_CONTEXT)] or options
+def first_worth(options: Sequence[Option[T]], target_context: int, worth: float) -> T:
+    """The first of those with the longest context up to `target_context` that no other is `worth` times as fast as. A
+    longer context is not worth more than a forecast's width, where the shorter one is usable (USABLE_CONTEXT)."""
+    usable = [each for each in options if each[1] >= min(target_context, USABLE_CONTEXT)] or options
     quick = _within(usable, WIDTH)
-    longest = max(min(context, wanted) for _, context, _ in quick)
+    longest = max(min(context, target_context) for _, context, _ in quick)
     return _within([each for each in quick if each[1] >= AS_LONG * longest], worth)[0][0]
 
 

@@ -50,13 +50,13 @@ class Engine:
         if self._child.life is not Life.LOADED:
             raise EngineError(self._child.why)
 
-    async def answer(self, asked: Asked, *, key: bytes, avoid: Sequence[str]) -> AsyncIterator[Head | bytes]:
+    async def answer(self, request: Asked, *, key: bytes, avoid: Sequence[str]) -> AsyncIterator[Head | bytes]:
         """The head, then the body as it comes. `key` and `avoid` are the router's. Raises EngineError where the server
         ends first. A caller that leaves aborts the request."""
         self._child.use()
         answer = None
         try:
-            answer = await self._child.wire.ask(asked.method, asked.target, asked.headers, asked.body)
+            answer = await self._child.wire.ask(request.method, request.target, request.headers, request.body)
             yield Head(self._name, await answer.head(), answer.headers)
             while part := await answer.part():
                 yield part

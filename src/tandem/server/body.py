@@ -243,14 +243,14 @@ def body_schema(kind: type[msgspec.Struct], *, needed: bool = True, **also: Any)
     return {"requestBody": {"required": needed, "content": {"application/json": {"schema": schema}}}}
 
 
-def given(name: str, **schema: Any) -> dict[str, Any]:
+def with_field(name: str, **schema: Any) -> dict[str, Any]:
     """A JSON schema: the field is there and fits `schema`."""
     return {"required": [name], "properties": {name: schema}}
 
 
 def one_given(*names: str) -> list[dict[str, Any]]:
     """JSON schemas for `oneOf`: one of the fields is there and not null."""
-    return [given(name, **{"not": {"type": "null"}}) for name in names]
+    return [with_field(name, **{"not": {"type": "null"}}) for name in names]
 
 
 def answers(kind: Any, streamed: str = "text/event-stream") -> dict[str, Any]:

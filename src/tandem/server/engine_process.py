@@ -93,7 +93,7 @@ class LoadedEngine:
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     vision: Tower | None = None
 
-    def told(self) -> EngineReady:
+    def ready_message(self) -> EngineReady:
         return EngineReady(**{name: getattr(self, name) for name in EngineReady.__struct_fields__})
 
 
@@ -142,7 +142,7 @@ def pin_main_thread(cpu: int) -> None:
         os.sched_setaffinity(0, {cpu})
 
 
-def print_plan(plan: Plan, said: Sequence[str]) -> None:
+def print_plan(plan: Plan, known_notices: Sequence[str]) -> None:
     """With what it takes of each memory, and the notices that were not said yet: those that depend on the machine and
     the model."""
     if plan.idle:
@@ -154,7 +154,7 @@ def print_plan(plan: Plan, said: Sequence[str]) -> None:
         total = f"together {gib(ledger.total_bytes)} of {gib(ledger.budget_bytes)} that may be used"
         print(f"  {ledger.place}: {parts}; {total}", flush=True)
     for notice in plan.notices:
-        if notice not in said:
+        if notice not in known_notices:
             print(f"note: {notice}", flush=True)
 
 
@@ -356,7 +356,7 @@ def run_engine(socket: zmq.Socket[bytes]) -> int:
         return 1
     try:
         with loaded_is_kept():
-            socket.send(msgspec.msgpack.encode(loaded.told()))
+            socket.send(msgspec.msgpack.encode(loaded.ready_message()))
             EngineLoop(loaded.engine, socket).run()
     except EngineError as error:
         if lost := lost_rank(error):

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 import tandem
 from tandem.engine.protocol import GenerateRequest, SamplingParams
 from tandem.errors import RequestError
-from tandem.server.body import body_schema, decode, given, json_response, read_body
+from tandem.server.body import body_schema, decode, json_response, read_body, with_field
 from tandem.server.errors import ApiError, unavailable
 from tandem.server.generation import Generation
 from tandem.server.guard.traces import shown_endpoint
@@ -23,7 +23,7 @@ from tandem.server.sleep import until_any
 from tandem.server.state import ServerState
 
 _SECRET_FIELDS = {"api_key", "given"}
-_ABORT_BODY = body_schema(AbortBody, anyOf=[given("rid", minLength=1), given("abort_all", const=True)])
+_ABORT_BODY = body_schema(AbortBody, anyOf=[with_field("rid", minLength=1), with_field("abort_all", const=True)])
 _MEMORY_BODY = body_schema(MemoryBody, needed=False)
 _RECORDER_FIELDS = ("recording", "mode", "passes", "tokens", "file")
 

@@ -35,22 +35,22 @@ async def with_images(
     listed = _listed(body.image_data, len(prompts), batched)
     parts = [_parts(state, ids, *each) for ids, each in zip(prompts, listed, strict=True)]
     read = iter(await state.images.read(images_of(joined([part for each in parts for part in each]))))
-    seen = [[one for _, one in zip(each, read, strict=False) if isinstance(one, Seen)] for each in parts]
-    return [_shown(state.images, ids, each) for ids, each in zip(prompts, seen, strict=True)]
+    pictures = [[one for _, one in zip(each, read, strict=False) if isinstance(one, Seen)] for each in parts]
+    return [_shown(state.images, ids, each) for ids, each in zip(prompts, pictures, strict=True)]
 
 
 def _listed(
-    given: str | list[str | list[str] | None], count: int, batched: bool
+    images: str | list[str | list[str] | None], count: int, batched: bool
 ) -> list[tuple[list[str], list[str]]]:
     """The images of each prompt, and their fields. Raises RequestError."""
     if batched:
-        lists = given if isinstance(given, list) else [given]
+        lists = images if isinstance(images, list) else [images]
         if len(lists) != count:
             raise RequestError(f"image_data has {len(lists)} entries for {count} prompts", "image_data")
         return [_named(each, f"image_data[{i}]") for i, each in enumerate(lists)]
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):
-        return [_named(given[0], "image_data[0]")]
-    return [_named(given, "image_data")]
+    if isinstance(images, list) and len(images) == 1 and isinstance(images[0], list):
+        return [_named(images[0], "image_data[0]")]
+    return [_named(images, "image_data")]
 
 
 def _named(images: str | Sequence[str | list[str] | None] | None, where: str) -> tuple[list[str], list[str]]:
@@ -77,6 +77,6 @@ def _parts(state: ServerState, ids: list[int], images: list[str], wheres: list[s
     ]
 
 
-def _shown(reader: ImageReader, ids: list[int], seen: Sequence[Seen]) -> Shown:
-    ids, firsts = with_rows(ids, reader.placeholder, [one.rows for one in seen])
-    return Shown(ids, tuple(one.span(first) for one, first in zip(seen, firsts, strict=True)), tuple(seen))
+def _shown(reader: ImageReader, ids: list[int], images: Sequence[Seen]) -> Shown:
+    ids, firsts = with_rows(ids, reader.placeholder, [one.rows for one in images])
+    return Shown(ids, tuple(one.span(first) for one, first in zip(images, firsts, strict=True)), tuple(images))

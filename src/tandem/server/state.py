@@ -104,19 +104,19 @@ class ServerState:
 
     @property
     def engine(self) -> EngineReady:
-        return _there(self._engine, self.client)
+        return _loaded(self._engine, self.client)
 
     @property
     def tokenizer(self) -> TextTokenizer:
-        return _there(self._tokenizer, self.client)
+        return _loaded(self._tokenizer, self.client)
 
     @property
     def chat(self) -> ChatModel:
-        return _there(self._chat, self.client)
+        return _loaded(self._chat, self.client)
 
     @property
     def prompts(self) -> PromptReader:
-        return _there(self._prompts, self.client)
+        return _loaded(self._prompts, self.client)
 
     def close(self) -> bool:
         """The server ends. True: a thread is still at a long prompt."""
@@ -236,7 +236,7 @@ def _room(plan: Plan) -> tuple[int, int]:
     return plan.context_length, plan.num_pages * plan.page_size
 
 
-def _there(part: T | None, client: EngineClient) -> T:
+def _loaded(part: T | None, client: EngineClient) -> T:
     """Raises ApiError 503 while the first engine is loading."""
     if part is None:
         raise unavailable(client.why_down)

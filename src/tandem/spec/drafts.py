@@ -65,10 +65,10 @@ class Drafts:
         """States of a sequence: the layers', then the model's hidden states, so that rows can be made up for at any
         time."""
         own = tuple(state for layer in self.layers for block in layer.blocks for state in block.body.states())
-        hidden_states, last = Array("hidden", (self._kept(hidden),)), window_of(own)
+        hidden_states, last = Array("hidden", (self._row_channels(hidden),)), window_of(own)
         return (*own, Ring(hidden_states, last) if last else Pages((hidden_states,)))
 
-    def _kept(self, hidden: int) -> int:
+    def _row_channels(self, hidden: int) -> int:
         """Channels of the model that a row is made of."""
         if self.block is not None:
             return len(self.block.reads) * hidden

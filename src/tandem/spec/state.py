@@ -49,7 +49,7 @@ class Fold:
     inputs: tuple[Array, ...] = ()
     last: int = 0
 
-    def kept(self, guesses: int) -> tuple[Array, ...]:
+    def slot_arrays(self, guesses: int) -> tuple[Array, ...]:
         """All arrays, where a step may have so many guesses of a sequence. Those of the step before are done again
         beside those of this step, so their rows have places of their own."""
         places = self.last + 2 * guesses
@@ -64,7 +64,7 @@ class Ring:
     row: Array
     last: int
 
-    def kept(self, guesses: int) -> tuple[Array, ...]:
+    def slot_arrays(self, guesses: int) -> tuple[Array, ...]:
         """As a `Fold`'s."""
         return (Array(self.row.name, (self.last + guesses, *self.row.shape), self.row.dtype),)
 
@@ -137,17 +137,17 @@ class StateLayout:
     def slot_sizes(self) -> list[int]:
         """Bytes of each array of a slot, padded, one after the other."""
         own = (s for s in self.states if not isinstance(s, Pages))
-        return [_padded(a.nbytes(self.dtype)) for s in own for a in s.kept(self.guesses)]
+        return [_padded(a.nbytes(self.dtype)) for s in own for a in s.slot_arrays(self.guesses)]
 
     def page_shape(self, state: Pages, array: Array, pages: int) -> tuple[int, ...]:
         """Shape of the tensor that holds `array` in `pages` pages."""
         return (pages, self.page // state.stride, *array.shape)
 
 
-def page_tokens(states: Iterable[State], wanted: int) -> int:
-    """Tokens of a page: `wanted`, or the next number that has whole rows of every state."""
+def page_tokens(states: Iterable[State], least: int) -> int:
+    """Tokens of a page: `least`, or the next number that has whole rows of every state."""
     unit = lcm(*(s.stride for s in states if isinstance(s, Pages)))
-    return -(-wanted // unit) * unit
+    return -(-least // unit) * unit
 
 
 def _padded(nbytes: int) -> int:

@@ -55,14 +55,14 @@ class World:
     def behind(self, sequence: Text) -> int:
         return len(sequence.tokens) - self._made.get(sequence, 0)
 
-    def draw(self, wanted: Rows[tuple[Text, int]]) -> list[tuple[int, ...]]:
-        behind = [self.behind(s) for s, _ in wanted]
-        self._made |= {s: len(s.tokens) for s, _ in wanted}
+    def draw(self, requests: Rows[tuple[Text, int]]) -> list[tuple[int, ...]]:
+        behind = [self.behind(s) for s, _ in requests]
+        self._made |= {s: len(s.tokens) for s, _ in requests}
         self.unusual = max(behind) > self.times.recorded_rows
-        passes = max(width for _, width in wanted)
+        passes = max(width for _, width in requests)
         took = passes * self.times.draw + self.times.rows * sum(behind) + self.times.alone * self.unusual
         self.now += took * self._noise()
-        return [(1,) * width for _, width in wanted]  # token 1 is the one that comes, if a guess is right
+        return [(1,) * width for _, width in requests]  # token 1 is the one that comes, if a guess is right
 
     def forget(self, sequence: Text) -> None: ...
 

@@ -312,10 +312,10 @@ def test_chunks_have_a_graphs_rows_only_where_a_device_computes_them_alone() -> 
 def test_steps_beside_slices_say_how_long_decoding_takes() -> None:
     """While prompts wait there are no others: many more sequences may decode by then, and their steps take longer."""
     pace = PrefillPace(10_000, pieces=20)
-    pace.decoded(0.02, beside=True)
+    pace.decoded(0.02, overlapped=True)
     assert pace.slice_seconds() == pytest.approx(SLICE_OF_STEP * 0.02)
     for _ in range(60):
-        pace.decoded(0.1, beside=True)
+        pace.decoded(0.1, overlapped=True)
     assert pace.slice_seconds() > 0.9 * SLICE_OF_STEP * 0.1
     pace.decoded(0.02)
     assert pace.slice_seconds() < 0.8 * SLICE_OF_STEP * 0.1

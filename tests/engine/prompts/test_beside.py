@@ -26,10 +26,10 @@ class Device:
     def __init__(self, inner: CpuRunner) -> None:
         self._inner, self.running, self.called_in_step = inner, False, 0
 
-    def run(self, step: Step, meanwhile: Callable[[], None]) -> StepOutput:
+    def run(self, step: Step, host_work: Callable[[], None]) -> StepOutput:
         self.running = True
         output = self._inner.run(step)
-        meanwhile()
+        host_work()
         self.running = False
         return output
 

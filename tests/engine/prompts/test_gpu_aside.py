@@ -36,7 +36,7 @@ def beside(session: Session, seconds: float, inside: bool = False) -> tuple[torc
     passing, decoded = Passing(session, seconds), list[torch.Tensor]()
     with torch.inference_mode():
         while len(decoded) < DECODED and (passing.logits is None or not decoded):
-            meanwhile = {"meanwhile": passing.go_on} if inside else {}
+            meanwhile = {"host_work": passing.go_on} if inside else {}
             found = session.runner.logits(batch_of(SIX, PROMPT + len(decoded), 1), **meanwhile)
             decoded.append(found.logits.cpu().clone())
             if not inside:

@@ -133,14 +133,14 @@ def test_a_pass_that_becomes_shorter_has_the_bits_of_short_chunks(tiny_models) -
 
 
 def test_whole_steps_belong_to_prompts_that_are_alone() -> None:
-    pace = PrefillPace(8192, beside=2048, shared=2048)
-    assert pace.step_tokens(0) == 8192 and pace.step_tokens(0, alone=False) == 2048
-    assert pace.step_tokens(3) == pace.step_tokens(3, alone=False) == 3 + 2048
+    pace = PrefillPace(8192, overlap_tokens=2048, shared=2048)
+    assert pace.step_tokens(0) == 8192 and pace.step_tokens(0, exclusive=False) == 2048
+    assert pace.step_tokens(3) == pace.step_tokens(3, exclusive=False) == 3 + 2048
     assert pace.step_tokens(3, pauses=False) == 3 + 4 * MIN_TOKENS
     pace.observe(40_000, 1.0)
     assert pace.step_tokens(3, pauses=False) == 3 + 2048
-    assert PrefillPace(8192).step_tokens(0, alone=False) == 8192
-    assert PrefillPace(8192, streams=True, whole_chunks=True, shared=2048).step_tokens(2, alone=False) == 8192
+    assert PrefillPace(8192).step_tokens(0, exclusive=False) == 8192
+    assert PrefillPace(8192, streams=True, whole_chunks=True, shared=2048).step_tokens(2, exclusive=False) == 8192
 
 
 def test_nobody_comes_unless_somebody_says_so() -> None:

@@ -168,7 +168,7 @@ def test_a_capture_that_fails_at_a_cut_ends_once(monkeypatch) -> None:
 
 
 def task_of(pieces: Replayed, told: Told) -> PrefillTask:
-    return PrefillTask(pieces, GpuPlace(cast(Any, told), Streams(CPU, apart=False), None, HostRows(CPU)))
+    return PrefillTask(pieces, GpuPlace(cast(Any, told), Streams(CPU, overlap=False), None, HostRows(CPU)))
 
 
 def test_a_pass_gives_its_pieces_in_order_and_has_the_rows_that_were_wanted(monkeypatch) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.engine.step.streams import _made
+from tandem.engine.step.streams import _create
 from tandem.errors import EngineError
 
 KINDS = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM="sm")
@@ -46,14 +46,14 @@ class Driver:
 @pytest.mark.parametrize(("count", "left"), [(8, 124), (24, 108), (20, 108)])
 def test_the_rest_is_the_streams(count, left) -> None:
     driver = Driver(132)
-    assert _made(driver, 0, count) == 1000 + left
+    assert _create(driver, 0, count) == 1000 + left
     assert driver.flags == [(1,), (1, 0)]
 
 
 @pytest.mark.parametrize("count", [132, 500])
 def test_all_of_them_cannot_be_spared(count) -> None:
     with pytest.raises(EngineError, match=f"--spared-multiprocessors {count}: this GPU has 132; give fewer"):
-        _made(Driver(132), 0, count)
+        _create(Driver(132), 0, count)
 
 
 def test_an_old_driver_is_named() -> None:
@@ -63,11 +63,11 @@ def test_an_old_driver_is_named() -> None:
     driver = Driver(132)
     driver.cuGreenCtxCreate = missing
     with pytest.raises(EngineError, match="cuGreenCtxCreate is missing. It needs CUDA 12.4"):
-        _made(driver, 0, 8)
+        _create(driver, 0, 8)
 
 
 def test_an_error_of_the_driver_is_told() -> None:
     driver = Driver(132)
     driver.cuDevSmResourceSplitByCount = lambda *arguments: (914, None, None, None)
     with pytest.raises(EngineError, match="cuDevSmResourceSplitByCount fails with error 914"):
-        _made(driver, 0, 8)
+        _create(driver, 0, 8)

@@ -39,9 +39,9 @@ class PrefillCaptures:
         self._own = PrefillCapture(cast(Any, None), [], PAGES, start, cast(Any, None), CPU, None)
         self.shared_sizes, self.shares = self._own.shared_sizes, self._own.shares
 
-    def of(self, sizes: Any, beside: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
-        self.order.append((tuple(sizes), beside, spares))
-        return PromptGraphs(None, beside)
+    def of(self, sizes: Any, sibling: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
+        self.order.append((tuple(sizes), sibling, spares))
+        return PromptGraphs(None, sibling)
 
 
 def pool_of(plan: GraphPlan) -> tuple[GraphPool, Captures]:
@@ -104,6 +104,6 @@ def test_a_chunks_experts_are_shared_where_that_is_best_now() -> None:
     pool.capture_prefill(GraphPlan((), PAGES, splits=(16,), alone=False), cast(Any, PrefillCaptures(start)))
     assert pool.shared_graph(batch(16)) is None and asked == []  # none was captured: nobody looks
     for graphs in (pool.shared, pool.prefill):
-        graphs.graph_of = lambda step, alone=False: graph  # type: ignore[assignment, method-assign]
+        graphs.graph_of = lambda step, exclusive=False: graph  # type: ignore[assignment, method-assign]
     assert pool.shared_graph(batch(16)) is None and pool.shared_graph(batch(16)) is graph and asked == [16, 16]
     assert pool.prefill_graph(batch(16)) is None  # experts are on their way: no chunk is replayed that has all of them

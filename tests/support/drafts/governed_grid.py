@@ -90,13 +90,13 @@ class Layer:
     def behind(self, sequence: Text) -> int:
         return sequence.total_len - self._made.get(sequence, 0)
 
-    def draw(self, wanted: Rows[tuple[Text, int]]) -> list[tuple[int, ...]]:
-        behind = [self.behind(s) for s, _ in wanted]
-        self._made |= {s: s.total_len for s, _ in wanted}
+    def draw(self, requests: Rows[tuple[Text, int]]) -> list[tuple[int, ...]]:
+        behind = [self.behind(s) for s, _ in requests]
+        self._made |= {s: s.total_len for s, _ in requests}
         self.unusual, shape = max(behind) > self._shape.recorded_rows, self._shape
-        passes = max(width for _, width in wanted) * (1.0 + 0.03 * (len(wanted) - 1))
+        passes = max(width for _, width in requests) * (1.0 + 0.03 * (len(requests) - 1))
         self._spend(passes * shape.draw + shape.made * sum(behind) + shape.alone * self.unusual)
-        return [(1,) * width for _, width in wanted]
+        return [(1,) * width for _, width in requests]
 
     def forget(self, sequence: Text) -> None: ...
 

@@ -127,7 +127,7 @@ class FakeCopies:
             raise EngineError("no more memory can be locked")
         self.held.append((address, nbytes))
 
-    def there(self, nbytes: int) -> Tensor:
+    def device_buffer(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def follow(self) -> None: ...

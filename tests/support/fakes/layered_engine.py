@@ -22,7 +22,7 @@ class LayeredRunner(CpuRunner):
 
     ran: list[tuple[int, int]]
 
-    def run(self, step: Step, meanwhile: Any = None) -> StepOutput:
+    def run(self, step: Step, host_work: Any = None) -> StepOutput:
         if not step.shrinks:
             output = super().run(step)
         else:

@@ -92,7 +92,7 @@ class NotedStreams:
         self.calls.append("enter")
 
     @contextmanager
-    def aside(self, after: bool = True, spares: bool = False) -> Iterator[None]:
+    def side_stream(self, after: bool = True, spares: bool = False) -> Iterator[None]:
         self.calls.append(f"aside{' after' if after else ''}{' sparing' if spares and self.spared else ''}")
         yield
         self.calls.append("back")

@@ -169,8 +169,8 @@ class _Watch:
 class _Marker:
     """A mask that only says what it would let a token see."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
+    def __init__(self, record: Seen) -> None:
+        self.seen = record
 
 
 def _window(name: str, mask: Any, argument: int | None) -> int:
@@ -219,14 +219,14 @@ def _known(config: Any) -> str:
     return f"its rotation ({changing[0]}) depends on the length of the sequence" if changing else ""
 
 
-def watched_cache(kept: list[str]) -> Any:
-    """A cache of Transformers that holds nothing and notes in `kept` which states are asked of it."""
+def watched_cache(states: list[str]) -> Any:
+    """A cache of Transformers that holds nothing and notes in `states` which states are asked of it."""
     from transformers.cache_utils import Cache
 
     class Watched(Cache):
         def __getattribute__(self, name: str) -> Any:
             if not name.startswith("_") and name not in ASKED_FREELY:
-                kept.append(name)
+                states.append(name)
             return super().__getattribute__(name)
 
         def update(

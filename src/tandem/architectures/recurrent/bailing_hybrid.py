@@ -67,7 +67,7 @@ def config(keys: JsonKeys, generation: JsonKeys) -> ModelConfig:
     width = keys.size("moe_intermediate_size", 768)
     shared = keys.count("n_shared_experts", 1)
     keys.only("moe_shared_expert_intermediate_size", width * shared or None, "as wide as so many routed experts")
-    router = sigmoid_router(keys, "num_experts", scale=2.5, groups=8, kept=4)
+    router = sigmoid_router(keys, "num_experts", scale=2.5, groups=8, top_groups=4)
     ling = model(
         keys, generation, mixers.__getitem__, moe(router, width, width * shared), layers_after_dense(keys, 2)
     )

@@ -79,10 +79,10 @@ class KtLayer:
     _capture_sizes: ClassVar[list[int]] = []
     _waiting: ClassVar[KtLayer | None] = None  # whose batch is under way: one at a time in a process
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """By keywords, as SGLang does. Raises ConfigError."""
         try:
-            self.wanted = Wanted(*args, **named)
+            self.wanted = Wanted(*args, **kwargs)
         except TypeError as error:
             raise ConfigError(f"{WHERE}: this SGLang asks for what is not known here: {error}") from error
         self.wanted.check()
@@ -113,7 +113,7 @@ class KtLayer:
             raise EngineError("kt_kernel: one batch at a time: leave --enable-two-batch-overlap out")
         x = hidden_states.view(-1, hidden_states.shape[-1])
         x = x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.bfloat16)
-        self._ticket = self._experts.submit(x, topk_ids, topk_weights, self._elsewhere(x.device))
+        self._ticket = self._experts.submit(x, topk_ids, topk_weights, self._skip_mask(x.device))
         KtLayer._waiting = self
 
     def sync_forward(self, hidden_states: Tensor, cuda_stream: int) -> Tensor:
@@ -127,7 +127,7 @@ class KtLayer:
         self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
         return self.sync_forward(hidden_states, cuda_stream)
 
-    def _elsewhere(self, device: torch.device) -> Tensor | None:
+    def _skip_mask(self, device: torch.device) -> Tensor | None:
         """SGLang's own experts, as its mask says now: a graph copies it anew whenever it is replayed."""
         if self.gpu_experts_mask is None or device.type == "cpu":
             return self.gpu_experts_mask
@@ -135,12 +135,12 @@ class KtLayer:
             self._mask = torch.empty_like(self.gpu_experts_mask, device=device)
         return self._mask.copy_(self.gpu_experts_mask, non_blocking=True)
 
-    def submit_write_weight_scale_to_buffer(self, *given: Any, **named: Any) -> None:
+    def submit_write_weight_scale_to_buffer(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(f"{WHERE}: experts do not travel to SGLang's GPU: leave --kt-gpu-prefill-token-threshold out")
 
     sync_write_weight_scale_to_buffer = submit_write_weight_scale_to_buffer
 
-    def load_weights_from_tensors(self, *given: Any, **named: Any) -> None:
+    def load_weights_from_tensors(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(f"{WHERE}: experts are read from files: give --kt-weight-path")
 
     @classmethod

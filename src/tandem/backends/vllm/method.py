@@ -91,9 +91,9 @@ class JoinedExperts(FusedMoEMethodBase):
         group.numbers.add(self._number)
         self.experts: LayerExperts | None = None
 
-    def create_weights(self, layer: nn.Module, *given: Any, **named: Any) -> None:
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
-            self._theirs.create_weights(layer, *given, **named)
+            self._theirs.create_weights(layer, *args, **kwargs)
         for _, parameter in _unread(layer):
             parameter.weight_loader = _loaded
 

@@ -72,7 +72,7 @@ def _vocabulary(size: int) -> tokenizers.Tokenizer:
 class CopiedExperts(CpuExperts):
     """One expert is packed; the others are copies of its bytes."""
 
-    def load(self, feed: LayerFeed, kept: KeptLayer | None = None) -> None:
+    def load(self, feed: LayerFeed, cache: KeptLayer | None = None) -> None:
         layer: Any = self._layer
         layer.load(0, *feed(0))
         packed = layer.packed(0)

@@ -100,40 +100,40 @@ class LongPrompts:
         return self._before + b"[" + own.encode() + self._behind
 
 
-def seen(client: LoadClient, model: str, wanted: Wanted, said: Callable[[str], None]) -> Seen:
+def measure(client: LoadClient, model: str, load: Wanted, report: Callable[[str], None]) -> Seen:
     """Raises LoadError when a request fails: its gaps would mean nothing."""
     with loaded_is_kept():
-        return asyncio.run(_Reading(client, model, wanted, said).run())
+        return asyncio.run(_Reading(client, model, load, report).run())
 
 
 class _Reading:
     """One measurement on its way."""
 
-    def __init__(self, client: LoadClient, model: str, wanted: Wanted, said: Callable[[str], None]) -> None:
-        self._client, self._model, self._wanted, self._said = client, model, wanted, said
-        self._dice = random.Random(wanted.seed)
-        self._long, self._started = LongPrompts(model, wanted.prompt_len, self._dice), perf_counter()
+    def __init__(self, client: LoadClient, model: str, load: Wanted, report: Callable[[str], None]) -> None:
+        self._client, self._model, self._wanted, self._said = client, model, load, report
+        self._dice = random.Random(load.seed)
+        self._long, self._started = LongPrompts(model, load.prompt_len, self._dice), perf_counter()
         self._seen = Seen()
         self._http: httpx.AsyncClient
 
     async def run(self) -> Seen:
         async with self._client.http() as self._http:
             await self._long_prompt()  # first uses of memory and kernels
-            await self._alone()
+            await self._read_alone()
             async with self._read():
                 self._said("answers alone")
                 await self._until(lambda: self._seen.pieces() > self._wanted.gaps + len(self._seen.answers))
                 self._said("answers beside long prompts")
-                await self._beside()
-            await self._alone()  # others may use the machine, so before and after
+                await self._read_together()
+            await self._read_alone()  # others may use the machine, so before and after
         return self._seen
 
-    async def _alone(self) -> None:
+    async def _read_alone(self) -> None:
         self._said("long prompts alone")
         for _ in range(self._wanted.prompts):
             self._seen.alone.append(await self._long_prompt())
 
-    async def _beside(self) -> None:
+    async def _read_together(self) -> None:
         readings, gaps, last = self._seen, 0, perf_counter() + self._wanted.seconds
         while perf_counter() < last and (len(readings.beside) < self._wanted.prompts or gaps < self._wanted.gaps):
             readings.beside.append(prompt := await self._long_prompt())

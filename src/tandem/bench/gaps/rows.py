@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tandem.bench.architectures import named_config
 from tandem.bench.gaps.made_up import PROGRAM, write_folder
-from tandem.bench.gaps.readers import Gap, Prompt, Seen, Wanted, seen
+from tandem.bench.gaps.readers import Gap, Prompt, Seen, Wanted, measure
 from tandem.bench.load_client import LoadClient, LoadError
 from tandem.bench.own_server import own_server
 from tandem.bench.rows import Row, machine_name, stamp, write
@@ -50,7 +50,7 @@ def run(request: Request, out: Path | None, plot: Path | None) -> None:
     with Console(stderr=True).status("starting a server …") as status, _server(request) as url:
         client = LoadClient(url, request.api_key)
         name = client.model_name()
-        readings = seen(client, name, request.wanted, status.update)
+        readings = measure(client, name, request.wanted, status.update)
         row = row_of(request, name, readings, gpu_share(request, url))
     console.print_json(data=row)
     if out is not None:
@@ -91,18 +91,18 @@ def gpu_share(request: Request, url: str) -> float | None:
     return round(int(gpu["experts"]) / model.routed_experts, 4)
 
 
-def row_of(request: Request, name: str, found: Seen, share: float | None) -> Row:
+def row_of(request: Request, name: str, readings: Seen, share: float | None) -> Row:
     """Gaps in milliseconds; of prompts the median speed counts. Raises LoadError where nothing can be said."""
-    idle, loaded = found.idle_gaps(), found.gaps_beside()
+    idle, loaded = readings.idle_gaps(), readings.gaps_beside()
     if not idle or not loaded:
         raise LoadError("no gaps were seen; give a shorter --long-prompt, or a longer --output-len")
     tokens, p50, p99 = request.wanted.prompt_len, _ms(idle, 50), _ms(loaded, 99)
-    alone_tok_s, shared_tok_s = (_speed(prompts, tokens) for prompts in (found.alone, found.beside))
+    alone_tok_s, shared_tok_s = (_speed(prompts, tokens) for prompts in (readings.alone, readings.beside))
     figures: dict[str, Any] = {
         "idle_p50_ms": p50, "idle_p99_ms": _ms(idle, 99), "beside_p50_ms": _ms(loaded, 50), "beside_p99_ms": p99,
         "beside_max_ms": _ms(loaded, 100), "p99_over_idle": round(p99 / p50, 2), "prompt_tok_s": shared_tok_s,
         "prompt_alone_tok_s": alone_tok_s, "prompt_share": round(shared_tok_s / alone_tok_s, 3), "idle_gaps": len(idle),
-        "gaps": len(loaded), "prompts": len(found.beside),
+        "gaps": len(loaded), "prompts": len(readings.beside),
     }  # fmt: skip
     return {
         "bench": "gaps", "config": name, "server": request.url or "tandem", "flags": " ".join(request.flags),

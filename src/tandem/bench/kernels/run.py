@@ -101,10 +101,10 @@ class Asked:
         return request
 
 
-def run(asked: Asked, threads: int | None, out: Path | None, plot: Path | None) -> None:
+def run(request: Asked, threads: int | None, out: Path | None, plot: Path | None) -> None:
     """Checks the flags, measures, prints, and writes what was asked for."""
     machine = this_machine()
-    bench = Bench(asked.checked(machine), machine, pools_of(machine, threads))
+    bench = Bench(request.checked(machine), machine, pools_of(machine, threads))
     results = bench.run()
     console = Console()
     if out is not None:  # first: what is printed to may be gone after Ctrl-C

@@ -34,17 +34,17 @@ from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.planner.plan import Plan
 
 
-def measured_rows(request: Request, seen: Traffic) -> Iterator[dict[str, Any]]:
+def measured_rows(request: Request, traffic: Traffic) -> Iterator[dict[str, Any]]:
     use_one_torch_thread()
     ceilings = Ceilings(_gpu_step_seconds(request), bench_hybrid.gpu_copy_gbps())
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.pt"
-        torch.save(seen.counts, counts)
+        torch.save(traffic.counts, counts)
         for share in request.shares:
-            rows = rows_in_turn(request, ceilings, seen, share)
+            rows = rows_in_turn(request, ceilings, traffic, share)
             gc.collect()  # the next model needs the memory of this one
             for strategy in request.strategies:
-                yield rows.get(strategy) or _row(request, ceilings, seen.trace, str(counts), strategy, share)
+                yield rows.get(strategy) or _row(request, ceilings, traffic.trace, str(counts), strategy, share)
                 gc.collect()
 
 

@@ -59,24 +59,24 @@ def model_shape(request: Request, share: float) -> bench_hybrid.Request:
     )  # fmt: skip
 
 
-def placements(request: Request, seen: Traffic, share: float) -> dict[str, ExpertPlacement]:
+def placements(request: Request, traffic: Traffic, share: float) -> dict[str, ExpertPlacement]:
     """Placements by strategy, of those that can be measured in turn: every layer has experts on both sides. A hand-off
     that is not needed, as where a whole layer is on the GPU, is not in the graph of a model of its own."""
-    layers, experts = seen.counts.shape
+    layers, experts = traffic.counts.shape
     by_strategy = {}
     for name in request.strategies:
         start_strategy = "uniform" if name == "dynamic" else name
-        placement = place(start_strategy, layers, experts, round(share * layers * experts), seen.counts)
+        placement = place(start_strategy, layers, experts, round(share * layers * experts), traffic.counts)
         counts = placement.gpu_experts.sum(1)
         if 0 < int(counts.min()) <= int(counts.max()) < experts:
             by_strategy[name] = placement
     return by_strategy if len(by_strategy) > 1 else {}
 
 
-def room_for(made: dict[str, ExpertPlacement]) -> ExpertPlacement:
+def room_for(by_strategy: dict[str, ExpertPlacement]) -> ExpertPlacement:
     """As many slots in each layer as any of them needs."""
-    most = torch.stack([placement.gpu_experts.sum(1) for placement in made.values()]).amax(0)
-    experts = next(iter(made.values())).gpu_experts.shape[1]
+    most = torch.stack([placement.gpu_experts.sum(1) for placement in by_strategy.values()]).amax(0)
+    experts = next(iter(by_strategy.values())).gpu_experts.shape[1]
     return ExpertPlacement(torch.arange(experts) < most[:, None])
 
 
@@ -87,10 +87,10 @@ class Sides:
         self._layers, self._experts = layers, experts
         self._in_memory = torch.ones(len(layers), experts, dtype=torch.bool)
 
-    def show(self, slots: Tensor, alone: bool) -> None:
-        """slots int [layers, experts], -1: in CPU memory. alone: those on the GPU have no place in CPU memory, so that
-        they may change places."""
-        in_memory = on_tier(Tier.CPU, slots) if alone else torch.ones_like(self._in_memory)
+    def show(self, slots: Tensor, exclusive: bool) -> None:
+        """slots int [layers, experts], -1: in CPU memory. exclusive: those on the GPU have no place in CPU memory, so
+        that they may change places."""
+        in_memory = on_tier(Tier.CPU, slots) if exclusive else torch.ones_like(self._in_memory)
         for index, layer in enumerate(self._layers):
             gpu: Any = layer.gpu  # GpuExperts
             gpu.slot_of[: self._experts] = slots[index]
@@ -138,17 +138,17 @@ class OneModel:
     """`placements` of one share, ready to decode in turn."""
 
     def __init__(
-        self, request: Request, seen: Traffic, share: float, made: dict[str, ExpertPlacement]
+        self, request: Request, traffic: Traffic, share: float, by_strategy: dict[str, ExpertPlacement]
     ) -> None:
-        self._made, self._trace, self._contestants = made, seen.trace, dict[str, Contestant]()
-        layers, k = seen.trace.shape[1:]
+        self._made, self._trace, self._contestants = by_strategy, traffic.trace, dict[str, Contestant]()
+        layers, k = traffic.trace.shape[1:]
         self._chosen = torch.zeros(layers, 1, k, dtype=torch.int32, device="cuda")
         self.built = bench_hybrid.build(
             model_shape(request, share), request.fmt, share, chosen=self._chosen, live=self._follow,
-            placement=room_for(made), kt_enable_dynamic_expert_update="dynamic" in made,
+            placement=room_for(by_strategy), kt_enable_dynamic_expert_update="dynamic" in by_strategy,
         )  # fmt: skip
         sides = [experts.sides for _, experts in sorted(self.built.side.store.layers.items())]
-        self._sides = Sides([side for side in sides if side is not None], seen.counts.shape[1])
+        self._sides = Sides([side for side in sides if side is not None], traffic.counts.shape[1])
         self._step = bench_hybrid.decoder(self.built, 1, request.context)
 
     def _follow(self, plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
@@ -168,7 +168,7 @@ class OneModel:
         after each what memory gives. Experts move from the trace's first token on, not before."""
         reader = bench_hybrid.dram_reader(self.built)
         trace = self._trace.to(self._chosen.device, torch.int32)[:, :, None]
-        self._sides.show(next(iter(self._contestants.values())).slots, alone=False)
+        self._sides.show(next(iter(self._contestants.values())).slots, exclusive=False)
         for _ in range(WARM_TOKENS):
             self._step()
         order = list(self._contestants.values())
@@ -182,7 +182,7 @@ class OneModel:
 
     def _turn(self, each: Contestant, tokens: Tensor) -> tuple[int, int, float]:
         """Experts used, hits, seconds. What is under way at its end is waited for when no clock runs."""
-        self._sides.show(each.slots, alone=each.live is not None)
+        self._sides.show(each.slots, exclusive=each.live is not None)
         if each.live is not None:
             each.live.on = True
         hits, started = each.usage.hits, perf_counter()
@@ -200,24 +200,24 @@ class OneModel:
 
 
 def rows_in_turn(
-    request: Request, ceilings: Ceilings, seen: Traffic, share: float
+    request: Request, ceilings: Ceilings, traffic: Traffic, share: float
 ) -> dict[str, dict[str, Any]]:
     """By strategy; of none if fewer than two can be measured so, or there is no memory for it."""
-    by_strategy = placements(request, seen, share)
-    if not by_strategy or not _room(request, seen):
+    by_strategy = placements(request, traffic, share)
+    if not by_strategy or not _room(request, traffic):
         return {}
     try:
-        model = OneModel(request, seen, share, by_strategy)
+        model = OneModel(request, traffic, share, by_strategy)
     except torch.OutOfMemoryError as error:
-        _apart(f"GPU memory has no room for the slots of all: {error}")
+        _warn(f"GPU memory has no room for the slots of all: {error}")
         return {}
     rows = {}
     for name, each in model.run().items():
         seconds = sum(turn.seconds for turn in each.turns)
         rows[name] = {
             **shape_columns(request, MEASURED, name, share), "in_turn_with": [n for n in by_strategy if n != name],
-            "tok_s": round(len(seen.trace) / seconds, 2), **ceilings.columns(each.turns, model.built.expert_bytes),
-            "hit": round(each.usage.hits / seen.trace.numel(), 4), "swaps": each.usage.swaps,
+            "tok_s": round(len(traffic.trace) / seconds, 2), **ceilings.columns(each.turns, model.built.expert_bytes),
+            "hit": round(each.usage.hits / traffic.trace.numel(), 4), "swaps": each.usage.swaps,
             "rests": each.usage.swap_rests, **moving_columns(None if each.live is None else each.live.live),
         }  # fmt: skip
     return rows
@@ -228,9 +228,9 @@ def _room(request: Request, workload: Traffic) -> bool:
     each = expert_bytes(named_config(request.config, request.layers), request.fmt)
     needed, free = each * workload.counts.numel(), DEFAULT_FRACTION * Machine.detect().available_memory
     if needed > free:
-        _apart(f"all experts take {needed / 2**30:.1f} GiB of CPU memory, and {free / 2**30:.1f} may be used")
+        _warn(f"all experts take {needed / 2**30:.1f} GiB of CPU memory, and {free / 2**30:.1f} may be used")
     return needed <= free
 
 
-def _apart(why: str) -> None:
+def _warn(why: str) -> None:
     Console().print(f"Strategies are measured one after the other, at different times: {why}")

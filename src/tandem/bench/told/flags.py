@@ -17,11 +17,11 @@ NEEDS = {
 EXAMPLES = {"speculative": "--speculative NGRAM", "overlap": "--overlap 0.33"}
 
 
-def check_flags(given: Mapping[str, Any]) -> None:
-    """given: the command's parameters by name. Raises ConfigError naming the flags that are missing."""
+def check_flags(parameters: Mapping[str, Any]) -> None:
+    """parameters: the command's parameters by name. Raises ConfigError naming the flags that are missing."""
     for name, (flag, needed) in NEEDS.items():
-        missing = [EXAMPLES[other] for other in needed if given[other] is None]
-        if missing and given[name] is not None:
+        missing = [EXAMPLES[other] for other in needed if parameters[other] is None]
+        if missing and parameters[name] is not None:
             raise ConfigError(f"{flag} says nothing alone: give {' and '.join(missing)}, too")
-    if given["overlap"] is not None and not (given["governor"] or given["fixed"]):
+    if parameters["overlap"] is not None and not (parameters["governor"] or parameters["fixed"]):
         raise ConfigError("--no-governor with --overlap measures nothing without widths: give --fixed 3, too")

@@ -7,13 +7,13 @@ from typing import Any
 from tandem.engine.protocol import SpeculationStats
 
 
-def governed(said: SpeculationStats) -> dict[str, Any]:
+def governed(stats: SpeculationStats) -> dict[str, Any]:
     """widths: how often a sequence had 0, 1, … guesses in a step. believed_ms: of a step where each sequence has so
     many. believed_chances: that a guess comes, by kind; a draft layer's first, second, …"""
     return {
-        "widths": list(said.widths),
-        "believed_ms": [round(1e3 * seconds, 3) for seconds in said.believed_seconds],
-        "believed_chances": [round(chance, 3) for chance in said.believed_chances],
+        "widths": list(stats.widths),
+        "believed_ms": [round(1e3 * seconds, 3) for seconds in stats.believed_seconds],
+        "believed_chances": [round(chance, 3) for chance in stats.believed_chances],
     }
 
 

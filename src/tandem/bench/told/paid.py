@@ -24,9 +24,9 @@ class Paid:
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
 
-    def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        deadline = perf_counter() + self._seconds * max(width for _, width in wanted)
-        drafts = [self._said.propose(sequence, width) for sequence, width in wanted]
+    def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        deadline = perf_counter() + self._seconds * max(width for _, width in requests)
+        drafts = [self._said.propose(sequence, width) for sequence, width in requests]
         while perf_counter() < deadline:
             pass
         return [() if draft is None else draft.tokens for draft in drafts]

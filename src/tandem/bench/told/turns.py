@@ -51,8 +51,8 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    def __init__(self, told: Told, asked: Asked) -> None:
-        self._told, self._asked = told, asked
+    def __init__(self, setup: Told, load: Asked) -> None:
+        self._told, self._asked = setup, load
         self._plain = self._engine(None)
         self.timed(self._plain)
 
@@ -61,12 +61,12 @@ class Turns:
         engine = self._engine(guesses)
         for _ in range(2):
             self.timed(engine)  # it learns what steps take
-        before, turns = _said(engine), []
+        before, turns = _stats(engine), []
         for i in range(repeats):
             ways = (engine, self._plain) if i % 2 else (self._plain, engine)
             timings = {way: self.timed(way) for way in ways}
             turns.append(Turn(timings[engine], timings[self._plain]))
-        return turns, _since(_said(engine), before)
+        return turns, _since(_stats(engine), before)
 
     def timed(self, engine: Engine) -> Timed:
         batch, context, tokens = self._asked
@@ -112,7 +112,7 @@ def _sizes(captured: tuple[int, ...], batch: int, most: int) -> tuple[int, ...]:
     return tuple(size for size in captured if batch <= size <= enough)
 
 
-def _said(engine: Engine) -> SpeculationStats:
+def _stats(engine: Engine) -> SpeculationStats:
     stats = engine.stats().speculation
     assert stats is not None
     return stats

@@ -19,14 +19,14 @@ from tandem.spec.model_config import ModelConfig
 from tandem.spec.stored import StoredFormats
 
 
-def with_experts(checkpoint: Checkpoint, wanted: str | None, model: ModelConfig) -> Checkpoint:
-    """`checkpoint` with the routed experts of the directory or GGUF file `wanted`; None, or the same place: as it is.
+def with_experts(checkpoint: Checkpoint, source: str | None, model: ModelConfig) -> Checkpoint:
+    """`checkpoint` with the routed experts of the directory or GGUF file `source`; None, or the same place: as it is.
 
     Raises CheckpointError or ConfigError naming the path when it cannot be read, has no experts, or is another model.
     """
-    if wanted is None:
+    if source is None:
         return checkpoint
-    path = resolve_model(wanted)
+    path = resolve_model(source)
     if path.resolve() == checkpoint.path.resolve():
         return checkpoint
     check_not_kt_packed(path, checkpoint.path)

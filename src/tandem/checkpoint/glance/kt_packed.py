@@ -22,7 +22,7 @@ _FILE = re.compile(r"(?:[A-Z]+_)?(INT[48])_(?:up|gate|down)_\d+_\d+Byte_(?:quant
 
 def check_not_kt_packed(path: Path, model: Path | None = None) -> None:
     """Raises ConfigError where `path` is such a directory. model: the one whose experts these are; None: not known."""
-    kind = _found(path)
+    kind = _kind_of(path)
     if not kind:
         return
     method = "INT8" if "INT8" in kind or "INT8" in path.name.upper() else "INT4"
@@ -35,7 +35,7 @@ def check_not_kt_packed(path: Path, model: Path | None = None) -> None:
     )
 
 
-def _found(path: Path) -> str:
+def _kind_of(path: Path) -> str:
     """Kind of the packed experts at `path`, for people; "" for anything else."""
     if not path.is_dir():
         return ""

@@ -20,26 +20,26 @@ PER_PLACE = (1, 2, 4, 8, 32)  # codes that lie in one place of a tensor: in a by
 Cut = tuple[slice, ...]
 
 
-def read_part(found: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, columns: slice = ALL) -> Weight:
+def read_part(stored: Stored, parts: Parts, tensors: Tensors, rows: slice = ALL, columns: slice = ALL) -> Weight:
     """weight[rows, columns] of a matrix that was found in `parts`, its headers; `tensors` as `Stored.read` takes."""
     if rows == ALL and columns == ALL:
-        return found.read(tensors, found.shape)
-    units = found.format.block_rows, found.format.group
-    wide = tuple(map(_covering, (rows, columns), units, found.shape))
+        return stored.read(tensors, stored.shape)
+    units = stored.format.block_rows, stored.format.group
+    wide = tuple(map(_covering, (rows, columns), units, stored.shape))
     if wide != (rows, columns):
-        places = tuple(map(_inside, (rows, columns), wide, found.shape))
-        return own_columns(rows_of(read_part(found, parts, tensors, wide[0], wide[1]), places[0]), places[1])
-    cuts = _cuts(found, parts, rows, columns)
-    if cuts is None or not _in_order(found, parts, tensors, columns):
-        return own_columns(rows_of(found.read(tensors, found.shape), rows), columns)
-    n, k = (len(range(*part.indices(size))) for part, size in zip((rows, columns), found.shape, strict=True))
-    first_group = (columns.start or 0) // (found.format.group or k)
+        places = tuple(map(_inside, (rows, columns), wide, stored.shape))
+        return own_columns(rows_of(read_part(stored, parts, tensors, wide[0], wide[1]), places[0]), places[1])
+    cuts = _cuts(stored, parts, rows, columns)
+    if cuts is None or not _in_order(stored, parts, tensors, columns):
+        return own_columns(rows_of(stored.read(tensors, stored.shape), rows), columns)
+    n, k = (len(range(*part.indices(size))) for part, size in zip((rows, columns), stored.shape, strict=True))
+    first_group = (columns.start or 0) // (stored.format.group or k)
 
     def own(role: str) -> Tensor:
         part = tensors(role)[cuts[role]]
         return part - first_group if role == "order" else part
 
-    weight = found.read(own, (n, k))
+    weight = stored.read(own, (n, k))
     return weight.contiguous() if isinstance(weight, Tensor) else weight
 
 

@@ -149,11 +149,11 @@ class RowsInPageCache:
     def __call__(self, numbers: Tensor) -> Tensor:
         rows = torch.empty((len(numbers), self._row), dtype=torch.uint8)
         whole = _bytes_of(rows)
-        missing = [row for row in self._wanted(numbers, whole) if not self._cached(row)]
+        missing = [row for row in self._requests(numbers, whole) if not self._cached(row)]
         _all(self._threads, self._read, missing)
         return rows
 
-    def _wanted(self, numbers: Tensor, whole: memoryview) -> Iterable[Wanted]:
+    def _requests(self, numbers: Tensor, whole: memoryview) -> Iterable[Wanted]:
         for i, (file, begin) in enumerate(self._files.places(numbers)):
             yield Wanted(file, begin, whole[i * self._row : (i + 1) * self._row])
 

@@ -86,10 +86,10 @@ def complaint_of_schema(schema: Any, errors: int) -> str | None:
     return heard(convert, errors)[1]
 
 
-def warned(said: str) -> str | None:
+def warned(stderr: str) -> str | None:
     """The first warning on xgrammar's standard error, without what it does instead: here it is refused. None: there is
     none."""
-    return next((_INSTEAD.sub("", " ".join(m[1].split()))[:300] for m in _WARNING.finditer(said)), None)
+    return next((_INSTEAD.sub("", " ".join(m[1].split()))[:300] for m in _WARNING.finditer(stderr)), None)
 
 
 def complaint(error: BaseException) -> str:

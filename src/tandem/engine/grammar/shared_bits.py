@@ -36,12 +36,12 @@ class SharedBits:
     def __init__(self, pieces: Sequence[bytes], special: Collection[int]) -> None:
         """pieces: each token's bytes. special: control tokens."""
         self._size, self._special, self._no_texts = len(pieces), frozenset(special), no_texts(pieces)
-        self.of = lru_cache(MOST_SETS)(self._made)
+        self.of = lru_cache(MOST_SETS)(self._masks)
         self.behind: Mapping[bytes, TokenMask] = {
             last: bits_but(never, self._size) for last, never in never_behind(pieces).items() if never
         }
 
-    def _made(self, shown: tuple[int, ...], ends: frozenset[int]) -> tuple[TokenMask, TokenMask]:
+    def _masks(self, shown: tuple[int, ...], ends: frozenset[int]) -> tuple[TokenMask, TokenMask]:
         """Tokens that are text in a grammar that spells the control tokens `shown`; and `ends`, which never are."""
         hidden = (self._special - set(shown)) | ends | self._no_texts
         masks = bits_but(hidden, self._size), bits_of(ends, self._size)

@@ -61,7 +61,7 @@ class DecodeCapture:
         batch = replace(inputs.batch, folded=None) if plain else inputs.batch
         fetched, masks = BestRows(size, self.device), GraphMasks(size, self.device)
         self.begin_step(inputs.image, True)
-        with self.handoff.rehearsing(), self.streams.aside():  # whose memory later steps use again
+        with self.handoff.rehearsing(), self.streams.side_stream():  # whose memory later steps use again
             for _ in range(self.plan.warm_ups):
                 fetched.fetch(self.forward(batch, inputs.counted), masks)
         torch.cuda.synchronize(self.device)

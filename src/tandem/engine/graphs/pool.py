@@ -51,7 +51,7 @@ class GraphPool:
         self.background = capture.of(plan.prompts, spares=True)
         own = plan.spared > 0 and plan.alone
         self.prefill = capture.of(plan.prompts) if own else self.background
-        self.shared = capture.of(capture.shared_sizes(plan.splits), beside=self.prefill)
+        self.shared = capture.of(capture.shared_sizes(plan.splits), sibling=self.prefill)
 
     def runs_beside_prefill(self, rows: int) -> bool:
         """Whether a decode step of so many rows is replayed."""
@@ -71,13 +71,13 @@ class GraphPool:
         return None if not sizes else plain.get(sizes[0], self.decode[sizes[0]])
 
     def shared_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        graph = self.shared.graph_of(step, alone=True)
+        graph = self.shared.graph_of(step, exclusive=True)
         if graph is None or self._capture is None or not self._capture.shares(len(step.input_ids)):
             return None
         return graph
 
     def prefill_graph(self, step: ForwardBatch) -> PromptGraph | None:
-        return self.prefill.graph_of(step, alone=True) if self._prefill_replays else None
+        return self.prefill.graph_of(step, exclusive=True) if self._prefill_replays else None
 
     def background_graph(self, step: ForwardBatch) -> PromptGraph | None:
         return self.background.graph_of(step)

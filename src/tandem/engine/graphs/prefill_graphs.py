@@ -129,17 +129,17 @@ class NoPromptGraphs(Exception):
 class PromptGraphs:
     """By rows. One chunk at a time: they share their memory."""
 
-    def __init__(self, travel: StepHooks | None, beside: PromptGraphs | None = None) -> None:
-        """travel: needed where any are captured. beside: graphs whose memory these use, too: no pass has both."""
+    def __init__(self, travel: StepHooks | None, sibling: PromptGraphs | None = None) -> None:
+        """travel: needed where any are captured. sibling: graphs whose memory these use, too: no pass has both."""
         self._graphs: dict[int, PromptGraph] = {}
-        self._pool: Any = None if beside is None else beside._pool
+        self._pool: Any = None if sibling is None else sibling._pool
         self._travel = travel
 
-    def graph_of(self, batch: ForwardBatch, alone: bool = False) -> PromptGraph | None:
+    def graph_of(self, batch: ForwardBatch, exclusive: bool = False) -> PromptGraph | None:
         """None where a chunk fits none, or has rows that decode; or where nothing runs beside it, and it is sooner
         ready kernel by kernel."""
         rows, sequences = len(batch.input_ids), len(batch.seq_lens)
-        if alone and is_heavy(batch):
+        if exclusive and is_heavy(batch):
             return None
         if batch.single_rows or max(sequences, len(batch.logits_rows)) > SEQUENCES:
             return None
@@ -181,15 +181,15 @@ class PrefillCapture:
     usage: ExpertUsage | None
     turning: bool = False
 
-    def of(self, sizes: Rows[int], beside: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
+    def of(self, sizes: Rows[int], sibling: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
         """Graphs for chunks of these numbers of rows. None are captured where that is not possible: such chunks are
-        given kernel by kernel. beside: graphs that share their memory and whose layers the GPU computes alone; in those
-        made here the CPU has a part. spares: as `Streams.aside`. A graph keeps the multiprocessors that it was captured
-        with."""
-        graphs = PromptGraphs(self.start, beside)
+        given kernel by kernel. sibling: graphs that share their memory and whose layers the GPU computes alone; in
+        those made here the CPU has a part. spares: as `Streams.side_stream`. A graph keeps the multiprocessors that it
+        was captured with."""
+        graphs = PromptGraphs(self.start, sibling)
         try:
             for rows in sorted(sizes, reverse=True):
-                self._capture(graphs, rows, beside is not None, spares)
+                self._capture(graphs, rows, sibling is not None, spares)
         except Exception as error:  # too little memory, most of all; prompts are computed without them, too
             graphs, usual = PromptGraphs(None), isinstance(error, NoPromptGraphs)
             _log.log(logging.INFO if usual else logging.WARNING, "prompts are computed kernel by kernel: %s", error)
@@ -213,8 +213,8 @@ class PrefillCapture:
         try:
             if not start.hold(inputs.image, split):
                 raise NoPromptGraphs("the CPU computes a part of their experts")
-            with self.streams.aside(spares=spares), self.streams.cut(spares):
-                tallies = None if self.usage is None else self.usage.beside(0)
+            with self.streams.side_stream(spares=spares), self.streams.cut(spares):
+                tallies = None if self.usage is None else self.usage.overlap_tallies(0)
                 graphs.capture(inputs, self.model, self.states, tallies)
         finally:
             start.release()

@@ -59,7 +59,7 @@ class ImageProcess:
             max_pixels=min(processor.max_pixels, most_tokens * side * side),
         )  # fmt: skip
         with self._turn:
-            resized = self._asked(ask, data, where)
+            resized = self._decoded(ask, data, where)
         if resized.found.error:
             raise RequestError(f"{where}: the image {resized.found.error}", where, resized.found.code)
         return resized
@@ -73,7 +73,7 @@ class ImageProcess:
         self._closed = True
         self._stop()
 
-    def _asked(self, ask: Ask, data: bytes, where: str) -> Resized:
+    def _decoded(self, ask: Ask, data: bytes, where: str) -> Resized:
         for _ in range(_ATTEMPTS):
             try:
                 return _answer(self._connected(), ask, data)

@@ -47,14 +47,14 @@ class Calls:
     def outputs(self, names: list[str], answers: int) -> Iterator[TokenOutput]:
         """Until all their answers have ended; others' requests run in the same steps."""
         while True:
-            for output in [o for name in names for o in self._taken(name)]:
+            for output in [o for name in names for o in self._pop_outputs(name)]:
                 answers -= output.finish_reason is not None
                 yield output
             if not answers or not self._engine.has_work():
                 return
             self._step()
 
-    def _taken(self, name: str) -> list[TokenOutput]:
+    def _pop_outputs(self, name: str) -> list[TokenOutput]:
         outputs, self._outputs[name] = self._outputs[name], deque()
         return list(outputs)
 

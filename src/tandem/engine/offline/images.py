@@ -46,11 +46,11 @@ class Pictures:
             converted.append(message)
         return converted, images
 
-    def placed(self, ids: list[int], found: list[Resized]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    def placed(self, ids: list[int], images: list[Resized]) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """The ids with a row for each token of an image. Raises RequestError."""
-        if not found or self.tower is None:
+        if not images or self.tower is None:
             return ids, ()
-        spans = [_span(self.tower, resized) for resized in found]
+        spans = [_span(self.tower, resized) for resized in images]
         try:
             ids, firsts = with_rows(ids, self.tower.placeholder, [span.rows for span in spans])
         except ValueError as error:

@@ -31,12 +31,12 @@ class Leading:
         self._settled: int | None = None  # tokens of the last step's rows, which others do not know yet
         super().__init__(*arguments, **named)
 
-    def run(self, step: Step, meanwhile: Callable[[], None] | None = None) -> StepOutput:
+    def run(self, step: Step, host_work: Callable[[], None] | None = None) -> StepOutput:
         self._under_way = True
         self._leader.step(step.chunks, settled=self._settled)
         self._settled = None
         step = Step(step.chunks)  # which never shrinks: others compute all rows
-        output: StepOutput = super().run(step, meanwhile or _nothing)  # type: ignore[misc]
+        output: StepOutput = super().run(step, host_work or _nothing)  # type: ignore[misc]
         self._ended()
         return output
 

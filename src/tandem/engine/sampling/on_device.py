@@ -51,14 +51,14 @@ LogitsOf = Callable[[list[int]], Tensor]
 
 
 def choose(
-    logits_of: LogitsOf, found: npt.NDArray[np.float64], sequences: Rows[Sequence]
+    logits_of: LogitsOf, best: npt.NDArray[np.float64], sequences: Rows[Sequence]
 ) -> list[Sampled | None]:
-    """found [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r], whose logits nothing changes. None: the
+    """best [R, 2] as `logits.best_of` makes it; row r belongs to sequences[r], whose logits nothing changes. None: the
     candidates do not decide, the whole row must be looked at."""
-    chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in found.tolist()]
-    rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(found[r, 1])]
+    chosen: list[Sampled | None] = [best_token(token_id, value) for token_id, value in best.tolist()]
+    rows = [r for r, s in enumerate(sequences) if needs_more(s.sampling) and math.isfinite(best[r, 1])]
     if rows:
-        candidates = _candidates(logits_of(rows), found[rows], [sequences[r] for r in rows])
+        candidates = _candidates(logits_of(rows), best[rows], [sequences[r] for r in rows])
         for r, row in zip(rows, candidates, strict=True):
             chosen[r] = _chosen(row, sequences[r])
     return chosen
@@ -145,7 +145,7 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
     """As `sampler.draw`: the filters, then the inverse of the distribution function, by ids."""
     params = sequence.sampling
     falling = (row.logits - row.logits[0]) * np.float32(1.0 / params.temperature)
-    count = _kept(row, params, falling)
+    count = _prefix_length(row, params, falling)
     if count is None:
         return None
     order = np.argsort(row.ids)
@@ -158,7 +158,7 @@ def _among(row: Candidates, sequence: Sequence) -> int | None:
     return int(row.ids[places[invert(np.exp(falling[places]), number_of(sequence))]])
 
 
-def _kept(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:
+def _prefix_length(row: Candidates, params: SamplingParams, falling: FloatRow) -> int | None:
     """How many of the most probable pass top_k and top_p; None: more than there are here, or as probable as others."""
     limited = params.top_k > 0 and not (row.complete and params.top_k >= len(falling))
     if limited and params.top_k > len(falling):

@@ -45,7 +45,7 @@ class Saying(Protocol):
 class Drawing(Protocol):
     """A `Drafter` whose guesses cost time, so that only those are made that get a row."""
 
-    def draw(self, wanted: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
+    def draw(self, requests: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:
         """So many guesses of each sequence, which has pages for them; none of one that is not ready yet."""
         ...
 

@@ -44,16 +44,16 @@ def _right_places(block: int, acceptance: float) -> frozenset[int]:
 class Instead:
     """`Drafter`, and `Drawing`: does what a draft layer does, and says what another drafter says."""
 
-    def __init__(self, layer: Drafter, said: Drafter) -> None:
+    def __init__(self, layer: Drafter, drafter: Drafter) -> None:
         assert isinstance(layer, Drawing)
-        self._layer, self._drawing, self._said = layer, layer, said
+        self._layer, self._drawing, self._said = layer, layer, drafter
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return self._layer.propose(sequence, most)
 
-    def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
-        draws = self._drawing.draw(wanted)
-        drafts = (self._said.propose(sequence, width) for sequence, width in wanted)
+    def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+        draws = self._drawing.draw(requests)
+        drafts = (self._said.propose(sequence, width) for sequence, width in requests)
         return [() if draft is None or not own else draft.tokens for own, draft in zip(draws, drafts, strict=True)]
 
     def behind(self, sequence: Sequence) -> int:

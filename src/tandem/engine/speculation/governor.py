@@ -90,8 +90,8 @@ class Widths(Protocol):
         """The same, or fewer: after they were drawn, by what is said of each guess."""
         ...
 
-    def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
-        """came: the tokens that the sequence got. Those behind the first that was guessed wrong tell nothing."""
+    def learn(self, sequence: Sequence, draft: Draft, tokens: Rows[int]) -> None:
+        """tokens: the tokens that the sequence got. Those behind the first that was guessed wrong tell nothing."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -168,10 +168,10 @@ class Governor:
                 best, most = guesses, tokens / cost(guesses)
         return best
 
-    def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
-        self._sureness.learn(draft, came)
+    def learn(self, sequence: Sequence, draft: Draft, tokens: Rows[int]) -> None:
+        self._sureness.learn(draft, tokens)
         known = self._known.setdefault(sequence, {})
-        for token, guess, kind in zip(came, draft.tokens, draft.kinds, strict=False):
+        for token, guess, kind in zip(tokens, draft.tokens, draft.kinds, strict=False):
             hit = token == guess
             known.setdefault(kind, _Counts()).add(hit, _MEMORY)
             self._server_counts(kind).add(hit, _SERVER_MEMORY)
@@ -293,7 +293,7 @@ class FixedWidth:
     def shortened(self, drafts: Rows[Draft | None], widths: list[int]) -> list[int]:
         return widths
 
-    def learn(self, sequence: Sequence, draft: Draft, came: Rows[int]) -> None:
+    def learn(self, sequence: Sequence, draft: Draft, tokens: Rows[int]) -> None:
         """Nothing depends on it."""
 
     def forget(self, sequence: Sequence) -> None:

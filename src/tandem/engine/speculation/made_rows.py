@@ -12,7 +12,7 @@ from tandem.engine.state.kv_cache import KVCache
 
 
 class MadeRows(Protocol):
-    def made(self, sequence: Sequence) -> tuple[int, list[int]]:
+    def computed_rows(self, sequence: Sequence) -> tuple[int, list[int]]:
         """Its rows that are there, or that no row behind them asks for; and the whole pages among them whose last row
         is of another token than its own. One row at least is left, so that a pass leads to a guess."""
         ...
@@ -39,7 +39,7 @@ class InSlots:
         self._window = window
         self._known: dict[Sequence, tuple[int, int]] = {}  # rows, and how many slots it had had then
 
-    def made(self, sequence: Sequence) -> tuple[int, list[int]]:
+    def computed_rows(self, sequence: Sequence) -> tuple[int, list[int]]:
         rows, slots = self._known.get(sequence, (0, 0))
         known = rows if slots == sequence.slots_taken else 0
         return max(min(known, sequence.computed_len - 1), sequence.computed_len - self._window, 0), []
@@ -60,7 +60,7 @@ class _Known(NamedTuple):
 
     rows: int
     pages: npt.NDArray[np.int32]
-    given: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
     behind: npt.NDArray[np.int64]
 
 
@@ -83,7 +83,7 @@ class InPages:
         self._known.clear()
         self._whole.fill(0)
 
-    def made(self, sequence: Sequence) -> tuple[int, list[int]]:
+    def computed_rows(self, sequence: Sequence) -> tuple[int, list[int]]:
         known = self._known.get(sequence)
         if known is None or not self._still(sequence, known):
             known = self._in_pages(sequence)
@@ -95,12 +95,12 @@ class InPages:
         """Whether it has the pages that it had, and nobody else had them since."""
         pages = sequence.page_table[: len(known.pages)]
         same = sequence.num_pages >= len(pages) and np.array_equal(pages, known.pages)
-        return same and np.array_equal(self._pages.times_given[pages], known.given)
+        return same and np.array_equal(self._pages.times_given[pages], known.counts)
 
     def _in_pages(self, sequence: Sequence) -> _Known:
         """Rows that others made of the same tokens."""
         known = self._of(sequence, sequence.computed_len)
-        equal = self._whole[known.pages] == known.given
+        equal = self._whole[known.pages] == known.counts
         whole = len(equal) if equal.all() else int(equal.argmin())
         return known._replace(rows=whole * self._pages.page_size)
 
@@ -114,5 +114,5 @@ class InPages:
     def note(self, sequence: Sequence, rows: int) -> None:
         known = self._known[sequence] = self._of(sequence, rows)
         whole = rows // self._pages.page_size
-        self._whole[known.pages[:whole]] = known.given[:whole]
+        self._whole[known.pages[:whole]] = known.counts[:whole]
         self._next[known.pages[:whole]] = known.behind[:whole]

@@ -32,20 +32,20 @@ class NextN:
         return Draft((), tuple(range(LAYER_KINDS, LAYER_KINDS + most)))
 
     def behind(self, sequence: Sequence) -> int:
-        return sequence.computed_len - self._rows.made(sequence)[0]
+        return sequence.computed_len - self._rows.computed_rows(sequence)[0]
 
-    def draw(self, wanted: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
+    def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
         a failure no row counts as made."""
-        guesses: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in wanted}
+        guesses: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in requests}
         self.unusual, left = False, list(guesses)
         try:
             while left:
-                left = self._chains(left, dict(wanted), guesses)
+                left = self._chains(left, dict(requests), guesses)
         except Exception:
             self._rows.clear()
             raise
-        return [tuple(guesses[sequence]) for sequence, _ in wanted]
+        return [tuple(guesses[sequence]) for sequence, _ in requests]
 
     def forget(self, sequence: Sequence) -> None:
         self._rows.forget(sequence)
@@ -72,7 +72,7 @@ class NextN:
         ready, runs, left, room = list[Sequence](), list[Run](), list[Sequence](), self._most_rows
         size, partners = self._page_size, list[Sequence]()
         for sequence in sequences:
-            first, others = self._rows.made(sequence)
+            first, others = self._rows.computed_rows(sequence)
             if any(_share(sequence, each, page) for each in partners for page in others):
                 left.append(sequence)
                 continue

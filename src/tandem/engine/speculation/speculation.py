@@ -144,7 +144,7 @@ class Speculation:
         self._unusual = self._unusual + 1 if drawing.unusual else 0
         self._asked.usual = not shadow and not 0 < self._unusual <= MOST_UNUSUAL
         drawn = {
-            s: d._replace(tokens=tokens[s], sure=self._sure(s))
+            s: d._replace(tokens=tokens[s], sure=self._chances(s))
             for s, d, _ in each if d is not None and tokens.get(s)
         }  # fmt: skip
         if shadow:
@@ -152,7 +152,7 @@ class Speculation:
             return [None] * len(each)
         return [drawn.get(sequence) for sequence in sequences]
 
-    def _sure(self, sequence: Sequence) -> tuple[float, ...]:
+    def _chances(self, sequence: Sequence) -> tuple[float, ...]:
         return () if self._saying is None else self._saying.sure(sequence)
 
     def _draw(self, drawing: Drawing, draws: Rows[tuple[Sequence, int]]) -> Rows[tuple[int, ...]]:

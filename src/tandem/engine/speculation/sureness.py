@@ -20,9 +20,9 @@ class Sureness:
         self._hits = [_FIRST_WEIGHT * (part + 0.5) / PARTS for part in range(PARTS)]
         self._trials = [_FIRST_WEIGHT] * PARTS
 
-    def learn(self, draft: Draft, came: Rows[int]) -> None:
+    def learn(self, draft: Draft, tokens: Rows[int]) -> None:
         """As `Widths.learn`."""
-        for token, guess, chance in zip(came, draft.tokens, draft.sure, strict=False):
+        for token, guess, chance in zip(tokens, draft.tokens, draft.sure, strict=False):
             part, hit = _part(chance), token == guess
             self._hits[part] = _MEMORY * self._hits[part] + hit
             self._trials[part] = _MEMORY * self._trials[part] + 1.0

@@ -181,9 +181,9 @@ def without_stream(side: GpuSide) -> None:
 class StepStart:
     """Hook that runs before a step of the engine, and before a pass that steps overtake."""
 
-    def __init__(self, ops: GpuOps, stream: ExpertStream | None, alone: bool) -> None:
-        """alone: no expert is in CPU memory."""
-        self._ops, self._stream, self._alone, self._held = ops, stream, alone, False
+    def __init__(self, ops: GpuOps, stream: ExpertStream | None, without_cpu: bool) -> None:
+        """without_cpu: no expert is in CPU memory."""
+        self._ops, self._stream, self._alone, self._held = ops, stream, without_cpu, False
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
         """Beside a pass only graphs are replayed, for which nothing is prepared where passes can be."""
@@ -227,7 +227,7 @@ class StepStart:
 
 
 def begin_step(side: GpuSide, stream: ExpertStream | None) -> StepStart:
-    return StepStart(side.ops, stream, alone=all(experts.cpu is None for experts in side.hybrids))
+    return StepStart(side.ops, stream, without_cpu=all(experts.cpu is None for experts in side.hybrids))
 
 
 def handoff_sizes(plan: Plan, model: ModelConfig) -> HandoffSizes:

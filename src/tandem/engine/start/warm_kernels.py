@@ -167,8 +167,8 @@ def _run(runner: GpuRunner, parts: EngineParts, step: WarmStep, streamed: Rows[i
     sequences = [chunk.sequence for chunk in chunks][:MOST_SAMPLED]
     some = bits_but((), parts.model_config.vocab)  # all tokens: rows of structured output have kernels of their own
     masks = [some if row % 2 else None for row in range(len(sequences))]
-    asked: tuple[RowMasks, ...] = ((), masks) if decodes else ((),)
-    for each in asked:
+    mask_sets: tuple[RowMasks, ...] = ((), masks) if decodes else ((),)
+    for each in mask_sets:
         logits.chosen(list(range(len(sequences))), sequences, (), each)
     for chunk in chunks:
         chunk.sequence.status = Status.FINISHED  # other ranks forget it

@@ -70,9 +70,9 @@ class KVCache:
                 self._retire(page)
         self.releases += len(pages)
 
-    def release_tail(self, pages: list[int], kept: int) -> None:
-        """One user less for all but the first `kept` pages."""
-        self.release(pages[kept:])
+    def release_tail(self, pages: list[int], count: int) -> None:
+        """One user less for all but the first `count` pages."""
+        self.release(pages[count:])
 
     def match(self, tokens: list[int], limit: int) -> list[int]:
         """Pages of the longest cached prefix of tokens[:limit]; the caller is now a user of them."""

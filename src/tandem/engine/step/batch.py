@@ -339,7 +339,7 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """A copy of a batch in host memory. What is pinned stays as it is until the GPU has read it: a copy of CUDA's would
     wait for those of experts, and its caller, too."""
 
-    def there(tensor: Tensor) -> Tensor:
+    def to_device(tensor: Tensor) -> Tensor:
         if device.type != "cuda" or not tensor.numel() or not tensor.is_pinned():
             return tensor.to(device, copy=True)
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -347,24 +347,24 @@ def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         return target
 
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    copies: dict[str, Any] = {name: there(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    copies: dict[str, Any] = {name: to_device(tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     copies["seen"] = None if batch.seen is None else seen_on(batch.seen, device)
     copies["windows"] = None if batch.windows is None else moved(batch.windows, device)
     return replace(batch, **copies)
 
 
-def seen_on(seen: Seen, device: torch.device) -> Seen:
+def seen_on(images: Seen, device: torch.device) -> Seen:
     """A copy, where it is not there yet."""
-    rows, features, places = (tensor.to(device) for tensor in (seen.rows, seen.features, seen.places))
-    return Seen(rows, features, places, seen.first)
+    rows, features, places = (tensor.to(device) for tensor in (images.rows, images.features, images.places))
+    return Seen(rows, features, places, images.first)
 
 
-def to_gpu(image: Tensor, there: Tensor) -> None:
+def to_gpu(image: Tensor, target: Tensor) -> None:
     """A batch's image in pinned memory, uint8 [4 n], becomes the batch on the GPU. It stays as it is until the GPU has
     read it. On a CPU, a plain copy."""
-    if there.is_cuda:
+    if target.is_cuda:
         from tandem.kernels.gpu.memory import pinned  # Triton is there only where a GPU is used
 
-        pinned.read(image, there)
+        pinned.read(image, target)
     else:
-        there.copy_(image)
+        target.copy_(image)

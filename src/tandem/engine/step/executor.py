@@ -14,8 +14,8 @@ from tandem.engine.step.step import Step, StepOutput
 class Executor(Protocol):
     """One step at a time, and beside it one prefill task at most."""
 
-    def run(self, step: Step, meanwhile: Callable[[], None]) -> StepOutput:
-        """Logits rows of all chunks, in order. meanwhile: called while a device computes a step without prefills, once
+    def run(self, step: Step, host_work: Callable[[], None]) -> StepOutput:
+        """Logits rows of all chunks, in order. host_work: called while a device computes a step without prefills, once
         the CPU has done its part; elsewhere it is not called."""
         ...
 
@@ -35,7 +35,7 @@ class Executor(Protocol):
         """Whether the device has computed the step that was given last."""
         ...
 
-    def aside(self) -> AbstractContextManager[None]:
+    def side_stream(self) -> AbstractContextManager[None]:
         """Around what a device computes while steps go on."""
         ...
 

@@ -46,7 +46,7 @@ class PrefillOverlap:
         """Whether a device computes the task under way, if there is one, while steps run."""
         return self._task is not None and self._task.overlaps
 
-    def beside(self, step: list[Chunk], tried: Tried, pauses: bool) -> StepOverlap:
+    def step_overlap(self, step: list[Chunk], tried: Tried, pauses: bool) -> StepOverlap:
         """The work of the task under way in this step of the engine. pauses: another task may follow it."""
         return StepOverlap(self, step, tried, bool(step) and self._executor.runs_beside(step), pauses)
 

@@ -206,12 +206,12 @@ class GpuPlace:
     def __init__(
         self, start: StepHooks, streams: Streams, usage: ExpertUsage | None, rows: HostRows, spares: bool = False
     ) -> None:
-        """start: held. spares: as `Streams.aside`."""
+        """start: held. spares: as `Streams.side_stream`."""
         self._start, self._streams, self._usage, self._rows, self._spares = start, streams, usage, rows, spares
         self.in_flight = InFlight(torch.device("cuda"))
 
     def entered(self) -> AbstractContextManager[None]:
-        return self._streams.aside(False, self._spares)
+        return self._streams.side_stream(False, self._spares)
 
     def leave(self) -> None:
         self._start.release()
@@ -289,7 +289,7 @@ class PrefillTask:
 def host_task(model: PausingModel, states: States, batch: ForwardBatch, usage: ExpertUsage | None) -> PrefillTask:
     """Prefill task of a batch in host memory, whose arrays must not change before the end."""
     with torch.inference_mode():
-        tallies = None if usage is None else usage.beside(len(batch.input_ids))
+        tallies = None if usage is None else usage.overlap_tallies(len(batch.input_ids))
     return PrefillTask(LayerPieces(model, states, batch, tallies), HostPlace(usage))
 
 

@@ -34,12 +34,12 @@ class Streams:
     None: there is only one. A third one for passes beside which graphs are replayed, where some multiprocessors are
     spared; it is the second one elsewhere."""
 
-    def __init__(self, device: torch.device, apart: bool, spared: int = 0) -> None:
+    def __init__(self, device: torch.device, overlap: bool, spared: int = 0) -> None:
         """spared: multiprocessors that passes leave to steps."""
         self.steps: torch.cuda.Stream | None = None
         self._others = self._passes = self.steps
         self._spared = spared
-        if apart and device.type == "cuda":
+        if overlap and device.type == "cuda":
             self.steps, self._others = _pair(device)
             self._passes = spared_stream(device, spared) if spared else self._others
 
@@ -51,7 +51,7 @@ class Streams:
             torch.cuda.set_stream(self.steps)
 
     @contextmanager
-    def aside(self, after: bool = True, spares: bool = False) -> Iterator[None]:
+    def side_stream(self, after: bool = True, spares: bool = False) -> Iterator[None]:
         """after: what is computed here comes after all that the first stream was given until now. False: it needs
         nothing of that, and a graph may be running there. spares: some multiprocessors, where that was asked for."""
         stream = self._passes if spares else self._others
@@ -89,7 +89,7 @@ def spared_stream(device: torch.device, count: int, driver: Any = None) -> torch
         driver = _driver()
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
-        stream = _made(driver, _called(driver, "cuDeviceGet", index), count)
+        stream = _create(driver, _called(driver, "cuDeviceGet", index), count)
     return torch.cuda.ExternalStream(stream, device=torch.device("cuda", index))
 
 
@@ -108,7 +108,7 @@ def products_leave(count: int) -> Iterator[None]:
         leave(None)
 
 
-def _made(driver: Any, number: Any, count: int) -> int:
+def _create(driver: Any, number: Any, count: int) -> int:
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     whole = _called(driver, "cuDeviceGetDevResource", number, kind)
     if not 0 < count < whole.sm.smCount:

@@ -105,15 +105,15 @@ class ChatTemplate:
             ) from error
 
 
-def chat_template_text(given: str) -> str:
+def chat_template_text(text: str) -> str:
     """`--chat-template`: a file, or the template itself. Raises ConfigError."""
-    if "{{" in given or "{%" in given:
-        return given
+    if "{{" in text or "{%" in text:
+        return text
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--chat-template {given[:200]!r} is neither a file that can be read nor a Jinja template ({error})"
+            f"--chat-template {text[:200]!r} is neither a file that can be read nor a Jinja template ({error})"
         ) from error
 
 

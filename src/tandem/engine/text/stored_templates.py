@@ -40,9 +40,9 @@ def named_templates(listed: Any) -> ChatTemplates:
     return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str) and text}
 
 
-def chosen_template(given: ChatTemplates | str | None, variables: Mapping[str, Any]) -> ChatTemplate | None:
+def chosen_template(source: ChatTemplates | str | None, variables: Mapping[str, Any]) -> ChatTemplate | None:
     """None: there is none that every request could have. Raises CheckpointError."""
-    templates = named_templates(given)
+    templates = named_templates(source)
     if DEFAULT not in templates:
         if templates:
             log.warning("none of the chat templates (%s) is named %r", ", ".join(templates), DEFAULT)

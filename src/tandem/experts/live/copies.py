@@ -32,7 +32,7 @@ class Copies(Protocol):
         that lasts. Raises EngineError where it cannot be; copies then take longer, and the caller waits for them."""
         ...
 
-    def there(self, nbytes: int) -> Tensor:
+    def device_buffer(self, nbytes: int) -> Tensor:
         """GPU memory, uint8."""
         ...
 
@@ -83,7 +83,7 @@ class CudaCopies:
             raise EngineError(f"CUDA does not register {nbytes / 2**30:.1f} GiB of CPU memory: {result.name}")
         self._held[address] = owner
 
-    def there(self, nbytes: int) -> Tensor:
+    def device_buffer(self, nbytes: int) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         memory.record_stream(self._up)  # whoever gets this memory next waits for copies into it
         return memory

@@ -129,7 +129,7 @@ class LiveExchange:
         largest = max(1, *sizes)
         if stages is None:
             stages = max(LEAST_STAGES, min(MOST_STAGES, STAGING_BYTES // largest))
-        self._staging = copies.there(stages * largest)
+        self._staging = copies.device_buffer(stages * largest)
         self._free = [self._staging.data_ptr() + i * largest for i in range(stages)]
         self._queue: deque[Exchange] = deque()
         self._batch: _Batch | None = None

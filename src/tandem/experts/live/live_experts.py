@@ -188,8 +188,8 @@ class LiveExperts:
         except Exception:
             self._failed = True
             _log.exception("live placement has failed; experts stay where they are")
-            made, self._made_last = self._made_last, []
-            self._policy.done(*made)  # it knows where experts are, and others ask it
+            exchanges, self._made_last = self._made_last, []
+            self._policy.done(*exchanges)  # it knows where experts are, and others ask it
         seconds = self._clock() - started
         self._parts[part] += seconds
         if over():

@@ -73,7 +73,7 @@ class PolicySettings:
     shortest_rest: int = 16  # windows that moving pauses when it did not pay; doubles each time
     longest_rest: int = 256
 
-    def kept(self, tokens: int) -> float:
+    def decay(self, tokens: int) -> float:
         """Share of a count that is left after so many tokens."""
         return float(0.5 ** (tokens / self.half_life))
 
@@ -137,17 +137,17 @@ class LivePolicy:
     def observe(self, counts: Counted, tokens: int, steps: int) -> None:
         """counts int32 or int64 [layers, experts]: uses in the last `tokens` tokens, which took `steps` steps."""
         self._step += steps
-        gained = _core.add_uses(self._counts, counts, None, self._better, self.settings.kept(tokens))
+        gained = _core.add_uses(self._counts, counts, None, self._better, self.settings.decay(tokens))
         self._note(gained, tokens, steps)
         self._grow_up()
 
-    def look(self, counts: Counted, seen: Counted, tokens: int, steps: int) -> _core.Meanwhile:
-        """As `observe`, of counts since ever; `seen`, those of the last time, become these. What passes over all
+    def look(self, counts: Counted, previous: Counted, tokens: int, steps: int) -> _core.Meanwhile:
+        """As `observe`, of counts since ever; `previous`, those of the last time, become these. What passes over all
         experts is done in pieces, in the course of a step, and by `looked` what is left."""
         self._step += steps
         self._grow_up()
-        arrays = self._counts, counts, seen, self._better, self._may, self.residency.slots
-        rules = self.settings.kept(tokens), *self.settings.rules(self._cost)
+        arrays = self._counts, counts, previous, self._better, self._may, self.residency.slots
+        rules = self.settings.decay(tokens), *self.settings.rules(self._cost)
         self._look = _Look(_core.UseDecision(*arrays, *rules), tokens, steps)
         return self._look.decision
 

@@ -24,7 +24,7 @@ class Keyed(Protocol):
     @property
     def first_key(self) -> int: ...
 
-    def found(self) -> list[int]:
+    def expert_places(self) -> list[int]:
         """Each expert's place there, or -1."""
         ...
 
@@ -56,7 +56,7 @@ class KeyTables:
             return
         for index, layer in enumerate(layers):
             if layer is not None:
-                places = layer.found()
+                places = layer.expert_places()
                 self.places[index, : len(places)] = places
         self._seen_moves, self._told = moves, {}
 

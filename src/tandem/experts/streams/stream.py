@@ -73,7 +73,7 @@ class StreamedLayer:
                 runs.append((source, target, nbytes))
         return runs
 
-    def found(self) -> list[int]:
+    def expert_places(self) -> list[int]:
         """Each expert's place; -1 where it is not in CPU memory."""
         return [place_of(self.cpu, expert) for expert in range(self.cpu.num_experts)]
 

@@ -159,7 +159,7 @@ class ExpertUsage:
         else:
             self._rows.fill_(rows)
 
-    def beside(self, rows: int) -> list[Tally]:
+    def overlap_tallies(self, rows: int) -> list[Tally]:
         """Where the layers of a pass of so many rows count that steps overtake. One pass at a time."""
         if self._beside is None:
             with torch.inference_mode(False):  # a pass begins in it, and may end elsewhere

@@ -137,9 +137,9 @@ class GpuOps:
         return norm.rms_norm(x, weight, eps)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Addend | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, addend: Addend | None = None
     ) -> Tensor:
-        return norm.rms_norm(x, weight, eps, residual, beside)
+        return norm.rms_norm(x, weight, eps, residual, addend)
 
     def rope_store(
         self,

@@ -70,11 +70,11 @@ def _logarithms(forget: Tensor, weights: ChannelWeights) -> Tensor:
     return weights.floor * torch.sigmoid(-weights.decay[:, None] * biased)
 
 
-def channel_result(seen: Tensor, behind: Tensor, weights: ChannelWeights) -> Tensor:
+def channel_result(answers: Tensor, behind: Tensor, weights: ChannelWeights) -> Tensor:
     """[T, H * D] of what memories answer [T, H, D]: each head's norm, times the sigmoid of its gate."""
-    y = seen.to(behind.dtype).to(seen.dtype)
+    y = answers.to(behind.dtype).to(answers.dtype)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm
-    return (y.flatten(1) * behind.to(seen.dtype).sigmoid()).to(behind.dtype)
+    return (y.flatten(1) * behind.to(answers.dtype).sigmoid()).to(behind.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from tandem import _core
 from tandem.kernels.batch_layout import BatchLayout
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, Gates, columns_of, made
+from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, Gates, columns_of, gate_matrix
 
 
 class CpuDelta:
@@ -24,7 +24,7 @@ class CpuDelta:
         )  # fmt: skip
 
     def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
-        gates = made(gates)
+        gates = gate_matrix(gates)
         out = projected.new_empty((len(projected), state.memory.shape[1] * state.memory.shape[3]))
         self._ops.dense.delta_rule(
             self._ops.view_of(batch), self._shape, projected, gates, *self._weights, *state, out, self._eps

@@ -42,7 +42,7 @@ class Product(NamedTuple):
 Gates = Tensor | Product
 
 
-def made(gates: Gates) -> Tensor:
+def gate_matrix(gates: Gates) -> Tensor:
     return gates.matrix(gates.x) if isinstance(gates, Product) else gates
 
 
@@ -90,7 +90,7 @@ class TorchDelta:
         self.shape, self.weights, self.wide = shape, weights, weights.conv.dtype
 
     def __call__(self, projected: Tensor, gates: Gates, batch: BatchLayout, state: DeltaState) -> Tensor:
-        out, gates = projected.new_empty((len(projected), self.shape.values)), made(gates)
+        out, gates = projected.new_empty((len(projected), self.shape.values)), gate_matrix(gates)
         starts, lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
         for s, slot in enumerate(batch.slots.tolist()):
             rows = slice(starts[s], starts[s + 1])
@@ -114,13 +114,13 @@ class TorchDelta:
         both = torch.cat([own.gates[torch.arange(folded, known) % places], gates])
         if folded == 0:
             own.memory.zero_()
-        settled = self._seen(mixed[: sure_length - first], both, own.memory)
-        answers = torch.cat([settled, self._seen(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
+        settled = self._reads(mixed[: sure_length - first], both, own.memory)
+        answers = torch.cat([settled, self._reads(mixed[len(settled) :], both[len(settled) :], own.memory.clone())])
         last = torch.arange(max(0, len(new) - places), len(new))
         own.inputs[(known + last) % places], own.gates[(known + last) % places] = new[last], gates[last]
         return self._normed(answers[known - folded :].to(z.dtype), z).flatten(1)
 
-    def _seen(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
+    def _reads(self, mixed: Tensor, gates: Tensor, memory: Tensor) -> Tensor:
         """Rows' reads from memory. mixed: inputs of conv - 1 tokens before, and theirs; gates: of these or more."""
         s, w = self.shape, self.weights
         if len(mixed) < s.conv:

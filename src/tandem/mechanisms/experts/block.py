@@ -65,16 +65,16 @@ class MoEBlock(Routed):
         return routed + ([] if self.shared is None else self.shared.reads())
 
     def __call__(
-        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
-        """meanwhile: called while others compute."""
-        (logits, gate), named = self._apart(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
+        """host_work: called while others compute."""
+        (logits, gate), named = self._split(p.product(self.gate, x) if self.first else self._product(x)), self._named(p)
         routing = self._routed(logits, p, named)
         finish_shared = self._begun(x)  # reads beside the router's choice, whose memory is still held
         ticket = self._submit(x, routing)
         shared = None if finish_shared is None else finish_shared()
-        if meanwhile is not None:
-            meanwhile()
+        if host_work is not None:
+            host_work()
         routed = self._wait(ticket)
         if shared is None:
             return routed
@@ -119,12 +119,12 @@ class MoEBlock(Routed):
 
     def _logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits of the router [T, E], and of the shared expert's gate [T, 1], if it has one."""
-        return self._apart(self._product(x))
+        return self._split(self._product(x))
 
     def _product(self, x: Tensor) -> Tensor:
         return self.gate(x, torch.float32) if self.router.float32_logits else self.gate(x)
 
-    def _apart(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _split(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         experts = self.router.num_experts
         return (y, None) if y.shape[1] == experts else (y[:, :experts], y[:, experts:])
 
@@ -136,12 +136,12 @@ class ExpertsBeside(MoEBlock):
     first = None
     sums_itself = True
 
-    def __init__(self, b: Builder, index: int, shape: Moe, beside: Beside, names: Names) -> None:
+    def __init__(self, b: Builder, index: int, shape: Moe, dense: Beside, names: Names) -> None:
         super().__init__(b, index, shape, names)
-        layer, hidden, norm = names.at(index), b.config.hidden, beside.norm
+        layer, hidden, norm = names.at(index), b.config.hidden, dense.norm
         self.eps = norm.eps
-        self.dense = dense_mlp(b, layer + names.dense, beside.dense)
-        self.router_norm = b.float_tensor(layer + names.router_norm, hidden) * beside.factor
+        self.dense = dense_mlp(b, layer + names.dense, dense.dense)
+        self.router_norm = b.float_tensor(layer + names.router_norm, hidden) * dense.factor
         norms = [b.norm(f"{layer}{name}.weight", norm, hidden) for name in names.beside_norms]
         self.dense_norm, self.experts_norm, self.result_norm = norms
 
@@ -149,13 +149,13 @@ class ExpertsBeside(MoEBlock):
         return super().reads() + self.dense.reads()
 
     def __call__(
-        self, x: Tensor, p: Pass, states: States, meanwhile: Callable[[], None] | None = None
+        self, x: Tensor, p: Pass, states: States, host_work: Callable[[], None] | None = None
     ) -> Tensor:
-        routing = self._routed(self._logits(self._asked(p))[0], p, self._named(p))
+        routing = self._routed(self._logits(self._router_input(p))[0], p, self._named(p))
         ticket = self.experts.submit(self.ops.rms_norm(p.residual, self.experts_norm, self.eps), routing)
         dense = self.ops.rms_norm(self._summed(self.dense(x)), self.dense_norm, self.eps)
-        if meanwhile is not None:
-            meanwhile()
+        if host_work is not None:
+            host_work()
         experts = self._summed(self.experts.wait(ticket))
         return dense.add_(self.ops.rms_norm(experts, self.result_norm, self.eps))
 
@@ -163,9 +163,9 @@ class ExpertsBeside(MoEBlock):
         return rows if self.ops.group is None else self.ops.group.sum(rows)
 
     def foresee(self, x: Tensor, p: Pass) -> None:
-        super().foresee(self._asked(p), p)
+        super().foresee(self._router_input(p), p)
 
-    def _asked(self, p: Pass) -> Tensor:
+    def _router_input(self, p: Pass) -> Tensor:
         """Router input: the normed residual."""
         return self.ops.rms_norm(p.residual, self.router_norm, self.eps)
 

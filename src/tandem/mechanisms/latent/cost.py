@@ -47,7 +47,7 @@ class Cost(cost.Cost[Latent]):
         return self.shape.head_params
 
     def unread(self, context: int) -> int:
-        return (context - self.shape.seen(context)) * self.shape.cached_dim
+        return (context - self.shape.visible_tokens(context)) * self.shape.cached_dim
 
     def flops(self, rows: int, before: int, per_head: bool) -> float:
         """Rows that choose among the tokens before them are always in absorbed form. per_head: with each head's keys
@@ -55,8 +55,8 @@ class Cost(cost.Cost[Latent]):
         s, end = self.shape, before + rows
         absorbed = s.cached_dim + s.kv_rank
         whole = s.qk_dim + s.value_dim if per_head else absorbed
-        plain = max(0, min(rows, s.seen(end) - before))  # rows that see all tokens before them
-        products = pairs(plain, before, end) * whole + (rows - plain) * s.seen(end) * absorbed
+        plain = max(0, min(rows, s.visible_tokens(end) - before))  # rows that see all tokens before them
+        products = pairs(plain, before, end) * whole + (rows - plain) * s.visible_tokens(end) * absorbed
         return 2.0 * (products * s.heads + pairs(rows, before, end) * s.scored_channels)
 
     def why_no_gpu(self) -> str:

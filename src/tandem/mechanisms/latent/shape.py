@@ -81,7 +81,7 @@ class Latent:
     def sees_all(self) -> bool:
         return True
 
-    def seen(self, context: int) -> int:
+    def visible_tokens(self, context: int) -> int:
         """How many of so many tokens a token looks at."""
         return context if self.index is None else min(context, self.index.most)
 

@@ -30,8 +30,8 @@ class BlockChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.projected)
 
-    def __call__(self, x: Tensor, p: Pass, kept: States) -> Chosen:
-        """x [T, hidden], normed; kept: of the layer, keys and values first."""
-        (tokens, *_), (ring,), (keys,) = kept
+    def __call__(self, x: Tensor, p: Pass, cache: States) -> Chosen:
+        """x [T, hidden], normed; cache: of the layer, keys and values first."""
+        (tokens, *_), (ring,), (keys,) = cache
         q, k = self.projected(x).split((self.shape.heads * self.shape.dim, self.shape.dim), 1)
         return self.index(q.contiguous(), k.contiguous(), p, PooledKeys(tokens, ring, keys))

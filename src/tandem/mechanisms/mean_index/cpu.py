@@ -26,13 +26,13 @@ class CpuMeanIndex:
             tokens=shape.pool,
         )  # fmt: skip
 
-    def __call__(self, q: Tensor, k: Tensor, step: Step, kept: PooledKeys) -> Chosen:
+    def __call__(self, q: Tensor, k: Tensor, step: Step, cache: PooledKeys) -> Chosen:
         s, w = self._shape, self._weights
-        close_blocks(k, step.rows, kept, s, w)
+        close_blocks(k, step.rows, cache, s, w)
         gates, queries = torch.ones((len(q), s.heads)), normed_queries(q, s, w).flatten(1)
         chosen = Chosen(*(torch.empty(size, dtype=torch.int32) for size in ((len(q), s.most), (len(q),))))
-        view = self._ops.view_of(step.batch, kept.tokens)
-        self._index.choose(view, queries, None, gates, w.key, w.key, w.cos, w.sin, kept.keys, *chosen, s.norm.eps)
+        view = self._ops.view_of(step.batch, cache.tokens)
+        self._index.choose(view, queries, None, gates, w.key, w.key, w.cos, w.sin, cache.keys, *chosen, s.norm.eps)
         return chosen
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, chosen: Chosen, scale: float) -> Tensor:

@@ -29,10 +29,10 @@ class MeanWeights(NamedTuple):
 class ChooseBlocks(Protocol):
     """An indexer behind its matrix."""
 
-    def __call__(self, q: Tensor, k: Tensor, step: Step, kept: PooledKeys) -> Chosen:
+    def __call__(self, q: Tensor, k: Tensor, step: Step, cache: PooledKeys) -> Chosen:
         """q [T, heads * dim] and k [T, dim], before norm and rotation → each row's choice: the tokens of the blocks
         with the highest scores, of equal ones the earliest, and those behind the last whole block. Scores are float32;
-        a row's choice depends on its own sequence only, not on how that was cut. Of `kept` the ring holds keys as they
+        a row's choice depends on its own sequence only, not on how that was cut. Of `cache` the ring holds keys as they
         come."""
         ...
 
@@ -47,17 +47,17 @@ class TorchMeanIndex:
     def __init__(self, ops: Ops, shape: MeanIndex, weights: MeanWeights) -> None:
         self.ops, self.shape, self.weights, self.wide = ops, shape, weights, weights.key.dtype
 
-    def __call__(self, q: Tensor, k: Tensor, step: Step, kept: PooledKeys) -> Chosen:
-        close_blocks(k, step.rows, kept, self.shape, self.weights)
+    def __call__(self, q: Tensor, k: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+        close_blocks(k, step.rows, cache, self.shape, self.weights)
         queries = turned(normed_queries(q, self.shape, self.weights), step.batch.positions, self.weights)
         rows, batch = list[Tensor](), step.batch
-        starts, page = batch.query_starts.tolist(), kept.tokens.shape[1]
+        starts, page = batch.query_starts.tolist(), cache.tokens.shape[1]
         for i, length in enumerate(batch.seq_lens.tolist()):
             at = torch.arange(length)
             token_rows = batch.block_tables[i].long()[at // page] * page + at % page
             for t in range(starts[i], starts[i + 1]):
                 visible = length - starts[i + 1] + t + 1
-                rows.append(token_rows[self._chosen(queries[t], token_rows[:visible], kept.keys)].int())
+                rows.append(token_rows[self._chosen(queries[t], token_rows[:visible], cache.keys)].int())
         filled = torch.stack([F.pad(each, (0, self.shape.most - len(each))) for each in rows])
         return Chosen(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
 
@@ -79,10 +79,10 @@ def normed_queries(q: Tensor, shape: MeanIndex, weights: MeanWeights) -> Tensor:
     return _normed(q.view(len(q), shape.heads, shape.dim), weights.query, shape.norm.eps)
 
 
-def close_blocks(k: Tensor, rows: StepRows, kept: PooledKeys, shape: MeanIndex, weights: MeanWeights) -> None:
+def close_blocks(k: Tensor, rows: StepRows, cache: PooledKeys, shape: MeanIndex, weights: MeanWeights) -> None:
     """Writes keys of blocks whose last tokens are among the rows, and keeps what the rows have made."""
     pool, wide = shape.pool, weights.key.dtype
-    known, at = rows.taken_in(kept.ring, k, pool)
+    known, at = rows.taken_in(cache.ring, k, pool)
     closing = rows.once(("closing", pool), lambda: ((rows.positions + 1) % pool == 0).nonzero().flatten())
     if len(closing):
         tokens = known[at.flip(1)[closing]]
@@ -91,7 +91,7 @@ def close_blocks(k: Tensor, rows: StepRows, kept: PooledKeys, shape: MeanIndex, 
             total = total + tokens[:, i].to(wide)
         means = _normed((total / pool).to(k.dtype)[:, None], weights.key, shape.norm.eps)
         keys = turned(means, rows.positions[closing] - (pool - 1), weights)
-        kept.keys.flatten(0, 1)[rows.cache_slots[closing] // pool] = keys.to(kept.keys.dtype)
+        cache.keys.flatten(0, 1)[rows.cache_slots[closing] // pool] = keys.to(cache.keys.dtype)
 
 
 def turned(x: Tensor, positions: Tensor, weights: MeanWeights) -> Tensor:

@@ -35,19 +35,19 @@ def last_ids(ids: Tensor, rows: StepRows, ring: Tensor, shape: Ngram) -> Tensor:
     return torch.cat((last[:, :1], last[:, 1:].masked_fill(ended, shape.stop)), 1)
 
 
-def hashed(found: Tensor, hashes: Hashes, heads: int) -> Tensor:
+def hashed(ids: Tensor, hashes: Hashes, heads: int) -> Tensor:
     """`last_ids` [T, longest] → numbers of the table's rows, int64 [T, hashes]."""
-    products = found * hashes.multipliers
+    products = ids * hashes.multipliers
     mixed, each = products[:, 0], list[Tensor]()
-    for place in range(1, found.shape[1]):
+    for place in range(1, ids.shape[1]):
         mixed = mixed ^ products[:, place]
         each.append(mixed[:, None].expand(-1, heads))
     return torch.cat(each, 1) % hashes.sizes + hashes.offsets
 
 
-def gated_values(keys: Tensor, asked: Tensor, values: Tensor) -> Tensor:
-    """keys and asked [T, n, hidden], both normed; values [T, hidden] → what each stream is given, [T, n, hidden]."""
-    products = (keys * asked).sum(-1) / keys.shape[2] ** 0.5
+def gated_values(keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
+    """keys and queries [T, n, hidden], both normed; values [T, hidden] → what each stream is given, [T, n, hidden]."""
+    products = (keys * queries).sum(-1) / keys.shape[2] ** 0.5
     roots = products.abs().clamp_min(LEAST_GATE).sqrt() * products.sign()
     gates = in_whole_vectors(torch.sigmoid, roots)
     gated: Tensor = gates[..., None] * values[:, None]

@@ -77,22 +77,24 @@ class Entries:
         """Places of every closed entry; `page`: entries of a page."""
         return rows.once(("seen", self.pool.stride), lambda: _all_seen(rows, self.pool.stride, page))
 
-    def chosen(self, seen: Seen, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor) -> Seen:
-        """The best of `seen` for each row, in their own order, so that rounding does not depend on scores. query: q
+    def chosen(
+        self, visible: Seen, index: EntryIndex, query: tuple[Tensor, Tensor], rows: StepRows, keys: Tensor
+    ) -> Seen:
+        """The best of `visible` for each row, in their own order, so that rounding does not depend on scores. query: q
         [T, Hi, Di] and weights [T, Hi], as projected; keys [pages, entries, Di]."""
-        if seen.width <= index.budget:
-            return seen
+        if visible.width <= index.budget:
+            return visible
         cos, sin = (table[rows.positions][:, None] for table in (self.weights.cos, self.weights.sin))
         q, weights = turn(query[0].float(), cos, sin), query[1].float() * (index.dim * index.heads) ** -0.5
-        seen = _whole_vectors(seen)
+        visible = _whole_vectors(visible)
         index_keys, best = keys.flatten(0, 1), []
-        each = max(1, SHARED_KEY_BYTES // (4 * seen.width * (index.heads + index.dim)))
+        each = max(1, SHARED_KEY_BYTES // (4 * visible.width * (index.heads + index.dim)))
         for i in range(0, len(q), each):
             part = slice(i, i + each)
-            places = seen.of(part)
-            order = _best(index_keys[places], q[part], weights[part], seen.counts[part], index.budget)
+            places = visible.of(part)
+            order = _best(index_keys[places], q[part], weights[part], visible.counts[part], index.budget)
             best.append(places.gather(1, order))
-        return Seen(torch.cat(best), seen.counts.clamp(max=index.budget))
+        return Seen(torch.cat(best), visible.counts.clamp(max=index.budget))
 
 
 def _shares(gates: Tensor) -> Tensor:

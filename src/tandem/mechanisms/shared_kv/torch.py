@@ -62,7 +62,7 @@ class SharedKvHeads:
         [pages, n, D] and of an index's. All of them go on. q and kv are changed."""
         shape, (cos, sin) = self.shape, rows.once(("turns", id(self.weights.cos)), lambda: self._turns(rows))
         q, kv = turn(p.q.view(len(p.q), shape.heads, shape.dim), cos[:, None], sin[:, None]), turn(p.kv, cos, sin)
-        visible, entries = self._seen(p, rows, pooled), pooled[1] if pooled else kv[None, :0]
+        visible, entries = self._visible(p, rows, pooled), pooled[1] if pooled else kv[None, :0]
         window = self._keys(rows, visible, ring.shape[1])
         if rows.alone:  # they may follow each other in one ring
             rows.keep(ring, kv)
@@ -96,7 +96,7 @@ class SharedKvHeads:
     def _turns(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         return self.weights.cos[rows.positions], self.weights.sin[rows.positions]
 
-    def _seen(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> Seen | None:
+    def _visible(self, p: Projected, rows: StepRows, pooled: tuple[Tensor, ...]) -> Seen | None:
         """Entries that rows see, the new ones among them."""
         if self._entries is None:
             return None

@@ -13,8 +13,8 @@ from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 class CpuSpaceFolds(CpuFolds):
     """`SpaceFolds`."""
 
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = given, weights
+    def spaced(self, inputs: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        (mixed, gate, steps), (decay, bias, through, norm, groups, eps) = inputs, weights
         out, answers = gate.new_empty(gate.shape), mixed.new_empty(gate.shape)
         self._ops.state_space(
             self._view_of(step.batch), groups, mixed, gate, steps, decay, bias, through, norm, memory, answers, out, eps

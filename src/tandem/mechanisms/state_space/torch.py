@@ -35,7 +35,7 @@ class SpaceWeights(NamedTuple):
 class SpaceFolds(Folds, Protocol):
     """`Folds` of state spaces."""
 
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+    def spaced(self, inputs: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
         """[T, H * V], of the gate's type: from the convolution's result to the last projection."""
         ...
 
@@ -43,25 +43,25 @@ class SpaceFolds(Folds, Protocol):
 class TorchSpaceFolds(TorchFolds):
     """`SpaceFolds` in plain torch."""
 
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        return space_result(self.folded(space_tokens(given, weights), step, memory), given, weights)
+    def spaced(self, inputs: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        return space_result(self.folded(space_tokens(inputs, weights), step, memory), inputs, weights)
 
 
-def space_tokens(given: SpaceInputs, weights: SpaceWeights) -> Tokens:
-    mixed, inner = given.mixed, len(weights.norm)
-    long = F.softplus(given.steps.to(mixed.dtype) + weights.bias)
+def space_tokens(inputs: SpaceInputs, weights: SpaceWeights) -> Tokens:
+    mixed, inner = inputs.mixed, len(weights.norm)
+    long = F.softplus(inputs.steps.to(mixed.dtype) + weights.bias)
     written, queries = mixed[:, inner:].unflatten(1, (2, weights.groups, -1)).unbind(1)
     values = mixed[:, :inner].unflatten(1, (len(weights.decay), -1)) * long[..., None]
     return Tokens(queries, written, values, (long * weights.decay)[..., None])
 
 
-def space_result(seen: Tensor, given: SpaceInputs, weights: SpaceWeights) -> Tensor:
+def space_result(answers: Tensor, inputs: SpaceInputs, weights: SpaceWeights) -> Tensor:
     """[T, H * V], of the gate's type, of what memories answer [T, H, V]."""
-    values = given.mixed[:, : len(weights.norm)].unflatten(1, seen.shape[1:])
-    y = (seen + values * weights.through[:, None]).flatten(1) * F.silu(given.gate.to(seen.dtype))
+    values = inputs.mixed[:, : len(weights.norm)].unflatten(1, answers.shape[1:])
+    y = (answers + values * weights.through[:, None]).flatten(1) * F.silu(inputs.gate.to(answers.dtype))
     parts = y.unflatten(1, (weights.groups, -1))
     parts = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + weights.eps)
-    result: Tensor = (parts.flatten(1) * weights.norm).to(given.gate.dtype)
+    result: Tensor = (parts.flatten(1) * weights.norm).to(inputs.gate.dtype)
     return result
 
 

@@ -82,16 +82,16 @@ class HyperStreams:
     def entered(self, streams: Tensor) -> tuple[Tensor, Mix]:
         """A block's rows [T, hidden], and how its result returns."""
         n = self.shape.streams
-        logits = self._made(streams)
+        logits = self._mix_logits(streams)
         shares = logits.sigmoid()
         balanced = _balanced(logits[:, 2 * n : (2 + n) * n].unflatten(-1, (n, n)), self.shape)
         return self._weighed(streams, shares), Mix(2 * shares[:, n : 2 * n], balanced)
 
     def summed(self, streams: Tensor) -> Tensor:
         """The rows [T, hidden] that follow the last block."""
-        return self._weighed(streams, self._made(streams).sigmoid())
+        return self._weighed(streams, self._mix_logits(streams).sigmoid())
 
-    def _made(self, streams: Tensor) -> Tensor:
+    def _mix_logits(self, streams: Tensor) -> Tensor:
         """Projection of the streams, normed together. The norm is one number for each row, and comes last."""
         flat = streams.flatten(1).float()
         norm = torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)

@@ -33,9 +33,9 @@ class TokenChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.key, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, kept: Sequence[Arrays]) -> Chosen | None:
-        """x [T, hidden], normed; latent [T, q_rank], of the queries; kept: of the layer, with the indexer's keys."""
-        ((_, keys),) = kept
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> Chosen | None:
+        """x [T, hidden], normed; latent [T, q_rank], of the queries; cache: of the layer, with the indexer's keys."""
+        ((_, keys),) = cache
         return self.index(self.query(latent), self.key(x), self.gates(x, torch.float32), p.batch, keys)
 
 
@@ -55,8 +55,8 @@ class PooledChoice:
     def reads(self) -> list[SureRead]:
         return sure_reads(self.query, self.keys, self.gates)
 
-    def __call__(self, x: Tensor, latent: Tensor, p: Pass, kept: Sequence[Arrays]) -> Chosen:
+    def __call__(self, x: Tensor, latent: Tensor, p: Pass, cache: Sequence[Arrays]) -> Chosen:
         """As `TokenChoice`'s."""
-        (tokens,), (ring,), (keys,) = kept
+        (tokens,), (ring,), (keys,) = cache
         new_keys = self.keys(x)
         return self.index(self.query(latent), new_keys, self.gates(x, torch.float32), p, PooledKeys(tokens, ring, keys))

@@ -53,12 +53,12 @@ class CpuPooledIndex:
             ops.pool, ops.tier, shape.heads, shape.dim, 0, shape.budget, neighbours=False, tokens=shape.pool
         )
 
-    def __call__(self, q: Tensor, made: Tensor, gates: Tensor, step: Step, kept: PooledKeys) -> Chosen:
+    def __call__(self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: Step, cache: PooledKeys) -> Chosen:
         s, w = self._shape, self._weights
-        close_pools(made, step.rows, kept, s, w)
+        close_pools(raw_keys, step.rows, cache, s, w)
         chosen, no_rotation = _empty(s, gates), gates.new_empty((1, 0))
-        view = self._ops.view_of(step.batch, kept.tokens)
-        self._index.choose(view, q, None, gates, w.norm, w.bias, no_rotation, no_rotation, kept.keys, *chosen, s.eps)
+        view = self._ops.view_of(step.batch, cache.tokens)
+        self._index.choose(view, q, None, gates, w.norm, w.bias, no_rotation, no_rotation, cache.keys, *chosen, s.eps)
         return chosen
 
 

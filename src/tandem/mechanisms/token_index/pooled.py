@@ -37,11 +37,11 @@ class PooledKeys(NamedTuple):
 class PooledIndex(Protocol):
     """An indexer between its matrices."""
 
-    def __call__(self, q: Tensor, made: Tensor, gates: Tensor, step: Step, kept: PooledKeys) -> Chosen:
-        """q [T, heads * dim], made [T, 2 * dim]: a key, before its norm, and its gates; gates float32 [T, heads] → each
-        row's choice: the tokens of the keys with the highest scores, of equal ones the earliest, and those behind the
-        last whole pool. Scores are float32; a row's choice depends on its own sequence only, not on how that was cut.
-        """
+    def __call__(self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+        """q [T, heads * dim], raw_keys [T, 2 * dim]: a key, before its norm, and its gates; gates float32 [T, heads] →
+        each row's choice: the tokens of the keys with the highest scores, of equal ones the earliest, and those behind
+        the last whole pool. Scores are float32; a row's choice depends on its own sequence only, not on how that was
+        cut."""
         ...
 
 
@@ -51,16 +51,16 @@ class TorchPooledIndex:
     def __init__(self, shape: Index, weights: PoolWeights) -> None:
         self.shape, self.weights, self.wide = shape, weights, weights.norm.dtype
 
-    def __call__(self, q: Tensor, made: Tensor, gates: Tensor, step: Step, kept: PooledKeys) -> Chosen:
-        close_pools(made, step.rows, kept, self.shape, self.weights)
+    def __call__(self, q: Tensor, raw_keys: Tensor, gates: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+        close_pools(raw_keys, step.rows, cache, self.shape, self.weights)
         rows, batch = list[Tensor](), step.batch
-        starts, page = batch.query_starts.tolist(), kept.tokens.shape[1]
+        starts, page = batch.query_starts.tolist(), cache.tokens.shape[1]
         for i, length in enumerate(batch.seq_lens.tolist()):
             at = torch.arange(length)
             token_rows = batch.block_tables[i].long()[at // page] * page + at % page
             for t in range(starts[i], starts[i + 1]):
                 visible = length - starts[i + 1] + t + 1
-                rows.append(token_rows[self._chosen(q[t], gates[t], token_rows[:visible], kept.keys)].int())
+                rows.append(token_rows[self._chosen(q[t], gates[t], token_rows[:visible], cache.keys)].int())
         filled = torch.stack([F.pad(each, (0, self.shape.most - len(each))) for each in rows])
         return Chosen(filled, torch.tensor([len(each) for each in rows], dtype=torch.int32))
 
@@ -74,22 +74,22 @@ class TorchPooledIndex:
         return torch.cat((tokens.flatten(), torch.arange(whole * s.pool, len(token_rows))))
 
 
-def close_pools(made: Tensor, rows: StepRows, kept: PooledKeys, shape: Index, weights: PoolWeights) -> None:
+def close_pools(raw_keys: Tensor, rows: StepRows, cache: PooledKeys, shape: Index, weights: PoolWeights) -> None:
     """Writes keys whose last tokens are among the rows, and keeps what the rows have made. Weights of a pool's keys are
     rounded to the keys' type, as Transformers does."""
     dim, pool, wide = shape.dim, shape.pool, weights.norm.dtype
-    normed = F.layer_norm(made[:, :dim].to(wide), (dim,), weights.norm, weights.bias, shape.eps)
-    new = torch.cat((normed.to(made.dtype), made[:, dim:]), 1)
+    normed = F.layer_norm(raw_keys[:, :dim].to(wide), (dim,), weights.norm, weights.bias, shape.eps)
+    new = torch.cat((normed.to(raw_keys.dtype), raw_keys[:, dim:]), 1)
     closing = rows.once(("closing", pool), lambda: ((rows.positions + 1) % pool == 0).nonzero().flatten())
     if len(closing):
-        tokens = rows.joined(kept.ring, new)[rows.keys_of(kept.ring.shape[1], pool).flip(1)[closing]]
+        tokens = rows.joined(cache.ring, new)[rows.keys_of(cache.ring.shape[1], pool).flip(1)[closing]]
         keys, gates = tokens.split(dim, -1)
-        shares = _shares(gates.to(wide) + weights.places).to(made.dtype).to(wide)
+        shares = _shares(gates.to(wide) + weights.places).to(raw_keys.dtype).to(wide)
         total = shares[:, 0] * keys[:, 0].to(wide)
         for i in range(1, pool):  # one after the other: bits must not depend on how many close together
             total += shares[:, i] * keys[:, i].to(wide)
-        kept.keys.flatten(0, 1)[rows.cache_slots[closing] // pool] = total[:, None].to(kept.keys.dtype)
-    rows.keep(kept.ring, new)
+        cache.keys.flatten(0, 1)[rows.cache_slots[closing] // pool] = total[:, None].to(cache.keys.dtype)
+    rows.keep(cache.ring, new)
 
 
 def _shares(gates: Tensor) -> Tensor:

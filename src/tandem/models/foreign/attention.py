@@ -63,13 +63,13 @@ def attend(
         if starts[s] == starts[s + 1]:
             continue
         first = max(0, int(batch.positions[starts[s]]) - call.window + 1) if call.window else 0
-        k, v = (_kept(pages, batch.block_tables[s], first, length) for pages in (k_pages, v_pages))
+        k, v = (_rows_of(pages, batch.block_tables[s], first, length) for pages in (k_pages, v_pages))
         ages = batch.positions[rows, None] - torch.arange(first, length, device=q.device)
         out[rows] = _of_sequence(q[rows], k, v, ages, call, sinks)
     return out
 
 
-def _kept(pages: Tensor, table: Tensor, first: int, length: int) -> Tensor:
+def _rows_of(pages: Tensor, table: Tensor, first: int, length: int) -> Tensor:
     """Rows first … length - 1 of a sequence, [n, G, D]."""
     size = pages.shape[1]
     whole = pages[table[first // size : -(-length // size)].long()].flatten(0, 1)

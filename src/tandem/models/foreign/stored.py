@@ -44,7 +44,7 @@ class StoredTensors:
         wide = any(pattern.search(name) for pattern in self._wide)
         return torch.float32 if wide else self.targets[name].dtype
 
-    def made(self, name: str) -> dict[str, Tensor]:
+    def tensors_of(self, name: str) -> dict[str, Tensor]:
         """The tensor `name`, and those that come with it, copied in their dtypes. Raises CheckpointError."""
         source = self.source(name)
         if source is None:

@@ -90,7 +90,7 @@ class WeightLoader:
         return self._resident(name) if self._stored.source(name) is not None else None
 
     def _resident(self, name: str) -> Tensor:
-        return self._b.ops.resident(self._stored.made(name)[name])
+        return self._b.ops.resident(self._stored.tensors_of(name)[name])
 
     def _is_table(self, module: str) -> bool:
         plain = type(self._model.get_submodule(module)) is nn.Embedding
@@ -107,7 +107,7 @@ class WeightLoader:
             return
         if self._stored.source(name) is None and self._stored.may_lack(name):
             return
-        for target, tensor in self._stored.made(name).items():
+        for target, tensor in self._stored.tensors_of(name).items():
             put(self._model, target, self._b.ops.resident(tensor))
 
     def _load_experts(self, layer: int) -> None:

@@ -113,7 +113,7 @@ class _Block:
                 yield
         attention.show(torch.cat([k for _, k, _ in parts]), torch.cat([v for _, _, v in parts]))
         for rows, (q, _, _) in zip(tiles, parts, strict=True):
-            x[rows] += self._out(attention.seen(q))
+            x[rows] += self._out(attention.attend(q))
             if cut:
                 yield
         parts.clear()

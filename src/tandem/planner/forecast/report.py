@@ -75,7 +75,7 @@ class Report:
         }  # fmt: skip
 
 
-def report(name: str, question: Question, refused: tuple[str, ...] = (), asked: Asked = Asked()) -> Report:
+def report(name: str, question: Question, refused: tuple[str, ...] = (), load: Asked = Asked()) -> Report:
     """refused: what of the command line cannot be met anywhere."""
     about, speeds = (name, machine_text(question.machine)), question.speeds
     try:
@@ -84,7 +84,7 @@ def report(name: str, question: Question, refused: tuple[str, ...] = (), asked: 
         ledgers, notices = _needs(question)
         reasons, ways = (*refused, *error.reasons), ways_to_fit(question)
         return Report(*about, reasons, None, ledgers, None, speeds, ways, [], notices)
-    predicted = question.predicted(plan, asked.batches, asked.context, asked.prompt)
+    predicted = question.predicted(plan, load.batches, load.context, load.prompt)
     if refused:
         return Report(*about, refused, None, plan.ledgers, predicted, speeds, [], [], plan.notices)
     used = ways_to_use_gpu(question, plan)

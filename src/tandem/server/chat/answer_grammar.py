@@ -92,11 +92,11 @@ def grammar_field(fields: GrammarFields) -> str | None:
 def _all(fields: GrammarFields) -> dict[str, Grammar]:
     names = [field.name for field in msgspec.structs.fields(OpenAIGrammarFields) if field.name in _MAKERS]
     field_values = {name: value for name in names if (value := getattr(fields, name, None)) not in (None, "", [])}
-    grammars = {name: _made(name, value) for name, value in field_values.items()}
+    grammars = {name: _grammar(name, value) for name, value in field_values.items()}
     return {name: grammar for name, grammar in grammars.items() if grammar is not None}
 
 
-def _made(name: str, value: Any) -> Grammar | None:
+def _grammar(name: str, value: Any) -> Grammar | None:
     try:
         return _MAKERS[name](value)
     except RequestError as error:

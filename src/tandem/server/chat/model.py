@@ -226,7 +226,7 @@ def speaking_of(
     fit = _tried(fit_template, TemplateFit(), render, tools)
     unknown = tool_syntax is None or not (fit.tools or fit.reads_back)
     speaking = Speaking(tools, reasoning, fit, turns, describe=unknown or not fit.tools, calls_as_text=unknown)
-    log.info("%s", _told(speaking, named=tool_parser is not None))
+    log.info("%s", _summary(speaking, named=tool_parser is not None))
     return speaking
 
 
@@ -244,7 +244,7 @@ def _fallback() -> ToolFormat:
     return fallback
 
 
-def _told(speaking: Speaking, named: bool) -> str:
+def _summary(speaking: Speaking, named: bool) -> str:
     """One line for the log."""
     assert speaking.tool_format is not None
     how = "named" if named else "found in the chat template"

@@ -137,7 +137,7 @@ class Wire:
 
     async def ask(self, method: str, target: str, headers: Headers = (), body: bytes = b"") -> Answer:
         """target: path and query, as sent. The caller reads all of the answer, or closes it. Raises EngineError."""
-        answer = self._kept() or await self._connect()
+        answer = self._newest_free() or await self._connect()
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         head = f"{method} {target} HTTP/1.1\r\nhost: localhost\r\n".encode("latin-1")
         answer.ask(b"%b%bcontent-length: %d\r\n\r\n%b" % (head, lines, len(body), body))
@@ -165,7 +165,7 @@ class Wire:
         for answer in list(self._free):
             answer.close()
 
-    def _kept(self) -> Answer | None:
+    def _newest_free(self) -> Answer | None:
         """The one that was used last; older ones may be about to be closed."""
         while self._free:
             answer = self._free.pop()

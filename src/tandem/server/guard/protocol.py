@@ -126,9 +126,9 @@ class GuardedProtocol(AnsweringProtocol):
         """The next part of the request, within so many seconds; None: nothing."""
         if self._sending is not None:
             self._sending.cancel()
-        self._sending = None if seconds is None else self.loop.call_later(seconds, self._late, seconds)
+        self._sending = None if seconds is None else self.loop.call_later(seconds, self._time_out, seconds)
 
-    def _late(self, seconds: float) -> None:
+    def _time_out(self, seconds: float) -> None:
         if self.flow.read_paused:  # it is we who do not read
             self._expect(seconds)
             return

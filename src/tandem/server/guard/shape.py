@@ -30,18 +30,18 @@ class Shape:
         """Whether anything in it is an object with fixed names."""
         return self.fields is not None or (self.items is not None and self.items.has_fields)
 
-    def find_unknown(self, value: Any, path: str, found: dict[str, Any]) -> None:
-        """Adds the names that say something to `found`, each with its first value. `value` fits the type."""
+    def find_unknown(self, value: Any, path: str, unknown: dict[str, Any]) -> None:
+        """Adds the names that say something to `unknown`, each with its first value. `value` fits the type."""
         if isinstance(value, list) and self.items is not None:
             for item in value:
-                self.items.find_unknown(item, f"{path}[]", found)
+                self.items.find_unknown(item, f"{path}[]", unknown)
         elif isinstance(value, dict) and self.fields is not None:
             for name, inner in value.items():
                 known = self.fields.get(name)
                 if known is not None:
-                    known.find_unknown(inner, f"{path}.{name}", found)
+                    known.find_unknown(inner, f"{path}.{name}", unknown)
                 elif not says_nothing(inner):
-                    found.setdefault(f"{path}.{name}", inner)
+                    unknown.setdefault(f"{path}.{name}", inner)
 
     def without_nulls(self, value: Any) -> Any:
         """The same where a null of such a field is left out: that is what clients mean by it."""

@@ -113,7 +113,7 @@ class OpenTelemetry:
         model = self._model()
         attributes = {
             "gen_ai.operation.name": kind, "gen_ai.provider.name": "tandem", "gen_ai.request.model": model,
-            "gen_ai.response.model": model, "gen_ai.response.id": requests[0].id, **_asked(requests[0].sampling),
+            "gen_ai.response.model": model, "gen_ai.response.id": requests[0].id, **_attributes(requests[0].sampling),
         }  # fmt: skip
         parent = self._parent_of(carrier=dict(headers))
         span = self._tracer.start_span(f"{kind} {model}", parent, SpanKind.SERVER, attributes)
@@ -164,7 +164,7 @@ class _RequestSpan:
         self._span.end()
 
 
-def _asked(sampling: SamplingParams) -> dict[str, Any]:
+def _attributes(sampling: SamplingParams) -> dict[str, Any]:
     """Only what says something."""
     attributes = {
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,

@@ -200,7 +200,7 @@ class ImageReader:
                 self._unreadable[name] = Unreadable(str(error))
                 _shrink(self._unreadable)
             raise
-        return picture if sizes else self._kept(name, picture)
+        return picture if sizes else self._cached(name, picture)
 
     def _decoded(self, data: bytes, where: str, most: int, sizes: bool, budget: Budget) -> Seen:
         began = time.monotonic()
@@ -214,7 +214,7 @@ class ImageReader:
         pixels = None if sizes else Pixels(resized, self._processor)
         return Seen(rows, decoded.source_pixels, decoded.frames > 1, pixels)
 
-    def _kept(self, name: Name, picture: Seen) -> Seen:
+    def _cached(self, name: Name, picture: Seen) -> Seen:
         """The same; another file's pixels where they are equal. Raises ApiError 429 where running requests hold too
         many."""
         assert picture.pixels is not None

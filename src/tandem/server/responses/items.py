@@ -63,7 +63,7 @@ class Items:
             case Finish(reason):
                 yield from self._close("completed" if reason in ("stop", "tool_calls") else "incomplete")
 
-    def said(self) -> Message:
+    def message(self) -> Message:
         """For what comes after this response. Nobody can answer a call that was cut, so it is left out."""
         texts: dict[str, list[str]] = {"message": [], "reasoning": []}
         for item in self.done:

@@ -87,7 +87,7 @@ async def _answer(
 
     def keep(response: Response, items: Items) -> None:
         if body.store is not False:
-            messages = (*earlier, *input_messages(body, state.sight([])), items.said())
+            messages = (*earlier, *input_messages(body, state.sight([])), items.message())
             items_json = {item["id"]: msgspec.json.encode(item) for item in items.done}
             store.put(response_id, Stored(messages, msgspec.json.encode(response), items_json))
 

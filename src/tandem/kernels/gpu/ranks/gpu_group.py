@@ -28,7 +28,7 @@ class GpuGroup:
         """Raises EngineError where there is none."""
         self._rank, self._ranks, self._device = meeting.rank, meeting.ranks, device
         self.seconds: dict[str, float] = {}  # of a sum of TRIED_BYTES, by lane
-        lane_by_name = dict(self._made(meeting, lanes))
+        lane_by_name = dict(self._usable_lanes(meeting, lanes))
         if not lane_by_name:
             raise EngineError(f"no way between GPUs works: {'; '.join(self.failures)}")
         best = min(self.seconds, key=lambda name: self.seconds[name])
@@ -39,7 +39,7 @@ class GpuGroup:
         times = [f"{name} {seconds * 1e6:.1f} us" for name, seconds in self.seconds.items()]
         return ", ".join([*times, *self.failures])
 
-    def _made(self, meeting: Meeting, lanes: tuple[str, ...]) -> Iterator[tuple[str, Lane]]:
+    def _usable_lanes(self, meeting: Meeting, lanes: tuple[str, ...]) -> Iterator[tuple[str, Lane]]:
         """Those that work and are right on all ranks."""
         self.failures: list[str] = []
         for name in lanes:

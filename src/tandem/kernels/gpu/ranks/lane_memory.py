@@ -35,7 +35,7 @@ class LaneMemory:
         handles = meeting.share(f"{lane}-handle", handle)
         if all(handles):
             try:
-                self.addresses = [self._seen(rank, handles[rank]) for rank in range(meeting.ranks)]
+                self.addresses = [self._address(rank, handles[rank]) for rank in range(meeting.ranks)]
             except (EngineError, OSError) as error:
                 failure = str(error)
         if not meeting.agree(f"{lane}-opened", all(handles) and not failure):
@@ -53,7 +53,7 @@ class LaneMemory:
         _mapped_memory.append(descriptor)
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode()
 
-    def _seen(self, rank: int, handle: bytes) -> int:
+    def _address(self, rank: int, handle: bytes) -> int:
         if self.lane == "host":
             return self._mapped(handle.decode())
         if rank == self._meeting.rank:

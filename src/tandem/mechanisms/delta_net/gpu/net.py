@@ -12,7 +12,7 @@ from tandem.mechanisms.delta_net.gpu.prompt import Chunks, prompt
 from tandem.mechanisms.delta_net.gpu.step import multiplies, step
 from tandem.mechanisms.delta_net.gpu.verify import verify
 from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Gates, made
+from tandem.mechanisms.delta_net.torch import DeltaState, DeltaWeights, Gates, gate_matrix
 
 
 class GpuDelta:
@@ -46,11 +46,11 @@ class GpuDelta:
         single = sequences if rows == sequences else batch.single_rows
         out, projected = projected.new_empty((rows, self._shape.values)), projected.contiguous()
         if single and batch.folded is None:
-            gates = gates if multiplies(gates) else made(gates).contiguous()
+            gates = gates if multiplies(gates) else gate_matrix(gates).contiguous()
             step(self._shape, self._weights, (projected, gates), batch, single, state, out)
             if single == sequences:
                 return out
-        bound = self._shape, self._weights, (projected, made(gates).contiguous())
+        bound = self._shape, self._weights, (projected, gate_matrix(gates).contiguous())
         if single and batch.folded is not None:
             verify(*bound, batch, range(single), state, out)
         if single < sequences:

@@ -13,9 +13,9 @@ from tandem.mechanisms.state_space.torch import SpaceInputs, SpaceWeights
 class GpuSpaceFolds(GpuFolds):
     """`SpaceFolds`."""
 
-    def spaced(self, given: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
-        answers = answered(stepped(given, weights), step.batch, memory)
-        return left(answers, given, step.rows.copied if is_alone(step.batch, answers) else None, weights)
+    def spaced(self, inputs: SpaceInputs, step: Step, memory: Tensor, weights: SpaceWeights) -> Tensor:
+        answers = answered(stepped(inputs, weights), step.batch, memory)
+        return left(answers, inputs, step.rows.copied if is_alone(step.batch, answers) else None, weights)
 
 
 def bound(ops: object, shape: object) -> GpuSpaceFolds:

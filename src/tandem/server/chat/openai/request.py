@@ -158,7 +158,7 @@ def _message(message: ChatMessage, where: str, sight: Sight) -> Message:
     role = _ROLES[message.role]
     if message.tool_calls and role != "assistant":
         raise RequestError(f"{where}.tool_calls: only assistants call tools", f"{where}.tool_calls")
-    thoughts, parts = _apart(message)
+    thoughts, parts = _split(message)
     return Message(
         role,
         _content(parts, message.refusal, role, where, sight),
@@ -175,7 +175,7 @@ def _call(call: ToolCallBody, where: str) -> ToolCall:
     return ToolCall(call.id or where, call.function.name, call.function.arguments)
 
 
-def _apart(message: ChatMessage) -> tuple[str | None, str | list[ContentPart] | None]:
+def _split(message: ChatMessage) -> tuple[str | None, str | list[ContentPart] | None]:
     """An assistant's thoughts, and what else it said."""
     if message.role != "assistant" or not isinstance(message.content, list):
         return None, message.content

@@ -116,7 +116,7 @@ class ChatWriter:
     def _chunks(self, output: TokenOutput) -> list[ChatChunkChoice]:
         events = self._answer(output.index).events(output)
         choices = [choice for event in events if (choice := self._of(output.index, event)) is not None]
-        extra = self._told(output)
+        extra = self._token_fields(output)
         if not extra:
             return choices
         if not choices or choices[0].finish_reason is not None:  # the text is held back
@@ -137,7 +137,7 @@ class ChatWriter:
                 return ChatChunkChoice(index, Delta(), None, reason)
         return None
 
-    def _told(self, output: TokenOutput) -> dict[str, Any]:
+    def _token_fields(self, output: TokenOutput) -> dict[str, Any]:
         """Fields about the output's tokens, beside their text."""
         fields: dict[str, Any] = {}
         if self._with_logprobs and output.logprobs:

@@ -19,13 +19,13 @@ class AnswerReader:
     def __init__(
         self,
         source: Source,
-        said: Said,
+        sink: Said,
         call: CallWriter,
         tools: ToolFormat | None,
         reasoning: ReasoningFormat | None,
     ) -> None:
         self._source = source
-        self._said = said
+        self._said = sink
         self._call_writer = call
         self._tools = tools
         self._reasoning = reasoning

@@ -19,9 +19,9 @@ class ChannelReader:
     `split` False: reasoning is text. A message to a tool that is not known is text, with its markers.
     """
 
-    def __init__(self, source: Source, said: Said, call: CallWriter, syntax: Channels, split: bool) -> None:
+    def __init__(self, source: Source, sink: Said, call: CallWriter, syntax: Channels, split: bool) -> None:
         self._source = source
-        self._said = said
+        self._said = sink
         self._call = call
         self._syntax = syntax
         self._split = split
