@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field
@@ -38,6 +39,7 @@ from tandem.server.openai_sampling import (
     wants_usage,
 )
 from tandem.server.openai_schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -58,7 +60,7 @@ async def complete(state: ServerState, http: Request) -> Response:
     with state.admitted():
         prompts = await _read_prompts(state, _split(body.prompt), body)
         completion_id = request_id(body, "cmpl")
-        with named({"grammar": grammar_field(body) or "grammar"}):
+        with named(names_in(Dialect.OPENAI) | {"grammar": grammar_field(body) or "grammar"}):
             generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
             writer = _CompletionWriter(state, body, prompts, completion_id)
             if body.stream:
@@ -131,13 +133,14 @@ def _limit(state: ServerState, body: CompletionRequest, prompt_tokens: int) -> i
 
 def _sampling(state: ServerState, body: CompletionRequest, limit: int) -> SamplingParams:
     prompt_logprobs = body.logprobs if body.echo else None
+    sent = sent_parameters(body, Dialect.OPENAI)
     return sampling_of(
         body,
         state.sampling_defaults,
         max_tokens=limit,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
-        dry_breakers=dry_breakers(body, state.tokenizer),
+        dry_breakers=dry_breakers(body.dry_sequence_breakers, sent, state.tokenizer),
     )
 
 
@@ -153,10 +156,11 @@ class _CompletionWriter:
             "created": int(time.time()),
             "model": state.model_name,
         }
-        self._n = body.n or 1
+        sent = sent_parameters(body, Dialect.OPENAI)
+        self._n = sent.get("n", 1)
         self._prompts = prompts
         self._echo = bool(body.echo)
-        self._skip_special = body.skip_special_tokens is not False
+        self._skip_special = sent.get("skip_special_tokens", True)
         self._prompt_only = body.max_tokens == 0
         self._top = body.logprobs
         self._with_ids = bool(body.return_token_ids)

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import json_response, read_fields
 from tandem.server.chat.answer_grammar import grammar_field, grammar_of
@@ -19,7 +20,8 @@ from tandem.server.fields import name_ignored, read_fields_as, refuse_misspelt
 from tandem.server.generation import DONE, Answer, Generation, Writing, comment, frame, openai_failure
 from tandem.server.limits import MAX_PROMPTS
 from tandem.server.logprobs import sglang_logprobs, sglang_top_logprobs
-from tandem.server.openai_sampling import NARROWING, dry_breakers, logit_bias, new_id, stop_strings
+from tandem.server.openai_sampling import dry_breakers, logit_bias, new_id, stop_strings
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.sglang_images import Shown, with_images
 from tandem.server.sglang_schema import FinishReason, MetaInfo, SglangAnswer, SglangRequest, SglangSampling
 from tandem.server.state import ServerState
@@ -27,7 +29,6 @@ from tandem.server.state import ServerState
 T = TypeVar("T")
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
-_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # SGLang's
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def _names(body: SglangRequest) -> dict[str, str]:
     params = body.sampling_params
     each = params if isinstance(params, list) else [params or SglangSampling()]
     grammar = next((name for one in each if (name := grammar_field(one))), "grammar")
-    return _NAMES | {"prompt": "text" if body.input_ids is None else "input_ids", "grammar": grammar}
+    return names_in(Dialect.SGLANG) | {"prompt": "text" if body.input_ids is None else "input_ids", "grammar": grammar}
 
 
 async def _asks(state: ServerState, body: SglangRequest) -> tuple[list[_Ask], bool]:
@@ -129,27 +130,19 @@ def _sampling(
     limit = p.max_new_tokens
     if isinstance(limit, msgspec.UnsetType):
         limit = max(1, min(DEFAULT_MAX_NEW_TOKENS, state.answer_room(prompt_tokens)))
-    same: dict[str, Any] = {name: getattr(p, name) for name in _SAME_NAME}
+    same = sent_parameters(p, Dialect.SGLANG)
     return SamplingParams(
         **same,
         max_tokens=limit,
-        min_tokens=p.min_new_tokens,
-        seed=p.sampling_seed,
         logit_bias=logit_bias(p.logit_bias),
         grammar=grammar_of(p),
         stop=stop_strings(p.stop),
         stop_token_ids=tuple(p.stop_token_ids or ()),
         include_stop=p.no_stop_trim,
-        dry_breakers=dry_breakers(p, state.tokenizer),
+        dry_breakers=dry_breakers(p.dry_sequence_breakers, same, state.tokenizer),
         logprobs=top,
         prompt_logprobs=None if top is None else prompt_top,
     )
-
-
-_SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "ignore_eos", "skip_special_tokens", "n", *NARROWING,
-)  # fmt: skip
 
 
 class _Writer:

@@ -9,10 +9,11 @@ from typing import Any
 from tandem.checkpoint import read_generation
 from tandem.engine.limits import validate
 from tandem.engine.protocol import SamplingParams
+from tandem.engine.sampling.parameters import recommended
 from tandem.errors import CheckpointError, RequestError
 from tandem.flags.engine_config import EngineConfig
 
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+FIELDS = recommended()
 
 # What else generation_config.json may say of the choice of tokens, and its values that say nothing. Lengths
 # (`max_length`, `max_new_tokens`, `max_time`) are a request's, and the rest is about how Transformers computes.

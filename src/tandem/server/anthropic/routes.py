@@ -7,6 +7,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.server.anthropic.request import conversation_of, left_out
 from tandem.server.anthropic.schema import CountRequest, Message, MessagesRequest, TokenCountBody
 from tandem.server.anthropic.writer import MessageWriter
@@ -18,13 +19,14 @@ from tandem.server.fields import name_ignored, read_as
 from tandem.server.generation import Generation
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState, cut_to_room
 
 T = TypeVar("T", bound=CountRequest)
 
 _NAMES = {
-    "prompt": "messages", "stop": "stop_sequences", "continue_final_message": "messages",
-    "response_format": "output_config.format",
+    **names_in(Dialect.ANTHROPIC),
+    "prompt": "messages", "continue_final_message": "messages", "response_format": "output_config.format",
 }  # fmt: skip
 # What says how much to think is a wish here, as it is at Anthropic: clients send it to every model.
 _WISHES: Wishes = {
@@ -95,11 +97,6 @@ def _format(body: CountRequest) -> ResponseFormat | None:
 
 
 def _sampling(state: ServerState, body: MessagesRequest) -> SamplingParams:
-    same = SamplingBody(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=body.stop_sequences,
-        response_format=_format(body),
-    )
-    return sampling_of(same, state.sampling_defaults, max_tokens=body.max_tokens)
+    same = sent_parameters(body, Dialect.ANTHROPIC)
+    sampling = SamplingBody(stop=body.stop_sequences, response_format=_format(body), **same)
+    return sampling_of(sampling, state.sampling_defaults, max_tokens=body.max_tokens)

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.engine.sampling.parameters import Dialect
 from tandem.server.chat.openai.schema import ToolName
 from tandem.server.limits import MAX_MESSAGES, MAX_TOOLS
-from tandem.server.openai_schema import Int64
+from tandem.server.sampling_bodies import Int64, with_parameters
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -90,15 +91,13 @@ class CountRequest(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
 
 
+@with_parameters(Dialect.ANTHROPIC)
 class MessagesRequest(CountRequest, kw_only=True):
-    """POST /v1/messages. The fields from `metadata` on change nothing here."""
+    """POST /v1/messages. `metadata`, `service_tier` and `cache_control` change nothing here."""
 
     max_tokens: Int64
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int64 | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     cache_control: Any = None

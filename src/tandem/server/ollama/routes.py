@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from tandem.engine.limits import validate
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.planner.forecast.ledger import VRAM
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_parser import AnswerRules
@@ -42,9 +43,7 @@ from tandem.server.state import ServerState, cut_to_room
 # The Ollama whose interface this is. Clients refuse a server with a lower version than they want: VS Code 0.6.4, Codex
 # 0.13.4. Tandem's own is at /version.
 INTERFACE = "0.14.3"
-_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-_NAMES = {name: f"options.{name}" for name in _OPTIONS} | {
-    "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
+_NAMES = {ours: f"options.{theirs}" for ours, theirs in names_in(Dialect.OLLAMA).items()} | {
     "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format",
     "continue_final_message": "messages",
 }  # fmt: skip

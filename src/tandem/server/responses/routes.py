@@ -8,6 +8,7 @@ from fastapi import Response as HttpResponse
 
 from tandem.engine.limits import TOO_LONG
 from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
@@ -32,12 +33,12 @@ from tandem.server.responses.schema import (
 from tandem.server.responses.store import ResponseStore, Stored
 from tandem.server.responses.tools import left_out, offer_of
 from tandem.server.responses.writer import ResponseWriter, begun, refused
+from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState, cut_to_room
 
 _NAMES = {
-    "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort", "enable_thinking": "reasoning.effort",
-    "response_format": "text.format",
+    **names_in(Dialect.RESPONSES), "prompt": "input", "messages": "input", "reasoning_effort": "reasoning.effort",
+    "enable_thinking": "reasoning.effort", "response_format": "text.format",
 }  # fmt: skip
 # As for Anthropic's clients: agents send an effort to every model.
 _WISHES: Wishes = {
@@ -165,7 +166,6 @@ def _format(text: TextBody | None) -> ResponseFormat | None:
 
 
 def _sampling(state: ServerState, body: ResponsesRequest) -> SamplingParams:
-    same = SamplingBody(
-        temperature=body.temperature, top_p=body.top_p, response_format=_format(body.text)
-    )
-    return sampling_of(same, state.sampling_defaults, max_tokens=body.max_output_tokens)
+    same = sent_parameters(body, Dialect.RESPONSES)
+    sampling = SamplingBody(response_format=_format(body.text), **same)
+    return sampling_of(sampling, state.sampling_defaults, max_tokens=body.max_output_tokens)
