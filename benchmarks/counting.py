@@ -1,4 +1,4 @@
-"""What counting the chosen experts costs a decode step: the same model with and without, in turn, in one process.
+"""Cost of counting the chosen experts in a decode step: the same model with and without, in turn, in one process.
 
     PYTHONPATH=src python benchmarks/counting.py demo --batch 1 --batch 8
     PYTHONPATH=src python benchmarks/counting.py --config qwen3-30b-a3b --layers 48 --json counting.json

@@ -66,7 +66,7 @@ def bench_module() -> Any:
 
 
 def request_of(bench: Any, asked: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """What a model is built by, and more flags."""
+    """A request that a model is built by, and more flags."""
     if not asked.prompt:
         batches = tuple(asked.batch or [1])
         return bench.Request(
@@ -78,7 +78,7 @@ def request_of(bench: Any, asked: argparse.Namespace) -> tuple[Any, dict[str, An
 
 
 def seconds_of(bench: Any, built: Any, request: Any, what: str, value: int) -> float:
-    """Of a mean step of `value` sequences, or of a prompt of as many tokens after another one."""
+    """Seconds of a mean step of `value` sequences, or of a prompt of as many tokens after another one."""
     if what == "decode":
         return float(next(iter(bench.step_times(built, value, request))))
     prefill = importlib.import_module("tandem.bench.prefill")

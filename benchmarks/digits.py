@@ -50,7 +50,7 @@ class Comparison:
         self.reader = DramReader(self.pool, tier)
 
     def layers(self, shape: Shape, weights: tuple[Weight, Weight, Weight], below: int) -> list[PackedExperts]:
-        """Of one way to multiply: as many layers as make up the working set."""
+        """Layers for one way to multiply: as many layers as make up the working set."""
         layers: list[PackedExperts] = []
         size = 0
         while size < self.working_set or len(layers) < 2:

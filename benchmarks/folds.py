@@ -76,7 +76,7 @@ def memory_of(tokens: Tokens) -> Tensor:
 
 
 def least_ms(tokens: Tokens) -> float:
-    """Of chunks: each row with the memory, with the other rows' keys and with what they add."""
+    """Lower bound by chunks: each row with the memory, with the other rows' keys and with what they add."""
     (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
     nbytes = 4 * (sum(part.numel() for part in tokens if part is not None) + tokens.values.numel())
     corrects = tokens.beta is not None

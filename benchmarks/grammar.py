@@ -1,4 +1,4 @@
-"""What a grammar costs a decode step: the demo model's steps with and without, in turn, another schema in each row.
+"""Cost of a grammar in a decode step: the demo model's steps with and without, in turn, another schema in each row.
 
     python benchmarks/grammar.py [--only masks|compiling] [--out benchmarks/results]
 
@@ -123,7 +123,7 @@ def measure(engine: Engine, batch: int, machine: str) -> Row:
 
 
 def too_large(number: int) -> dict[str, Any]:
-    """What compiling takes all the time that it may have for, and the check before it lets pass."""
+    """A schema whose compiling takes all the time that it may have for, and the check before it lets pass."""
     names = {f"k{number}_{i}": {"type": "string", "maxLength": 3000 + i} for i in range(10)}
     return {"type": "object", "properties": names}
 

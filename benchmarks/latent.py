@@ -143,7 +143,7 @@ Call = Callable[[Tensor], None]
 
 
 def kernels_of(sizes: LatentSizes, attention: Call, whole: Call) -> Iterator[tuple[str, Call, str]]:
-    """What is measured with which kernel."""
+    """Calls to measure, each with its kernel."""
     chosen = "gluon" if sizes.heads > 32 and decode_module.hopper_kernel(DEVICE, sizes) else "triton"
     yield "attention", attention, chosen
     if chosen == "gluon":
@@ -181,7 +181,7 @@ def prompt_rows(shape: Shape) -> Iterator[dict[str, Any]]:
 
 
 def chunk_us(shape: Shape, layer: GpuLatentHeads, new: int, context: int) -> tuple[float, float]:
-    """Of one layer; and milliseconds of the first call."""
+    """Microseconds of one layer; and milliseconds of the first call."""
     s, batch = shape.sizes, batch_of(1, context, new)
     q = torch.randn(new, s.heads * 192, device=DEVICE).bfloat16()
     kv = torch.randn(new, s.width, device=DEVICE).bfloat16()

@@ -1,4 +1,4 @@
-"""What `kt plan` predicts beside what the same model takes on this machine, for several plans.
+"""Predictions of `kt plan` beside what the same model takes on this machine, for several plans.
 
     python benchmarks/plan_measured.py --out benchmarks/results
 

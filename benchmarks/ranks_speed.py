@@ -96,7 +96,7 @@ def placed(request: hybrid.Request, machine: Machine | None, meeting: Meeting | 
 
 
 def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
-    """Of the first rank; the others compute their part."""
+    """Rows of the first rank; the others compute their part."""
     meeting = Meeting(asked.rank, asked.tp, f"{asked.folder}/{what}", 600.0)
     request = request_of(asked, what)
     flags = {} if what == "decode" else {"chunked_prefill_size": 8192, "kt_gpu_prefill_token_threshold": None}
@@ -124,7 +124,7 @@ def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
 def seconds_of(
     asked: argparse.Namespace, what: str, batch: int, request: hybrid.Request
 ) -> Callable[[hybrid.Built], Iterator[float]]:
-    """Of a step, or of a prompt, turn after turn."""
+    """Seconds of a step, or of a prompt, turn after turn."""
     if what == "decode":
         return lambda built: hybrid.step_times(built, batch, request)
     return lambda built: prompt_seconds(built, asked.prompt, asked.repeats)

@@ -168,7 +168,7 @@ def page(model: Headline) -> str:
 
 
 def first_start(model: Headline) -> str:
-    """What comes before the first answer."""
+    """Steps before the first answer."""
     rounds = f" {ROUNDS}" if "INT4" in model.places[0].flags else ""
     size = disk_gb(model)
     return f"It needs about {size} GB of disk. After the download it packs the weights for some minutes.{rounds}"

@@ -131,7 +131,7 @@ def short(value: float) -> str:
 
 
 def needed(found: Report) -> str:
-    """What it would take, of all ways to make it fit."""
+    """Memory that it would take, of all ways to make it fit."""
     memory = [way.change for way in found.to_fit if way.change.endswith("of RAM")]
     return memory[-1] if memory else found.reasons[0].partition(";")[0]
 
@@ -202,7 +202,7 @@ def heading(what: str) -> list[str]:
 
 
 def answer() -> str:
-    """Of a question that many ask."""
+    """Answer to a question that many ask."""
     asked = question("deepseek-v3", MACHINES["workstation, 4090"], None)
     found = report("deepseek-v3", asked)
     ways = "\n".join(f"- {way.change}: {way.brings}{' (lossy)' if way.lossy else ''}" for way in found.to_fit)

@@ -243,7 +243,7 @@ def filled(page: str) -> str:
 
 
 def of_methods() -> dict[str, Any]:
-    """What `kt bench decode` says of the demo model's formats."""
+    """Figures of the demo model's formats, as `kt bench decode` has them."""
     wanted = {f"`--kt-method {method}`": method for method in ("INT8", "INT4")}
     return {
         wanted[row["what"]]: {name: round(row[name], 5) for name in ("kl", "kl_error", "same_top")}

@@ -24,7 +24,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Wish:
-    """What is measured. file: a GGUF file; directory: the same model for engines that read none."""
+    """A measurement to take. file: a GGUF file; directory: the same model for engines that read none."""
 
     file: Path
     directory: Path
@@ -126,7 +126,7 @@ def _served(module: str, command: list[str], wish: Wish, install: str) -> Rates:
 
 
 def _name(client: Any, run: subprocess.Popen[bytes]) -> str:
-    """Of the model, once the server answers."""
+    """Name of the model, once the server answers."""
     from time import monotonic, sleep
 
     from tandem.bench.load_client import LoadError

@@ -81,7 +81,7 @@ def _encoded(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 class _Kept:
-    """What a model's last norm made of each row, by the first page of the sequence whose it is."""
+    """Outputs of a model's last norm for each row, by the first page of the sequence whose it is."""
 
     def __init__(self, model: Any) -> None:
         self._rows, self._pages, self._inner = (
@@ -124,7 +124,7 @@ def _nothing(shape: Any) -> dict[str, Tensor]:
 
 
 def write_draft(folder: Path, model: str, shape: Any, weights: dict[str, Tensor], ids: Tensor) -> None:
-    """What `--speculative-draft-model-path` reads. ids: tokens that are guessed, rising."""
+    """Writes the directory that `--speculative-draft-model-path` reads. ids: tokens that are guessed, rising."""
     from tandem.checkpoint import resolve_model
 
     said = json.loads((resolve_model(model) / "config.json").read_text(encoding="utf-8"))

@@ -35,7 +35,7 @@ class LLM:
     """Loads a model once; `generate` and `chat` batch whatever they are given.
 
     `flags` are the fields of `EngineConfig`, i.e. the server's flags in snake case; an unknown one is an error that
-    names the nearest. Torch is set to one thread in this process: see engine/loader.py.
+    names the nearest. Torch is set to one thread in this process: see engine/start/loader.py.
     `sampling_defaults`: what generation_config.json recommends, for fields that `SamplingParams` leave out.
     """
 

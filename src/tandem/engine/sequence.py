@@ -121,7 +121,7 @@ class Sequence:
         self.leader: Sequence | None = None  # whose prompt pages this one shares (n > 1)
         self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.token_counts: dict[int, int] | None = None  # penalties only, see engine/penalties.py
+        self.token_counts: dict[int, int] | None = None  # penalties only, see engine/sampling/penalties.py
         self.repetitions: Repetitions | None = None  # DRY only
         self.matcher: GrammarMatcher | None = None  # of the answer's grammar, if it has one
 

@@ -2,8 +2,8 @@
 
 Two ways. Outside CUDA graphs the stream copies into pinned memory, the calling thread waits for it, computes, and the
 stream copies back. Inside a graph nobody can be called: kernels post into mapped memory and wait for the answer
-(`mailbox_kernels`, csrc/experts/handoff/mailbox.h), and a thread of its own answers the posts: the calling one may
-stand in a call of the driver that waits for the graph. Host function nodes would do the same at 50 us a layer (measured
+(`mailbox_kernels`, csrc/experts/handoff/mailbox.h). A thread of its own answers the posts. The calling thread may stand
+in a call of the driver that waits for the graph. Host function nodes would do the same at 50 us a layer (measured
 on an H200; this way 8 us).
 
 The GPU's every wait is bounded: if the CPU's side throws, hangs or is gone, the kernels give up after

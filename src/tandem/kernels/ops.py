@@ -207,8 +207,8 @@ class Ops(Protocol):
         ...
 
     def lookup(self, find: Lookup, rows: int, in_ram: bool = False) -> Lookup:
-        """`find` for ids where the operations are: a mapped file's rows as they are, or all `rows` in GPU memory, or
-        with `in_ram` in pinned CPU memory that the GPU reads."""
+        """`find` for ids where the operations are. A mapped file's rows stay as they are; others are all in GPU memory,
+        or with `in_ram` in pinned CPU memory that the GPU reads."""
         ...
 
     def reads(self, weight: WeightCodes) -> bool:

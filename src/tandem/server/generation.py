@@ -214,7 +214,7 @@ class Generation:
 
 
 class Writing(NamedTuple):
-    """`frames(outputs)` gives the bytes of all events of one wake-up (one write), `last()` those of the end, `failed`
+    """`frames(outputs)` gives the bytes of all events of one wake-up (one write); `last()` those of the end, `failed`
     those of another end, `waiting` those that are sent while there are none."""
 
     frames: Callable[[list[TokenOutput]], bytes]

@@ -111,7 +111,7 @@ def check_time_steps(keys: JsonKeys) -> None:
 
 def taps_of(keys: JsonKeys, key: str) -> int:
     taps = keys.optional(key, 4)
-    if not 2 <= taps <= 7:  # csrc/ops/fold.cc has eight, of which a bias is one
+    if not 2 <= taps <= 7:  # csrc/ops/recurrent/fold.cc has eight, of which a bias is one
         raise ConfigError(f"{keys.where}: {key} is {taps}, and must be 2 to 7; try 4")
     return taps
 

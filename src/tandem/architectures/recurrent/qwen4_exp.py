@@ -1,5 +1,5 @@
-"""Qwen3.8-Flash-Next (Qwen4-exp), its text: Qwen3.5's delta nets with a sigmoid for a gate, attention that chooses
-tokens, residual streams that never mix, and n-grams out of a table that is read by row.
+"""Qwen3.8-Flash-Next (Qwen4-exp), its text: Qwen3.5's delta nets with a sigmoid for a gate, and attention that chooses
+tokens. Residual streams never mix. N-grams come out of a table that is read by row.
 
 Transformers leaves the draft layer out. Here all streams pass one norm together, and the token's projection is added to
 each; no published guesses have been compared, but what is guessed is verified.

@@ -68,8 +68,8 @@ TURN_SECONDS = 5e-4
 def for_loading() -> Iterator[None]:
     """How Python runs meanwhile.
 
-    A checkpoint's headers are hundreds of thousands of objects, all of which stay: looking for garbage among them, as
-    Python does when many are made, took as long as making them. The threads that look up tensors take short turns: all
+    A checkpoint's headers are hundreds of thousands of objects, all of which stay. Python looks for garbage when many
+    are made; that took as long as making them. The threads that look up tensors take short turns: all
     workers stand still while the main thread, which gives them the next tensors, waits for the interpreter.
     """
     enabled, turn = gc.isenabled(), sys.getswitchinterval()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """`load_parts` (engine/loader.py) makes them from a config; tests build them by hand."""
+    """`load_parts` (engine/start/loader.py) makes them from a config; tests build them by hand."""
 
     plan: Plan
     model_config: ModelConfig

@@ -1,8 +1,8 @@
 """`PrefillOverlap`: prompts that are computed between steps of those who decode, a slice at a time.
 
 A step of decoding rows and a slice take turns, so a reader waits for both, and never for a whole chunk. A slice is as
-many layers as fit into a share of a decoding step's time. Where a device computes, it is as many as keep it busy, and
-the host gives them while the device is busy with a step: the end of one chunk and the begin of the next, too.
+many layers as fit into a share of a decoding step's time. Where a device computes, it is as many as keep it busy. The
+host launches them while the device is busy with a step: the end of one chunk and the begin of the next, too.
 """
 
 from __future__ import annotations

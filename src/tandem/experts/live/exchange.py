@@ -14,7 +14,7 @@ there:
 
 Each of these leaves a placement that is right. An error before the slot is touched drops the exchange. All that travel
 together end together: the tables are copied twice for all of them. C++ does the work for each, a piece at a time
-(`ExchangeTurn`): the engine's thread makes the copies while it waits for the step's last answer, and the thread that
+(`ExchangeTurn`): the engine's thread makes the copies while it waits for the step's last answer. The thread that
 answers changes places between two answers. What is left is done after the step, for a while.
 
 Memory: one spare place per layer on the CPU (1/128 or 1/512 of a layer), so a layer's exchanges follow each other. On

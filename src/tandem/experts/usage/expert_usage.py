@@ -91,8 +91,8 @@ class Asked:
 class ExpertUsage:
     """Counts of one model. One thread runs steps and reads.
 
-    On a GPU the arrays are int32 and may overflow: what counts is the difference between two readings, which is right
-    as long as no expert gets 2^31 tokens between them.
+    On a GPU the arrays are int32 and may overflow. What counts is the difference between two readings. It is right as
+    long as no expert gets 2^31 tokens between them.
     """
 
     def __init__(

@@ -70,8 +70,8 @@ def sources(model: Any, names: Iterable[str]) -> tuple[dict[str, Source], list[s
 def _spelt_otherwise(
     name: str, target: str, pattern: str | None, targets: Mapping[str, Tensor]
 ) -> tuple[str, str | None]:
-    """The module tensor of a name that Transformers' conversions do not lead to one: the same, or that of a text model
-    inside a multimodal one, whose names a checkpoint has without the part before."""
+    """The module tensor of a name that Transformers' conversions do not lead to one. It is the same name, or that of a
+    text model inside a multimodal one; a checkpoint has such names without the part before."""
     if name in targets:
         return name, None
     inside = target.replace("model.", INSIDE, 1) if target.startswith("model.") else target
