@@ -179,11 +179,11 @@ def measured(ggml: Path | None, only: Collection[str]) -> Iterator[Row]:
     """One after the other: all beside one reference would take 20 GB. only: names of rows; empty: all."""
     from tandem.checkpoint import demo_dir
     from tandem.engine.start.demo_model import prepare_demo
-    from tandem.engine.text.tokenizer import Tokenizer
     from tandem.machine.machine import Machine
     from tandem.quality import text
     from tandem.quality.compare import Candidate, Comparison
     from tandem.quality.stream import LayerStream, Variant
+    from tandem.text.tokenizer import Tokenizer
 
     demo = prepare_demo(demo_dir())
     windows = text.cut(Tokenizer.load(demo), text.default_text(), WINDOW, TOKENS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.text.prompt import draft
 from tandem.server.chat.answer_parser import AnswerRules, FormattedText
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import ToolCallEnd
@@ -12,6 +11,7 @@ from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format
 from tandem.server.chat.reading.source import Source
 from tandem.server.chat.settled import whole_answer
+from tandem.text.prompt import draft
 
 WEATHER = Tool("weather", "Tells it.", {"type": "object"})
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -36,7 +36,7 @@ class Text(str):
 
 
 def test_a_mark_is_looked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.engine.text.prompt._joined", lambda texts: Text(hostile))
+    monkeypatch.setattr("tandem.text.prompt._joined", lambda texts: Text(hostile))
     hostile = "TheAnswerGoesOnHere" + "e" * 1_000_000
     said = [{"role": "user", "content": hostile}, {"role": "assistant", "content": "x"}]
     Text.searches = 0

@@ -19,8 +19,8 @@ import corrupt_checkpoints
 from gguf_files import write_gguf
 from tandem.checkpoint.checkpoint import Checkpoint
 from tandem.checkpoint.gguf_model import open_gguf
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 from tiny import file_tensors
 
 SEEDS = 170

@@ -15,10 +15,10 @@ from tandem.bench.gaps import made_up, rows
 from tandem.bench.gaps.readers import FIRST_PIECES, OWN_TOKENS, Gap, LongPrompts, Prompt, Seen, Wanted
 from tandem.bench.load_client import Answer, LoadError
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.engine.text.detokenizer import IncrementalDecoder
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
+from tandem.text.detokenizer import IncrementalDecoder
+from tandem.text.tokenizer import Tokenizer
 
 SMALL = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -16,7 +16,7 @@ from tandem.kernels.which import Reads, Way, gpu_way
 from tiny import VOCAB
 
 if AVAILABLE:
-    from tandem.kernels.gpu.fixed.product import fixed_product
+    from tandem.kernels.gpu.fixed_product import fixed_product
     from tandem.kernels.gpu.ops import GpuOps
 
 pytestmark = [pytest.mark.gpu, needs_triton]

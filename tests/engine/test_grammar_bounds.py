@@ -32,8 +32,8 @@ from tandem.engine.grammar.worker import MOST_THREADS, threads_on
 from tandem.engine.llm import LLM
 from tandem.engine.protocol import Grammar, SamplingParams
 from tandem.engine.sampling.masks import allows, bits_but, bits_of
-from tandem.engine.text.token_table import TokenTable
 from tandem.errors import BusyError, EngineError, RequestError
+from tandem.text.token_table import TokenTable
 
 TOKENS = 20_000
 DIGITS = Grammar("regex", "[0-9]{3}")

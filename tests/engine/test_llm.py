@@ -16,8 +16,8 @@ from tandem.engine.offline.input import RECOMMENDED, sampling_for_each
 from tandem.engine.protocol import Grammar
 from tandem.engine.start import progress
 from tandem.engine.start.sampling_defaults import FIELDS
-from tandem.engine.text.chat_template import ChatTemplate
 from tandem.errors import CheckpointError, ConfigError, EngineError, RequestError
+from tandem.text.chat_template import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 

@@ -14,10 +14,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.detokenizer import TextStream
-from tandem.engine.text.markers import MarkerGuard
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import RequestError
+from tandem.text.detokenizer import TextStream
+from tandem.text.markers import MarkerGuard
+from tandem.text.tokenizer import Tokenizer
 
 TEXT = (Path(__file__).parents[2] / "docs" / "structure.md").read_text(encoding="utf-8")
 SPECIAL = ["<s>", "</s>", "<|turn|>", "<|done|>"]

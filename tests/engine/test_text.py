@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from fake_model import EOS, fake_engine, greedy_reference, request, run, text, token_ids
 from tandem.architectures.load import load_config
 from tandem.engine.protocol import SamplingParams, TokenLogprob
-from tandem.engine.text.chat_template import ChatTemplate
-from tandem.engine.text.detokenizer import IncrementalDecoder, TextStream
-from tandem.engine.text.stop_strings import StopMatcher
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError, RequestError
 from tandem.server.logprobs import CompletionOffsets
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.detokenizer import IncrementalDecoder, TextStream
+from tandem.text.stop_strings import StopMatcher
+from tandem.text.tokenizer import Tokenizer
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

@@ -204,7 +204,7 @@ def test_the_best_is_written_to_memory_of_the_host(rows) -> None:
 @needs_triton
 @pytest.mark.parametrize("nbytes", [4, 44, 4096, 4100, 40_028])
 def test_an_image_in_pinned_memory_is_read_whole(nbytes) -> None:
-    from tandem.kernels.gpu.memory import pinned
+    from tandem.kernels.gpu import pinned
 
     image = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
     image = image.pin_memory() if DEVICE.type == "cuda" else image

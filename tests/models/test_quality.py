@@ -22,7 +22,6 @@ from tandem.checkpoint import open_checkpoint
 from tandem.cli.app import app
 from tandem.cli.quality_run import Request, measure
 from tandem.engine.state.arrays import allocate
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError, ConfigError
 from tandem.machine.gpus import Gpu
 from tandem.mechanisms.experts.shape import Experts
@@ -36,6 +35,7 @@ from tandem.quality.measures import Divergence, divergences, kept_rows, losses, 
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
 from tandem.quality.stream import WORKSPACE_BYTES, LayerStream, Variant
 from tandem.spec.stored import StoredFormats
+from tandem.text.tokenizer import Tokenizer
 from tiny import VARIANTS, file_tensors
 from windows import some_windows
 

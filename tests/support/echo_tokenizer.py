@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tandem.engine.text.token_table import TokenTable
 from tandem.errors import CheckpointError, ConfigError
 from tandem.flags.engine_config import EngineConfig
+from tandem.text.token_table import TokenTable
 
 if TYPE_CHECKING:
     import pytest

@@ -22,7 +22,6 @@ from tandem.checkpoint import demo_dir, resolve_model
 from tandem.engine.start.demo_model import prepare_demo
 from tandem.engine.start.loader import use_one_torch_thread
 from tandem.engine.start.shown_steps import shown_steps
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import ConfigError
 from tandem.machine.machine import Machine
 from tandem.quality import text as texts
@@ -30,6 +29,7 @@ from tandem.quality.compare import Candidate, Comparison, Measured
 from tandem.quality.saved_logits import Origin, SavedLogits, writing
 from tandem.quality.stream import LayerStream, Variant
 from tandem.quality.text import Windows
+from tandem.text.tokenizer import Tokenizer
 
 DEFAULT_METHODS = ("INT8", "INT4")
 

@@ -25,10 +25,10 @@ from tandem.engine.start.loader import model_directory
 from tandem.engine.start.model_files import prepare
 from tandem.engine.start.progress import Progress
 from tandem.engine.start.sampling_defaults import sampling_defaults
-from tandem.engine.text import prompt as prompts
-from tandem.engine.text.reasoning_format import begun_text, detect_reasoning_format
 from tandem.engine.vision.spans import ImageSpan
 from tandem.flags.engine_config import EngineConfig
+from tandem.text import prompt as prompts
+from tandem.text.reasoning_format import begun_text, detect_reasoning_format
 
 
 class LLM:

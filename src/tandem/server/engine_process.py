@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 import zmq
 
-from tandem.engine.children import signal_at_end_of
-from tandem.engine.garbage import loaded_is_kept
 from tandem.engine.protocol import (
     AbortRequest,
     EngineStats,
@@ -39,6 +37,8 @@ from tandem.errors import BusyError, ConfigError, EngineError, RankLost, Request
 from tandem.flags.engine_config import EngineConfig
 from tandem.planner.memory import gib
 from tandem.planner.plan import Plan
+from tandem.process.children import signal_at_end_of
+from tandem.process.garbage import loaded_is_kept
 from tandem.server.load_progress import LoadProgress
 from tandem.server.messages import (
     CacheFlushed,

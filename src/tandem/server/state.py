@@ -13,8 +13,6 @@ import msgspec
 
 from tandem.engine import limits as engine_limits
 from tandem.engine.protocol import GenerateRequest, SamplingParams
-from tandem.engine.text.chat_template import chat_template_text
-from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
 from tandem.flags.engine_config import EngineConfig
@@ -33,10 +31,12 @@ from tandem.server.metrics import ServerMetrics
 from tandem.server.prompts.images import ImageReader, Pixels
 from tandem.server.prompts.reader import PromptReader, PromptTokenizer
 from tandem.server.request_stream import RequestStream
+from tandem.text.chat_template import chat_template_text
+from tandem.text.markers import MarkerGuard
 
 
 class TextTokenizer(PromptTokenizer, Protocol):
-    """Part of `tandem.engine.text.tokenizer.Tokenizer` that the server needs."""
+    """Part of `tandem.text.tokenizer.Tokenizer` that the server needs."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...

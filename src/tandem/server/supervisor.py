@@ -15,9 +15,9 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from tandem.engine.children import exit_reason
 from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.flags.engine_config import EngineConfig
+from tandem.process.children import exit_reason
 from tandem.server import engine_client
 from tandem.server.endpoint import forget, private_endpoint
 from tandem.server.engine_client import EngineClient

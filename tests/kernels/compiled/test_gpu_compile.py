@@ -60,8 +60,8 @@ if HAS_TRITON and not INTERPRETED:
     from tandem.kernels import which
     from tandem.kernels.gpu import attention_decode, attention_prefill, best, overlap
     from tandem.kernels.gpu.linear import GpuLinear
-    from tandem.kernels.gpu.memory.pinned import read_rows
     from tandem.kernels.gpu.ops import GpuOps
+    from tandem.kernels.gpu.pinned import read_rows
     from tandem.kernels.gpu.prompts import products
     from tandem.kernels.gpu.prompts.order import keyed
     from tandem.mechanisms.channel_delta.gpu import GpuChannelFolds

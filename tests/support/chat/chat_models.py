@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.model import ChatModel, PreparedChat
 from tandem.server.prompts.reader import PromptReader
+from tandem.text.tokenizer import Tokenizer
 
 CONTROLS = ("<|turn|>", "<|done|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 

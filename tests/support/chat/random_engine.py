@@ -8,7 +8,7 @@ from fake_model import FakeModel, fake_config, fake_plan, run
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.text.token_table import TokenTable
+from tandem.text.token_table import TokenTable
 
 EOS, MARKER = 256, 257
 PIECES = ['": "', '", "', '": ', '{"', '"}', "true", "null", "  ", "12", '"', "é", "ab"]

@@ -17,12 +17,12 @@ import msgspec
 from chat_models import chat_tokenizer
 from fake_model import fake_plan
 from tandem.engine.protocol import AbortRequest, GenerateRequest, TokenOutput
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.flags.engine_config import EngineConfig
 from tandem.server.app import create_app
 from tandem.server.messages import EngineReady, StepOutputs
 from tandem.server.state import ServerState
 from tandem.spec.vision import Processor, Tower
+from tandem.text.tokenizer import Tokenizer
 
 START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 CONTROLS = ("<|turn|>", "<|done|>", START, PAD, END)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 
 from tandem.bench.load_client import Answer, LoadClient, LoadError, ask, body_of, some_ids
-from tandem.engine.garbage import loaded_is_kept
+from tandem.process.garbage import loaded_is_kept
 
 POLL_SECONDS = 0.02
 FIRST_PIECES = 8  # of an answer, which are not counted: its own prompt is among them

@@ -11,8 +11,8 @@ from tandem.engine.grammar.vocabulary import Vocabulary
 from tandem.engine.limits import refused_grammar
 from tandem.engine.protocol import Grammar
 from tandem.engine.sequence import Sequence, Status
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import RequestError
+from tandem.text.tokenizer import Tokenizer
 
 WAIT_SECONDS = 0.005  # of an engine with nothing else to do; messages wait for that long, too
 

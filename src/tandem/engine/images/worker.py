@@ -19,10 +19,10 @@ from typing import NoReturn
 import msgspec
 from PIL import Image
 
-from tandem.engine.frames import receive_frame, send_frame
 from tandem.engine.images.decode import FORMATS, decoded
 from tandem.engine.images.limits import WORKER_BYTES, WORKER_CPU_SECONDS
 from tandem.engine.images.question import Ask
+from tandem.process.frames import receive_frame, send_frame
 
 
 def work(ours: socket.socket) -> NoReturn:

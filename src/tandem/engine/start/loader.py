@@ -35,8 +35,6 @@ from tandem.engine.start.packed_start import PackedStart
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.start.planning import plan_of, without_streams
 from tandem.engine.start.sampling_defaults import sampling_defaults
-from tandem.engine.text.chat_template import chat_template_text
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts import ExpertStore
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.flags.engine_config import EngineConfig
@@ -55,6 +53,8 @@ from tandem.planner.ranks.ranked import check_alone, own_side, ranked
 from tandem.planner.resolve import machine_refusals, resolve
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.stored import StoredFormats
+from tandem.text.chat_template import chat_template_text
+from tandem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.engine.ranks.leader import Leader

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.step.hooks import StepHooks
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
@@ -16,6 +15,7 @@ from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
 from tandem.planner.cuda_graphs import split_sizes
 from tandem.planner.plan import Plan
 from tandem.spec.model_config import ModelConfig
+from tandem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.engine.ranks.leader import Leader

@@ -363,7 +363,7 @@ def to_gpu(image: Tensor, target: Tensor) -> None:
     """A batch's image in pinned memory, uint8 [4 n], becomes the batch on the GPU. It stays as it is until the GPU has
     read it. On a CPU, a plain copy."""
     if target.is_cuda:
-        from tandem.kernels.gpu.memory import pinned  # Triton is there only where a GPU is used
+        from tandem.kernels.gpu import pinned  # Triton is there only where a GPU is used
 
         pinned.read(image, target)
     else:

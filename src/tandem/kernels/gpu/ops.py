@@ -21,8 +21,8 @@ from tandem.kernels.gpu.dense_codes import GpuCodes
 from tandem.kernels.gpu.expert_rows import Between
 from tandem.kernels.gpu.experts import GpuExperts, StepKind
 from tandem.kernels.gpu.linear import GpuLinear
-from tandem.kernels.gpu.memory.pinned import read_rows
 from tandem.kernels.gpu.mlp import GpuMLP
+from tandem.kernels.gpu.pinned import read_rows
 from tandem.kernels.gpu.uploads import uploaded
 from tandem.kernels.images import ByTorch
 from tandem.kernels.ops import (

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import (
     ChatEvent,
@@ -23,6 +22,7 @@ from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.channel_reader import ChannelReader
 from tandem.server.chat.reading.said import Said
 from tandem.server.chat.reading.source import Reading, Source
+from tandem.text.reasoning_format import ReasoningFormat
 
 log = logging.getLogger("tandem.server")
 

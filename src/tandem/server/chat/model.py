@@ -11,8 +11,6 @@ import msgspec
 
 from tandem.engine.images.placeholders import with_rows
 from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.prompt import Prompt
-from tandem.engine.text.reasoning_format import detect_reasoning_format
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules
@@ -38,6 +36,8 @@ from tandem.server.chat.turns import Turns, fit_turns
 from tandem.server.errors import ApiError
 from tandem.server.prompts.images import ImageReader, Seen, Unreadable
 from tandem.server.prompts.reader import PromptReader
+from tandem.text.prompt import Prompt
+from tandem.text.reasoning_format import detect_reasoning_format
 
 F = TypeVar("F")
 
@@ -46,7 +46,7 @@ log = logging.getLogger("tandem.server")
 _FALLBACK = "hermes"  # what is described to a model whose template says nothing of tools
 
 class ChatTokenizer(TemplateTokenizer, Protocol):
-    """Part of `tandem.engine.text.tokenizer.Tokenizer` that chats need."""
+    """Part of `tandem.text.tokenizer.Tokenizer` that chats need."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def special_ids_in(self, texts: set[str]) -> tuple[int, ...]: ...

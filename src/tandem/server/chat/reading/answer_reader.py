@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tandem.engine.text.reasoning_format import ReasoningFormat
 from tandem.server.chat.events import CallOutcome
 from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.calls import CallWriter
@@ -11,6 +10,7 @@ from tandem.server.chat.reading.other_calls import read_pairs, read_python_calls
 from tandem.server.chat.reading.parameter_calls import read_parameters
 from tandem.server.chat.reading.said import Said
 from tandem.server.chat.reading.source import Reading, Source
+from tandem.text.reasoning_format import ReasoningFormat
 
 
 class AnswerReader:

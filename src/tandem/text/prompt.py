@@ -13,8 +13,8 @@ from itertools import takewhile
 from string import ascii_letters
 from typing import Any
 
-from tandem.engine.text.markers import MarkerGuard
 from tandem.errors import RequestError
+from tandem.text.markers import MarkerGuard
 
 Messages = list[dict[str, Any]]
 OwnMarkers = Callable[[str, str], Collection[str]]  # (role, key): markers that this text of a message may spell

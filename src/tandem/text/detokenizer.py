@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
-from tandem.engine.protocol import SamplingParams
-from tandem.engine.text.stop_strings import StopMatcher
+from tandem.text.stop_strings import StopMatcher
 
 # A character has at most four bytes, hence at most four byte tokens. A longer run without a valid character is not
 # going to become one, and is shown as it decodes.
@@ -80,10 +79,23 @@ class IncrementalDecoder:
         return self._decoder.decode(ids, skip_special_tokens=self._skip_special) if ids else ""
 
 
+class TextOptions(Protocol):
+    """The fields of `SamplingParams` that say which text is shown, and where it stops."""
+
+    @property
+    def skip_special_tokens(self) -> bool: ...
+    @property
+    def show_tokens(self) -> tuple[int, ...]: ...
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+    @property
+    def include_stop(self) -> bool: ...
+
+
 class TextStream:
     """Decodes, and looks for stop strings across token borders."""
 
-    def __init__(self, decoder: Decoder, prompt_ids: list[int], params: SamplingParams) -> None:
+    def __init__(self, decoder: Decoder, prompt_ids: list[int], params: TextOptions) -> None:
         self._ids = IncrementalDecoder(decoder, prompt_ids, params.skip_special_tokens, params.show_tokens)
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._include_stop = params.include_stop

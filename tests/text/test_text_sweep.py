@@ -15,8 +15,8 @@ import pytest
 
 from tandem.engine.protocol import SamplingParams
 from tandem.engine.start.sampling_defaults import FIELDS, read_sampling_defaults
-from tandem.engine.text.tokenizer import Tokenizer
 from tandem.errors import CheckpointError
+from tandem.text.tokenizer import Tokenizer
 from tokenizer_files import ONE, written
 
 transformers = pytest.importorskip("transformers")

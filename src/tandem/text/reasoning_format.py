@@ -8,7 +8,7 @@ from importlib import resources
 
 import msgspec
 
-from tandem.engine.text.prompt import Prompt, common_end
+from tandem.text.prompt import Prompt, common_end
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -82,7 +82,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def reasoning_formats() -> tuple[ReasoningFormat, ...]:
-    file = resources.files("tandem.engine.text") / "reasoning.toml"
+    file = resources.files("tandem.text") / "reasoning.toml"
     return tuple(msgspec.toml.decode(file.read_bytes(), type=_File).format)
 
 
