@@ -7,10 +7,12 @@ Lines of a table:
     module tandem.config.norm tandem.spec.norm   moves a file or folder, and what names it: imports, strings, paths
                                                  such as `config/norm.py` in prose
     export tandem.config Norm tandem.spec.norm   where a name of a package that goes away lives
+    text --spared --reserved                     what stands anywhere so: flags, quoted phrases, ahead of all words
     name spared reserved                         a word of code
     word fold update src/tandem/engine/ tests/   the same, of files whose path begins so
     code guess draft                             the same, of Python alone: names, not comments, prose or strings; in
                                                  documents where it stands in backticks
+    leave docs/upgrading.md                      files that have the old words for a reason
     class tandem.bench.serve Row ServeRow        what a module has of that name, and what is imported from there
 
 A table may be run again: what has been renamed is left alone. `ruff check --fix --select I` sorts imports.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tokenize
@@ -40,6 +43,8 @@ class Table(NamedTuple):
     names: dict[str, str]
     words: list[Word]
     classes: dict[tuple[str, str], str]  # module and name: the new name
+    texts: dict[str, str]
+    left_alone: list[str]
 
 
 class Word(NamedTuple):
@@ -56,9 +61,9 @@ class Word(NamedTuple):
 
 def read_table(text: str) -> Table:
     """Raises ValueError with the line that it cannot read."""
-    table = Table({}, {}, {}, [], {})
+    table = Table({}, {}, {}, [], {}, {}, [])
     for line in text.splitlines():
-        match line.split():
+        match shlex.split(line):
             case [] | ["#", *_]:
                 continue
             case ["module", old, new]:
@@ -67,6 +72,10 @@ def read_table(text: str) -> Table:
                 table.exports[package, name] = module
             case ["name", old, new]:
                 table.names[old] = new
+            case ["text", old, new]:
+                table.texts[old] = new
+            case ["leave", *paths]:
+                table.left_alone.extend(paths)
             case ["word" | "code" as kind, old, new, *paths]:
                 table.words.append(Word(old, new, tuple(paths), kind == "code"))
             case ["class", module, old, new]:
@@ -83,6 +92,8 @@ def renamed(text: str, table: Table, python: bool, path: str = "") -> str:
     for old, new in sorted(table.modules.items(), key=lambda pair: -len(pair[0])):
         text = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w])", new, text)
         text = re.sub(rf"(?:(?<=tandem/)|(?<![\w./-])){_path(old)}(?=\.py\b|/)", _path(new), text)
+    for old, new in table.texts.items():
+        text = text.replace(old, new)
     for old, new in table.names.items():
         text = _replaced(text, old, new)
     for word in table.words:
@@ -218,6 +229,8 @@ def main() -> None:
     for old, new in table.modules.items():
         move(old, new)
     for path in files():
+        if path.relative_to(ROOT).as_posix() in table.left_alone:
+            continue
         text = path.read_text(encoding="utf-8")
         after = renamed(text, table, path.suffix in (".py", ".pyi"), path.relative_to(ROOT).as_posix())
         if after != text:

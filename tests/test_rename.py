@@ -62,6 +62,7 @@ def test_a_line_that_is_none_is_named() -> None:
         ("word fold update src/a/", "src/b.py", "fold = 1\n", "fold = 1\n"),
         ("code row line", "a.py", 'row = f"{row} row {x.row}"  # a row\n', 'line = f"{line} row {x.line}"  # a row\n'),
         ("code row line", "a.py", '"""A row: `row`."""\nrow(\n row=1)\n', '"""A row: `line`."""\nline(\n line=1)\n'),
+        ("text '--two rows' --row-count\nname rows lines", "a.md", "--two rows rows\n", "--row-count lines\n"),
         ("code row line", "a.md", "A row of `x.row`; `rows`.\n", "A row of `x.line`; `rows`.\n"),
     ],
 )
@@ -89,3 +90,7 @@ def test_a_class_is_renamed_where_it_is_imported() -> None:
     classes = script.read_table("class tandem.a Row Line").classes
     assert script.with_classes(before, classes) == after
     assert script.with_classes(after, classes) == after
+
+
+def test_files_that_have_old_words_for_a_reason_are_left_alone() -> None:
+    assert script.read_table("leave a.py b.md\nname x y").left_alone == ["a.py", "b.md"]

@@ -419,7 +419,7 @@ def test_a_graph_gets_what_it_waits_for_when_its_step_is_interrupted(monkeypatch
 def test_an_engine_starts_without_graphs_of_prompts_that_cannot_be_captured(
     monkeypatch, caplog, error
 ) -> None:
-    def fails(self: object, made: object, rows: int, split: bool, spares: bool) -> None:
+    def fails(self: object, made: object, rows: int, split: bool, reserve_sms: bool) -> None:
         captured.append(rows)
         raise error
 

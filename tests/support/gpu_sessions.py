@@ -125,7 +125,7 @@ class Session:
         foresight: bool = True,
         late: int = 0,
         prompts: tuple[int, ...] = (),
-        spared: int = 0,
+        reserved_sms: int = 0,
         meeting: Meeting | None = None,
     ) -> None:
         """meeting: with other ranks, each of which has a part of the model."""
@@ -156,7 +156,7 @@ class Session:
         self.slots = kept.slots  # of sequence s: s + 1; the last is spare
         self.runner = GpuRunner(
             self.model, kept.arrays, self.side.handoff,
-            GraphPlan(graphs, PAGES, prompts=prompts, spared=spared, one_stream=meeting is not None),
+            GraphPlan(graphs, PAGES, prompts=prompts, reserved_sms=reserved_sms, one_stream=meeting is not None),
             StepShape(PAGE, 256), usage=self.usage, live=restless(self.side, self.usage) if moving else None,
             begin_step=begin_step(self.side, None),
         )  # fmt: skip

@@ -114,7 +114,7 @@ class GpuRunner:
         self._graphs = GraphPool()
         overlaps = live is None and self._start is not None and self._start.pausable()
         overlaps = overlaps and not graphs.drafting and not graphs.one_stream
-        self._streams = Streams(handoff.device, overlaps, graphs.spared if graphs.prompts else 0)
+        self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
         self._feeder = Feeder(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
@@ -279,11 +279,11 @@ class GpuRunner:
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
         choice = background_path_of(batch, self._graphs) if graph is None else None
-        spares = choice is not None and choice.prefill is not None
+        reserve_sms = choice is not None and choice.prefill is not None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
         # were put together on that stream.
         after = choice is None or batch.seen is not None
-        with torch.inference_mode(), self._streams.side_stream(after, spares):
+        with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
             gpu_only = start.hold(batch, split)
             try:
                 if choice is not None:
@@ -294,7 +294,7 @@ class GpuRunner:
             except BaseException:
                 start.release()
                 raise
-        place = GpuPlace(start, self._streams, self._usage, self._rows, spares)
+        place = GpuPlace(start, self._streams, self._usage, self._rows, reserve_sms)
         return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
 
     def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:

@@ -61,7 +61,7 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
         windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
         splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
-        spared=plan.gpu.spared, one_stream=parts.group is not None, images_from=_images_from(parts),
+        reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None, images_from=_images_from(parts),
     )  # fmt: skip
     runner: GpuRunner = make(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

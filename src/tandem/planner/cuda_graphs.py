@@ -113,19 +113,19 @@ def prompt_graph_rows(sizes: tuple[int, ...], rows: int) -> int:
 
 
 def prompt_graph_bytes(
-    model: ModelConfig, sizes: tuple[int, ...], parts: int, spared: int = 0, row_bytes: int = MOST_ROW_BYTES
+    model: ModelConfig, sizes: tuple[int, ...], parts: int, reserved_sms: int = 0, row_bytes: int = MOST_ROW_BYTES
 ) -> int:
     """GPU bytes of prompt graphs and their buffers: rows between a chunk's kernels, and each size's logits. parts:
-    graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. spared:
+    graphs of a layer's experts, which travel, so there are those of `split_sizes`, too; 0: none does. reserved_sms:
     multiprocessors that prompts leave to steps. Prompts that run alone have graphs of their own then. row_bytes: of
     experts' rows at a time, as the GPU has room for (`expert_row_bytes`)."""
     if not sizes:
         return 0
-    captured = [*sizes, *split_sizes(sizes)] if parts else [*sizes, *sizes] if spared else sizes
+    captured = [*sizes, *split_sizes(sizes)] if parts else [*sizes, *sizes] if reserved_sms else sizes
     layers, cuts = len(model.layers), len(model.moe_layers) * (parts + 1) if parts else 0
     kernels = layers * CHUNK_KERNELS + len(model.moe_layers) * max(0, parts - 1) * PART_KERNELS
     each = (layers + 1 + cuts) * GRAPH_BYTES + kernels * KERNEL_BYTES + PROMPT_SEQUENCES * model.vocab * 4
-    return len(captured) * each + (2 if spared else 1) * _chunk_bytes(model, max(sizes), row_bytes)
+    return len(captured) * each + (2 if reserved_sms else 1) * _chunk_bytes(model, max(sizes), row_bytes)
 
 
 def _chunk_bytes(model: ModelConfig, rows: int, row_bytes: int) -> int:

@@ -63,7 +63,7 @@ class GpuPlan:
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
     settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
-    spared: int = 0  # multiprocessors that graphs of prompts leave to steps
+    reserved_sms: int = 0  # multiprocessors that graphs of prompts leave to steps
     step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
     step_reason: str = ""
     shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
@@ -128,7 +128,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
-    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
+    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.reserved_sms)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
     others = GPU_WORKSPACE_BYTES - sums + unpacking

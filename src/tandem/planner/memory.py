@@ -96,10 +96,10 @@ class MemoryRequest:
 
     def kv_tokens(self, nbytes: int) -> int:
         """Tokens that a KV cache of `nbytes` bytes holds."""
-        (most, spared), each = self._windows, self.kv_bytes_per_token
-        if not spared or nbytes <= most * each:
+        (most, saved_bytes), each = self._windows, self.kv_bytes_per_token
+        if not saved_bytes or nbytes <= most * each:
             return nbytes // each
-        return most + (nbytes - most * each) // max(1, each - spared)
+        return most + (nbytes - most * each) // max(1, each - saved_bytes)
 
     @cached_property
     def _windows(self) -> tuple[int, int]:

@@ -39,8 +39,8 @@ class PrefillCaptures:
         self._own = PrefillCapture(cast(Any, None), [], PAGES, start, cast(Any, None), CPU, None)
         self.shared_sizes, self.shares = self._own.shared_sizes, self._own.shares
 
-    def of(self, sizes: Any, sibling: PromptGraphs | None = None, spares: bool = False) -> PromptGraphs:
-        self.order.append((tuple(sizes), sibling, spares))
+    def of(self, sizes: Any, sibling: PromptGraphs | None = None, reserve_sms: bool = False) -> PromptGraphs:
+        self.order.append((tuple(sizes), sibling, reserve_sms))
         return PromptGraphs(None, sibling)
 
 
@@ -89,7 +89,7 @@ def test_prefills_have_two_sets_of_graphs_only_where_the_background_has_fewer_mu
 ) -> None:
     pool, start = GraphPool(), SimpleNamespace(may_split=lambda rows: rows > 16, splits=lambda rows: True)
     captures = PrefillCaptures(start)
-    plan = GraphPlan((), PAGES, prompts=(16, 32), splits=(16, 32), alone=alone, spared=reserved)
+    plan = GraphPlan((), PAGES, prompts=(16, 32), splits=(16, 32), alone=alone, reserved_sms=reserved)
     pool.capture_prefill(plan, cast(PrefillCapture, captures))
     own = bool(reserved) and alone
     assert (pool.prefill is not pool.background) == own

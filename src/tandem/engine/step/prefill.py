@@ -204,14 +204,15 @@ class GpuPlace:
     overlaps = True
 
     def __init__(
-        self, start: StepHooks, streams: Streams, usage: ExpertUsage | None, rows: HostRows, spares: bool = False
+        self, start: StepHooks, streams: Streams, usage: ExpertUsage | None, rows: HostRows, reserve_sms: bool = False
     ) -> None:
-        """start: held. spares: as `Streams.side_stream`."""
-        self._start, self._streams, self._usage, self._rows, self._spares = start, streams, usage, rows, spares
+        """start: held. reserve_sms: as `Streams.side_stream`."""
+        self._start, self._streams, self._usage, self._rows = start, streams, usage, rows
+        self._reserve_sms = reserve_sms
         self.in_flight = InFlight(torch.device("cuda"))
 
     def entered(self) -> AbstractContextManager[None]:
-        return self._streams.side_stream(False, self._spares)
+        return self._streams.side_stream(False, self._reserve_sms)
 
     def leave(self) -> None:
         self._start.release()

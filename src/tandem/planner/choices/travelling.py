@@ -56,10 +56,10 @@ def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
     return ring_of(expert_bytes(request), at_once)
 
 
-def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, spared: int) -> int:
+def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, reserved_sms: int) -> int:
     """GPU bytes of CUDA graphs of prompts. streamed: experts travel."""
     parts = 0
     if streamed:
         ring, places = ring_for(request, gpu), request.model.moe.router.num_experts
         parts = 1 if ring.holds(places) else -(-places // ring.experts)
-    return prompt_graph_bytes(request.model, sizes, parts, spared, expert_row_bytes(gpu.memory_bytes))
+    return prompt_graph_bytes(request.model, sizes, parts, reserved_sms, expert_row_bytes(gpu.memory_bytes))
