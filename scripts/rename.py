@@ -7,15 +7,16 @@ Lines of a table:
     module tandem.config.norm tandem.spec.norm   moves a file or folder, and what names it: imports, strings, paths
                                                  such as `config/norm.py` in prose
     export tandem.config Norm tandem.spec.norm   where a name of a package that goes away lives
-    text --spared --reserved                     what stands anywhere so: flags, quoted phrases, ahead of all words
+    text --spared --reserved                     what stands anywhere so: flags, quoted phrases
     name spared reserved                         a word of code
     word fold update src/tandem/engine/ tests/   the same, of files whose path begins so
-    code guess draft                             the same, of Python alone: names, not comments, prose or strings; in
-                                                 documents where it stands in backticks
+    code guess draft                             the same, of names in Python, and of strings that are nothing else; in
+                                                 comments and documents where it stands in backticks
     leave docs/upgrading.md                      files that have the old words for a reason
     class tandem.bench.serve Row ServeRow        what a module has of that name, and what is imported from there
 
-A table may be run again: what has been renamed is left alone. `ruff check --fix --select I` sorts imports.
+Words and texts are applied in their order. A table may be run again: what has been renamed is left alone.
+`ruff check --fix --select I` sorts imports.
 """
 
 from __future__ import annotations
@@ -40,20 +41,18 @@ LEFT_ALONE = "scripts/rename", "tests/test_rename.py", "CHANGELOG.md", "benchmar
 class Table(NamedTuple):
     modules: dict[str, str]
     exports: dict[tuple[str, str], str]  # package and name: module
-    names: dict[str, str]
     words: list[Word]
     classes: dict[tuple[str, str], str]  # module and name: the new name
-    texts: dict[str, str]
     left_alone: list[str]
 
 
 class Word(NamedTuple):
-    """paths: beginnings of those of the files; none: all files. code: names of Python alone."""
+    """paths: beginnings of those of the files; none: all files."""
 
+    kind: str  # word, code: names of Python alone, or text
     old: str
     new: str
     paths: tuple[str, ...]
-    code: bool
 
     def applies(self, path: str) -> bool:
         return not self.paths or path.startswith(self.paths)
@@ -61,7 +60,7 @@ class Word(NamedTuple):
 
 def read_table(text: str) -> Table:
     """Raises ValueError with the line that it cannot read."""
-    table = Table({}, {}, {}, [], {}, {}, [])
+    table = Table({}, {}, [], {}, [])
     for line in text.splitlines():
         match shlex.split(line):
             case [] | ["#", *_]:
@@ -71,13 +70,11 @@ def read_table(text: str) -> Table:
             case ["export", package, name, module]:
                 table.exports[package, name] = module
             case ["name", old, new]:
-                table.names[old] = new
-            case ["text", old, new]:
-                table.texts[old] = new
+                table.words.append(Word("word", old, new, ()))
             case ["leave", *paths]:
                 table.left_alone.extend(paths)
-            case ["word" | "code" as kind, old, new, *paths]:
-                table.words.append(Word(old, new, tuple(paths), kind == "code"))
+            case ["word" | "code" | "text" as kind, old, new, *paths]:
+                table.words.append(Word(kind, old, new, tuple(paths)))
             case ["class", module, old, new]:
                 table.classes[module, old] = new
             case _:
@@ -92,14 +89,16 @@ def renamed(text: str, table: Table, python: bool, path: str = "") -> str:
     for old, new in sorted(table.modules.items(), key=lambda pair: -len(pair[0])):
         text = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w])", new, text)
         text = re.sub(rf"(?:(?<=tandem/)|(?<![\w./-])){_path(old)}(?=\.py\b|/)", _path(new), text)
-    for old, new in table.texts.items():
-        text = text.replace(old, new)
-    for old, new in table.names.items():
-        text = _replaced(text, old, new)
     for word in table.words:
         if word.applies(path):
-            text = _with_code(text, word, python) if word.code else _replaced(text, word.old, word.new)
+            text = _with_word(text, word, python)
     return text
+
+
+def _with_word(text: str, word: Word, python: bool) -> str:
+    if word.kind == "text":
+        return text.replace(word.old, word.new)
+    return _with_code(text, word, python) if word.kind == "code" else _replaced(text, word.old, word.new)
 
 
 def _replaced(text: str, old: str, new: str) -> str:
@@ -111,18 +110,24 @@ def _with_code(text: str, word: Word, python: bool) -> str:
         return _replaced(found[0], word.old, word.new)
 
     text = re.sub(r"(?<!`)`[^`\n]+`(?!`)", in_backticks, text)
-    return _with_tokens(text, lambda token, _: word.new if token == word.old else token) if python else text
+    if not python:
+        return text
+    text = re.sub(rf"([\"'])(?<!\w){re.escape(word.old)}\1", rf"\g<1>{word.new}\g<1>", text)
+    return _with_tokens(text, lambda token, *_: word.new if token == word.old else token)
 
 
-def _with_tokens(text: str, new_name: Callable[[str, bool], str]) -> str:
-    """Python with its names replaced, those within f-strings, too. new_name: of a name, and whether a dot stands
-    before it."""
+NewName = Callable[[str, bool, int], str]
+"""The new name of a name; whether a dot stands before it, and its line."""
+
+
+def _with_tokens(text: str, new_name: NewName) -> str:
+    """Python with its names replaced, those within f-strings, too."""
     lines, changes, before = text.splitlines(keepends=True), [], ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.NAME and (new := new_name(token.string, before == ".")) != token.string:
-            changes.append((token.start, token.end, new))
+        if token.type == tokenize.NAME:
+            changes.append((token.start, token.end, new_name(token.string, before == ".", token.start[0])))
         elif token.type == tokenize.STRING and re.match(r"[rR]?[fF]", token.string):
-            changes.append((token.start, token.end, _formatted(token.string, new_name)))
+            changes.append((token.start, token.end, _formatted(token.string, new_name, token.start[0])))
         before = token.string
     for (row, column), (last_row, last_column), new in reversed(changes):
         tail = lines[last_row - 1][last_column:]
@@ -130,9 +135,9 @@ def _with_tokens(text: str, new_name: Callable[[str, bool], str]) -> str:
     return "".join(lines)
 
 
-def _formatted(text: str, new_name: Callable[[str, bool], str]) -> str:
+def _formatted(text: str, new_name: NewName, line: int) -> str:
     def in_braces(found: re.Match[str]) -> str:
-        return re.sub(r"(\.?)\b([A-Za-z_]\w*)", lambda name: name[1] + new_name(name[2], bool(name[1])), found[0])
+        return re.sub(r"(\.?)\b([A-Za-z_]\w*)", lambda name: name[1] + new_name(name[2], bool(name[1]), line), found[0])
 
     return re.sub(r"\{[^{}]+\}", in_braces, text)
 
@@ -151,7 +156,7 @@ def with_classes(texts: dict[str, str], classes: dict[tuple[str, str], str]) -> 
     return {module: _with_homes(text, module, trees[module], homes) for module, text in texts.items()}
 
 
-def _from_imports(tree: ast.Module) -> Iterator[tuple[str, ast.alias]]:
+def _from_imports(tree: ast.AST) -> Iterator[tuple[str, ast.alias]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.module, alias) for alias in node.names)
@@ -159,6 +164,7 @@ def _from_imports(tree: ast.Module) -> Iterator[tuple[str, ast.alias]]:
 
 def _with_homes(text: str, module: str, tree: ast.Module, homes: dict[tuple[str, str], str]) -> str:
     own = {old: new for (home, old), new in homes.items() if home == module}
+    scopes = [(scope, local) for scope in _scopes(tree) if (local := _local_names(scope, homes, set(own)))]
     imported = {a.name: homes[s, a.name] for s, a in _from_imports(tree) if (s, a.name) in homes and a.asname}
     modules = {a.asname or a.name: f"{s}.{a.name}" for s, a in _from_imports(tree)}
     by_module = {
@@ -171,9 +177,34 @@ def _with_homes(text: str, module: str, tree: ast.Module, homes: dict[tuple[str,
         text = re.sub(rf'(attr\(\s*{name}, )"{old}"', rf'\1"{new}"', text)
     for old, new in own.items():
         text = re.sub(rf"`{old}\b", f"`{new}", text)
+        text = re.sub(rf'(?ms)^(__all__ = \[[^\]]*)"{old}"', rf'\1"{new}"', text)
     for old, new in imported.items():
         text = re.sub(rf"\b{old} as ", f"{new} as ", text)
-    return _with_tokens(text, lambda name, dotted: name if dotted else own.get(name, name)) if own else text
+
+    def new_name(name: str, dotted: bool, line: int) -> str:
+        if dotted or name not in own:
+            return name
+        inner = (local[name] for scope, local in scopes if scope.lineno <= line <= _end(scope) and name in local)
+        return next(inner, own[name])
+
+    return _with_tokens(text, new_name) if own else text
+
+
+def _end(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return scope.end_lineno or scope.lineno
+
+
+def _scopes(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _local_names(scope: ast.AST, homes: dict[tuple[str, str], str], names: set[str]) -> dict[str, str]:
+    """New names of those that a function imports for itself, perhaps from elsewhere than the file does."""
+    return {
+        alias.asname or alias.name: homes.get((source, alias.name), alias.asname or alias.name)
+        for source, alias in _from_imports(scope)
+        if (alias.asname or alias.name) in names
+    }
 
 
 def _path(module: str) -> str:

@@ -152,7 +152,7 @@ def test_the_layout_counts_what_is_allocated() -> None:
         Pages((Array("entry", (8,)),), stride=4),
         Ring(Array("window", (16,)), 8),
     ]
-    layout = state_layout(states, "bfloat16", 16, guesses=3)
+    layout = state_layout(states, "bfloat16", 16, draft_tokens=3)
     made = allocate(layout, 10, slots=3)
     pages = [array for state, arrays in zip(states, made.arrays, strict=True) for array in arrays
              if isinstance(state, Pages)]  # fmt: skip

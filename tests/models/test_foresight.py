@@ -86,7 +86,7 @@ def logits(model: Model, rows: int = ROWS, *, chunk: bool = False) -> Tensor:
         return model.forward(batch, states).clone()
 
 
-@pytest.mark.parametrize("chunk", [False, True], ids=["sequences", "guesses"])
+@pytest.mark.parametrize("chunk", [False, True], ids=["sequences", "draft_tokens"])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "glm4_moe-plain", "mixtral"])
 def test_every_next_layer_is_asked_between_submit_and_wait(tiny_models, variant, chunk: bool) -> None:
     model, heard = made(tiny_models[variant], ListeningExperts)

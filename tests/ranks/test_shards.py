@@ -174,14 +174,14 @@ def test_a_draft_layer_is_divided_too(tiny_models, tmp_path, family) -> None:
     path = make(source, tmp_path / "drafted").path
     ranks = next(n for n in possible_ranks(load_model_config(path)) if n > 1)
 
-    def guesses(session: Session) -> torch.Tensor:
+    def draft_tokens(session: Session) -> torch.Tensor:
         batch = session.batch([(0, prompts()[0])])
         session.model.forward(batch, session.states)
         return session.model.draft(None, batch, session.states)[1]
 
     with torch.inference_mode():
-        whole = guesses(Session(path, drafts=True))
-    for got in with_ranks(ranks, path, TorchOps, guesses, drafts=True):
+        whole = draft_tokens(Session(path, drafts=True))
+    for got in with_ranks(ranks, path, TorchOps, draft_tokens, drafts=True):
         assert (got - whole).abs().max() < ROUNDING * whole.abs().max()
 
 

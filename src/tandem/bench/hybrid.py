@@ -306,12 +306,12 @@ def _runner(
     prompts: dict[str, Any],
 ) -> GpuRunner:
     assert plan.gpu is not None
-    layout = config.state_layout(plan.dtype, plan.page_size, plan.guesses)
+    layout = config.state_layout(plan.dtype, plan.page_size, plan.draft_tokens)
     states = allocate(layout, plan.num_pages, side.ops.device, plan.num_slots).arrays
     for array in (array for arrays in states for array in arrays):
         array.normal_()
     pages = -(-plan.context_length // plan.page_size)
-    graphs = GraphPlan(plan.gpu.graph_sizes, pages, guessing=plan.guesses > 0, **prompts)
+    graphs = GraphPlan(plan.gpu.graph_sizes, pages, speculative=plan.draft_tokens > 0, **prompts)
     return GpuRunner(
         model, states, side.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),
         usage=usage, live=live, begin_step=begin,

@@ -132,7 +132,8 @@ class _Keys:
         """Layers of the model itself. Files count draft layers among their blocks or do not, and may lack them."""
         count, drafts = self.need("block_count"), self.optional("nextn_predict_layers", 0)
         last = _last_block(self.model)
-        own = count if drafts and last == count and not _guesses(self.model, count - drafts) else count - max(drafts, 0)
+        beside = drafts and last == count and not _is_draft_block(self.model, count - drafts)
+        own = count if beside else count - max(drafts, 0)
         if own < 1:
             raise self.refuse("block_count", f"is {count}, of which {drafts} are draft layers: no layer is left")
         if last < own:
@@ -147,7 +148,7 @@ class _Keys:
     def drafts(self) -> int:
         """Draft layers whose tensors are there."""
         drafts = self.optional("nextn_predict_layers", 0)
-        return drafts if drafts > 0 and _guesses(self.model, self.depth) else 0
+        return drafts if drafts > 0 and _is_draft_block(self.model, self.depth) else 0
 
     @property
     def has_bias(self) -> bool:
@@ -190,7 +191,7 @@ def _last_block(model: GGUFModel) -> int:
     return 1 + max((number for number in numbers if number is not None), default=-1)
 
 
-def _guesses(model: GGUFModel, block: int) -> bool:
+def _is_draft_block(model: GGUFModel, block: int) -> bool:
     """Whether a block has a draft layer's own tensors."""
     return any(name.startswith(f"blk.{block}.nextn.") for name in model.tensors)
 

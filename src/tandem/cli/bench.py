@@ -13,7 +13,7 @@ import typer
 from tandem.bench.architectures import NAMES
 from tandem.bench.told.flags import check_flags
 from tandem.cli.other_names import Group
-from tandem.planner.choices.speculation import check_algorithm, default_guesses
+from tandem.planner.choices.speculation import check_algorithm, default_draft_tokens
 
 KERNEL_FORMATS = (
     "bf16, f32, int8, int4, int4-g64, int4-g128, int4-zeros (GPTQ, AWQ), fp8 (128x128 blocks), fp8-row, mxfp4, mxfp8, "
@@ -70,7 +70,7 @@ Deterministic = Annotated[
 Speculative = Annotated[
     str | None, typer.Option(help="with guesses of next tokens, and without, in turn: NGRAM, NEXTN")
 ]
-MostGuesses = Annotated[
+MostDraftTokens = Annotated[
     int | None,
     typer.Option(
         "--speculative-num-steps", min=1, max=63, help="most guesses of a sequence in a step (7, NEXTN: 3, DSPARK: 5)"
@@ -178,7 +178,7 @@ def decode(
     ] = "on",
     deterministic: Deterministic = False,
     speculative: Speculative = None,
-    num_steps: MostGuesses = None,
+    num_steps: MostDraftTokens = None,
     acceptance: Acceptances = None,
     governor: Governed = True,
     overlap: Overlap = None,
@@ -213,8 +213,8 @@ def decode(
         from tandem.bench import speculation as bench_speculation
 
         base = (model, tuple(fmt or ["BF16"]), tuple(batch or [1]), steps, repeats, threads, tier)
-        guesses = (name := check_algorithm(speculative), num_steps or default_guesses(name), governor)
-        bench_speculation.run(bench_speculation.Request(*base, *guesses, tuple(acceptance or ()), config, layers), out)
+        drafts = (name := check_algorithm(speculative), num_steps or default_draft_tokens(name), governor)
+        bench_speculation.run(bench_speculation.Request(*base, *drafts, tuple(acceptance or ()), config, layers), out)
         return
     from tandem.bench.decode import Request, run
 

@@ -115,7 +115,7 @@ class Engine:
             max_step_tokens=plan.max_step_tokens,
             max_running=plan.max_running_requests,
             pace=_pace(parts),
-            guesser=self._speculation,
+            proposer=self._speculation,
         )
         slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
@@ -371,10 +371,10 @@ def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
         executor.after_failure()
 
 
-def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:
+def _tell(draft_tokens: Speculation | None, turns: list[Turn], seconds: float) -> None:
     """Tells the speculation how a step went, in seconds. An error costs nobody an answer: it is logged."""
     try:
-        if guesses is not None:
-            guesses.ran(turns, seconds)
+        if draft_tokens is not None:
+            draft_tokens.ran(turns, seconds)
     except Exception:
         _log.exception("nothing was learnt from a step's guesses")

@@ -50,7 +50,7 @@ def _masks(chunks: Rows[Chunk]) -> RowMasks:
 
 
 def _masks_of(chunk: Chunk, mask: TokenMask | None) -> RowMasks:
-    after = len(chunk.guesses)
+    after = len(chunk.draft_tokens)
     return [*[None] * (chunk.logits - 1 - after), mask, *[None] * after]
 
 
@@ -101,14 +101,14 @@ class GpuRunner:
         self._usage, self._live, self._start = usage, live, begin_step
         self._begin_step: BeginStep = begin_step or nothing_begins
         arrays = partial(
-            BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
+            BatchArrays, *shape, speculative=graphs.speculative, windowed=graphs.windowed,
             each_row=graphs.each_row,
         )  # fmt: skip
         self._device = handoff.device
         own, paused = regions(graphs.images_from, shape.max_tokens)
         self._arrays = arrays(apart=True, images_from=own)
         self._paused = arrays(pinned=self._device.type == "cuda", images_from=paused)
-        self._guessing = False  # whether the last step had rows of guesses that are not settled yet
+        self._speculative = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         self._graphs = GraphPool()
@@ -127,7 +127,7 @@ class GpuRunner:
     def run(self, step: Step, host_work: Callable[[], None] = _nothing) -> StepOutput:
         """Logits rows of all chunks, in order. host_work: as `logits`."""
         batch = self._arrays.fill(step.chunks)
-        self._guessing = step.has_drafts
+        self._speculative = step.has_drafts
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
             shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
@@ -163,9 +163,9 @@ class GpuRunner:
 
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
-        if self._guessing and self._live is not None:
+        if self._speculative and self._live is not None:
             self._live.after_step(tokens, self._end.passed)
-        self._guessing = False
+        self._speculative = False
 
     def after_failure(self) -> None:
         """Raises EngineError when the GPU cannot go on: after an illegal access or a memory error every later call
@@ -326,7 +326,7 @@ class GpuRunner:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
         guesses they wait until wrong ones are no longer counted (`settled`)."""
-        if self._live is not None and not self._guessing:
+        if self._live is not None and not self._speculative:
             self._live.after_step(tokens, self._end.passed)
         device_logits = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()

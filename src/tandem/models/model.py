@@ -89,7 +89,7 @@ class Model:
         if hidden is None:
             hidden = self.drafter.hidden_of(batch, states[-1][0])
         x, hidden = self.drafter(self.embedding(batch.input_ids), hidden, batch, states[first:-1])
-        return self.drafter.guesses(x, self.head), hidden
+        return self.drafter.draft_tokens(x, self.head), hidden
 
     def _logits_rows(self, x: Tensor, p: Pass, states: States) -> Tensor:
         """The rows whose logits are wanted. Where a draft layer follows, x has all rows, and it can read them later."""

@@ -15,7 +15,7 @@ from typing import Any
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
-from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, most_guesses
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, most_draft_tokens
 from tandem.planner.forecast.ledger import RAM, Entry, Ledger, ledger
 from tandem.planner.vision_costs import image_entries
 from tandem.spec.model_config import STORED, ModelConfig, rope_bytes, why_alone
@@ -85,7 +85,7 @@ class MemoryRequest:
     @cached_property
     def window_pages(self) -> int:
         """Pages of layers that see a window, at most; 0: they keep all tokens."""
-        layout = self.model.state_layout(self.dtype, self.page, self.guesses)
+        layout = self.model.state_layout(self.dtype, self.page, self.draft_tokens)
         if not layout.window or not self.step_tokens or keeps_all_tokens(self.config):
             return 0
         return layout.window_pages(self.max_running_requests, self.step_tokens)
@@ -108,9 +108,9 @@ class MemoryRequest:
         return pages * self.page, self.model.state_layout(self.dtype).window_token_bytes if pages else 0
 
     @cached_property
-    def guesses(self) -> int:
+    def draft_tokens(self) -> int:
         """Guessed next tokens of a sequence in a step, at most."""
-        return most_guesses(self.config, self.model)
+        return most_draft_tokens(self.config, self.model)
 
     @property
     def num_slots(self) -> int:
@@ -127,7 +127,7 @@ class MemoryRequest:
 
     @cached_property
     def _each_slot_bytes(self) -> int:
-        return self.model.state_layout(self.dtype, guesses=self.guesses).slot_bytes
+        return self.model.state_layout(self.dtype, draft_tokens=self.draft_tokens).slot_bytes
 
     @cached_property
     def rope_bytes(self) -> int:

@@ -19,7 +19,7 @@ from tandem.planner.choices.deterministic import deterministic, tier_reason
 from tandem.planner.choices.gpu_choices import gpu_choices
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.choices.shared_experts import why_apart
-from tandem.planner.choices.speculation import most_guesses, speculation, speculation_texts
+from tandem.planner.choices.speculation import most_draft_tokens, speculation, speculation_texts
 from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, where_tables
 from tandem.planner.choices.threads import Threads, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
@@ -233,7 +233,7 @@ def kernel_tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> 
 def running_sequences(config: EngineConfig, model: ModelConfig, dtype: str) -> tuple[int, str]:
     """How many are decoded together where nothing is given up for room, and why."""
     slot_bytes = model.state_layout(
-        dtype, guesses=most_guesses(config, model)
+        dtype, draft_tokens=most_draft_tokens(config, model)
     ).slot_bytes  # of each, beside its pages
     if why := why_alone(model):
         return 1, f"Transformers' own cache holds one sequence: {why}"

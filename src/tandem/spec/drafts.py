@@ -12,7 +12,7 @@ from tandem.spec.state import Array, Pages, Ring, State
 
 
 @dataclass(frozen=True, slots=True)
-class GuessBlock:
+class DraftBlockShape:
     """`size` tokens are guessed at once by `layers` layers, one behind the other.
 
     Rows of the block are the last token and, for those behind it, the token `unknown`. They see each other, and a
@@ -41,7 +41,7 @@ class Drafts:
     layer: Layer
     norm: Norm
     vocab: int = 0  # tokens that it can guess, of the model's; 0: all
-    block: GuessBlock | None = None  # None: one token is guessed after the other
+    block: DraftBlockShape | None = None  # None: one token is guessed after the other
 
     @property
     def layers(self) -> tuple[Layer, ...]:

@@ -111,10 +111,10 @@ class ModelConfig:
 
     # -- sizes, for the planner ---
 
-    def state_layout(self, dtype: str, page: int = 1, guesses: int = 0) -> StateLayout:
-        key = dtype, page, guesses
+    def state_layout(self, dtype: str, page: int = 1, draft_tokens: int = 0) -> StateLayout:
+        key = dtype, page, draft_tokens
         if key not in self._layouts:
-            self._layouts[key] = state_layout(self.states, dtype, page, guesses)
+            self._layouts[key] = state_layout(self.states, dtype, page, draft_tokens)
         return self._layouts[key]
 
     @property

@@ -40,9 +40,9 @@ def test_it_guesses_what_transformers_layer_guesses(tiny_models, tmp_path: Path,
     asks = [request(name, prompt, max_tokens=14 + 3 * i, ignore_eos=True)
             for i, (name, prompt) in enumerate(PROMPTS.items())]  # fmt: skip
     seen = list(chunks_of(engine, *asks))
-    assert len(seen) > 20 and {len(guesses) for _, guesses in seen} == {1, 2, 3}
-    for tokens, guesses in seen:
-        assert list(guesses) == model.chain(tokens, len(guesses))
+    assert len(seen) > 20 and {len(draft_tokens) for _, draft_tokens in seen} == {1, 2, 3}
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == model.chain(tokens, len(draft_tokens))
     assert set(used) >= {1, 2, 3} and used.count(0) <= len(asks)
     check_pages(engine)
 
@@ -57,8 +57,8 @@ def test_pages_that_are_shared_or_lost_are_drawn_alone(glm, tmp_path: Path) -> N
         both = [request(f"{cut}{i}", [*PROMPTS["c"][:cut], 5 + i, 9], max_tokens=9, ignore_eos=True) for i in range(2)]
         seen += chunks_of(engine, *both)
     assert engine.stats().preemptions > 0 and used.count(0) > 3 and len(used) - used.count(0) > 20
-    for tokens, guesses in seen:
-        assert list(guesses) == glm.chain(tokens, len(guesses))
+    for tokens, draft_tokens in seen:
+        assert list(draft_tokens) == glm.chain(tokens, len(draft_tokens))
     check_pages(engine)
 
 
@@ -67,7 +67,7 @@ def test_a_chain_of_one_guess(glm, tmp_path: Path) -> None:
     used = recording(engine, (1,), rows=4)
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=9, ignore_eos=True)))
     assert len(seen) > 5 and used.count(1) >= len(seen) - 1
-    assert all(list(guesses) == glm.chain(tokens, 1) for tokens, guesses in seen)
+    assert all(list(draft_tokens) == glm.chain(tokens, 1) for tokens, draft_tokens in seen)
 
 
 def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Path, monkeypatch) -> None:
@@ -79,7 +79,7 @@ def test_without_memory_for_recordings_guesses_are_drawn_alone(glm, tmp_path: Pa
     used = recording(engine, (1, 4))
     seen = list(chunks_of(engine, request("a", PROMPTS["a"], max_tokens=9, ignore_eos=True)))
     assert len(seen) > 2 and used and engine._speculation._drafter._chain._recorded == []
-    assert all(list(guesses) == glm.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert all(list(drafts) == glm.chain(tokens, len(drafts)) for tokens, drafts in seen)
 
 
 def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
@@ -154,4 +154,4 @@ def test_a_prompt_s_last_rows_are_a_recording_s(glm, tmp_path: Path) -> None:
     chains._alone.chains = noted
     seen = list(chunks_of(engine, request("c", PROMPTS["c"], max_tokens=12, ignore_eos=True)))
     assert passes == [([len(PROMPTS["c"]) - 8], [])]
-    assert len(seen) > 2 and all(list(guesses) == glm.chain(tokens, len(guesses)) for tokens, guesses in seen)
+    assert len(seen) > 2 and all(list(drafts) == glm.chain(tokens, len(drafts)) for tokens, drafts in seen)

@@ -77,7 +77,7 @@ def test_a_step_gets_the_smallest_graph_that_it_fits() -> None:
 
 def test_steps_without_drafts_have_graphs_of_their_own() -> None:
     """And those of all steps where there are none of their size."""
-    pool, _ = pool_of(GraphPlan((1, 2, 8), PAGES, settled=(1, 2), guessing=True))
+    pool, _ = pool_of(GraphPlan((1, 2, 8), PAGES, settled=(1, 2), speculative=True))
     assert pool.decode_graph(batch(2)) is pool.plain[2]
     assert pool.decode_graph(batch(2, drafts=True)) is pool.decode[2]
     assert pool.decode_graph(batch(3)) is pool.decode[8]

@@ -78,7 +78,7 @@ def as_on_gpu(engine: Engine, ends: Ends) -> None:
     runner.run = logits  # type: ignore[method-assign, assignment]
     watched(runner, "run", "step", ends)
     chains = drafter._layer._chain
-    watched(chains, "_replayed", "guesses", ends)
+    watched(chains, "_replayed", "draft_tokens", ends)
     for chain, *_ in chains._recorded:
         watched(chain.inputs, "fill", "filled", ends)
 
@@ -89,9 +89,9 @@ def main(tokens: int = TOKENS) -> None:
     engine = turns._engine(Guesses("NEXTN", ACCEPTANCE, GUESSES, False, 0.0))
     as_on_gpu(engine, ends)
     turns.timed(engine)
-    steps, filled, guesses = (ends[label] for label in ("step", "filled", "guesses"))
+    steps, filled, draft_tokens = (ends[label] for label in ("step", "filled", "draft_tokens"))
     behind = [fill[1] - max(end for _, end in steps if end < fill[1]) for fill in filled[8:]]
-    before = [min(first for first, _ in steps if first > end) - end for _, end in guesses[8:-1]]
+    before = [min(first for first, _ in steps if first > end) - end for _, end in draft_tokens[8:-1]]
     for what, seconds in (("a step's end to the guesses' launch", behind), ("guesses to the next step", before)):
         print(f"{what}: {1e6 * statistics.median(seconds):.0f} us, the least {1e6 * min(seconds):.0f}")
 

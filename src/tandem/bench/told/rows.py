@@ -31,7 +31,7 @@ from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.machine.machine import Machine
-from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, check_algorithm, default_guesses
+from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, check_algorithm, default_draft_tokens
 from tandem.planner.forecast.bound import experts_seconds
 
 _ALGORITHMS = {"NGRAM": "foretold", "NEXTN": "NEXTN, foretold", "DSPARK": "DSPARK, foretold"}
@@ -84,7 +84,7 @@ def request(flags: Mapping[str, Any]) -> Request:
             f"--draft-ms is what a guess takes that no layer draws, and {algorithm}'s layer takes its own time: "
             "leave --draft-ms out, or give --speculative NGRAM"
         )
-    most = flags["num_steps"] or default_guesses(algorithm)
+    most = flags["num_steps"] or default_draft_tokens(algorithm)
     acceptances = flags["acceptance"] or [0.0, 0.5, 0.7, 0.9, 1.0]
     return Request(
         flags["config"], tuple(flags["fmt"] or ["BF16"]), tuple(flags["gpu_share"] or [0.0, 0.5, 1.0]),

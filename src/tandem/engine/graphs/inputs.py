@@ -30,7 +30,7 @@ class GraphPlan:
     pages: int
     settled: tuple[int, ...] = ()
     warm_ups: int = 2
-    guessing: bool = False
+    speculative: bool = False
     windowed: bool = False
     prompts: tuple[int, ...] = ()
     alone: bool = True
@@ -86,7 +86,7 @@ class GraphInputs:
     """
 
     def __init__(self, size: int, plan: GraphPlan, device: torch.device) -> None:
-        self._guessing, self._size = plan.guessing, size
+        self._speculative, self._size = plan.speculative, size
         sizes = BatchSizes(size, size, plan.pages, windowed=plan.windowed)
         turns = ("turns",) if plan.images_from else ()
         self._layout = BatchLayout(sizes, (*_IN_IMAGE, *turns), aligned=INPUT_ALIGNED_BYTES, counted=True)
@@ -108,7 +108,7 @@ class GraphInputs:
             "query_starts": torch.arange(size + 1, dtype=torch.int32, device=device),
             "logits_rows": torch.arange(size, device=device),
         }
-        return self._layout.batch(memory, **others, **({} if self._guessing else {"folded": None}))
+        return self._layout.batch(memory, **others, **({} if self._speculative else {"folded": None}))
 
     def fill(self, source: ForwardBatch) -> None:
         """The image; the last row fills what is left over. In NumPy: PyTorch takes several times as long for so few

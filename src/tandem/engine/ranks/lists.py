@@ -56,7 +56,7 @@ class StepLists:
         return Rows(
             number, sequence.computed_len, chunk.tokens, chunk.logits, sequence.slot, held,
             _changed(pages[:held], sequence.page_table[:held]), _changed(windows[:held], sequence.window_table[:held]),
-            len(chunk.guesses), sequence.folded_len,
+            len(chunk.draft_tokens), sequence.folded_len,
         )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class MirroredChunk(NamedTuple):
     sequence: Mirrored
     tokens: list[int]
     logits: int
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -92,7 +92,7 @@ class MirroredChunk(NamedTuple):
 
     @property
     def sure(self) -> int:
-        return len(self.tokens) - len(self.guesses)
+        return len(self.tokens) - len(self.draft_tokens)
 
 
 class Mirror:
@@ -122,4 +122,5 @@ class Mirror:
         for place, page in rows.windows:
             known.window_table[place] = page
         known.num_pages = rows.held
-        return MirroredChunk(known, rows.tokens, rows.logits, tuple(rows.tokens[len(rows.tokens) - rows.guesses :]))
+        drafts = tuple(rows.tokens[len(rows.tokens) - rows.draft_tokens :])
+        return MirroredChunk(known, rows.tokens, rows.logits, drafts)

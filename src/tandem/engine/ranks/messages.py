@@ -35,7 +35,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     held: int
     pages: list[Place]
     windows: list[Place]
-    guesses: int
+    draft_tokens: int
     folded: int
 
 

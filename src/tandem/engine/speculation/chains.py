@@ -55,15 +55,15 @@ class PassByPass:
     def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
         ends = [run for run in runs if run.wanted]
         tokens, hidden = self._pass(None, runs)
-        guesses, active = [[token] for token in tokens], list(range(len(ends)))
+        draft_tokens, active = [[token] for token in tokens], list(range(len(ends)))
         while True:
-            rows = [row for row, i in enumerate(active) if len(guesses[i]) < widths[i]]
+            rows = [row for row, i in enumerate(active) if len(draft_tokens[i]) < widths[i]]
             active = [active[row] for row in rows]
             if not active:
-                return guesses
-            tokens, hidden = self._pass(hidden[rows], [_next(ends[i], guesses[i]) for i in active])
+                return draft_tokens
+            tokens, hidden = self._pass(hidden[rows], [_next(ends[i], draft_tokens[i]) for i in active])
             for i, token in zip(active, tokens, strict=True):
-                guesses[i].append(token)
+                draft_tokens[i].append(token)
 
     def _pass(self, hidden: Tensor | None, runs: list[Run]) -> tuple[list[int], Tensor]:
         tokens, x = self._run(hidden, batch_of(runs, self._page_size))
@@ -81,13 +81,13 @@ class AtOnce:
         self.sure: list[list[float]] = []
 
     def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
-        guesses, self.sure = list[list[int]](), []
+        draft_tokens, self.sure = list[list[int]](), []
         for first in range(0, len(runs), self._most):
             batch = batch_of(runs[first : first + self._most], self._page_size)
             tokens, chances = self._run(None, batch)
-            guesses += tokens.tolist()
+            draft_tokens += tokens.tolist()
             self.sure += chances.tolist()
-        return [tokens[:width] for tokens, width in zip(guesses, widths, strict=True)]
+        return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=True)]
 
 
 def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
@@ -100,6 +100,6 @@ def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
     return run
 
 
-def _next(run: Run, guesses: list[int]) -> Run:
+def _next(run: Run, draft_tokens: list[int]) -> Run:
     """The row behind a run and its guesses."""
-    return Run(run.sequence, run.last + len(guesses), guesses[-1:], True)
+    return Run(run.sequence, run.last + len(draft_tokens), draft_tokens[-1:], True)

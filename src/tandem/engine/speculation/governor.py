@@ -162,10 +162,10 @@ class Governor:
     def _worth(self, sequences: int, chances: Rows[float]) -> int:
         """How many of guesses that are drawn, the likeliest first, give the most tokens per second."""
         cost, tokens, best, most = self.times.curve(sequences), float(sequences), 1, 0.0
-        for guesses, chance in enumerate(chances, 1):
+        for draft_tokens, chance in enumerate(chances, 1):
             tokens += chance
-            if tokens / cost(guesses) > most:
-                best, most = guesses, tokens / cost(guesses)
+            if tokens / cost(draft_tokens) > most:
+                best, most = draft_tokens, tokens / cost(draft_tokens)
         return best
 
     def learn(self, sequence: Sequence, draft: Draft, tokens: Rows[int]) -> None:
@@ -270,11 +270,11 @@ class Governor:
     def _fastest(self, sequences: int, chances: Rows[tuple[float, int]], *, hopeful: bool = False) -> int:
         cost = self.times.curve(sequences, hopeful=hopeful)
         tokens, best, most = float(sequences), 0, LEAST_GAIN
-        for guesses, (chance, _) in enumerate(chances, 1):
+        for draft_tokens, (chance, _) in enumerate(chances, 1):
             tokens += chance
-            gain = tokens / sequences / cost(guesses)
+            gain = tokens / sequences / cost(draft_tokens)
             if gain > most:
-                best, most = guesses, gain
+                best, most = draft_tokens, gain
         return best
 
 

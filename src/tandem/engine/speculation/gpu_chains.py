@@ -59,7 +59,8 @@ class Block:
 
     def __init__(self, drafts: GpuDrafts, shape: ChainShape) -> None:
         self._drafts, device = drafts, drafts.handoff.device
-        self.inputs, sizes, pinned = ChainInputs(shape, device), (shape.guesses, shape.sequences), device.type == "cuda"
+        self.inputs, pinned = ChainInputs(shape, device), device.type == "cuda"
+        sizes = shape.draft_tokens, shape.sequences
         self.found = torch.zeros(sizes, dtype=torch.int64, pin_memory=pinned)
         self.sure = torch.zeros(sizes, pin_memory=pinned)
         self.next: Callable[[], None] | None = None
@@ -77,7 +78,7 @@ class Chain:
         self._drafts, device = drafts, drafts.handoff.device
         self.inputs = ChainInputs(shape, device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
-        self._found = torch.zeros(shape.guesses, shape.sequences, dtype=torch.int64, device=device)
+        self._found = torch.zeros(shape.draft_tokens, shape.sequences, dtype=torch.int64, device=device)
         self._ids, self._positions, self._owners = (torch.zeros_like(self._found[0]) for _ in range(3))
         self._hidden: Tensor | None = None
         pinned = device.type == "cuda"
@@ -158,10 +159,10 @@ class GpuChains:
                 if 0 < count <= recorded[0].inputs.shape.sequences:
                     return self._replayed(recorded, self._last_rows(runs, recorded[0].inputs.shape.rows), widths)
             self.unusual = bool(self._recorded)
-            guesses = self._alone.chains(runs, widths)
+            draft_tokens = self._alone.chains(runs, widths)
         self.sure = self._alone.sure
         self._handoff.check()
-        return guesses
+        return draft_tokens
 
     def _last_rows(self, runs: list[Run], most: int) -> list[Run]:
         """Rows of the runs that are wanted, at most `most` of each, once all rows before them are made."""
@@ -180,8 +181,8 @@ class GpuChains:
         self._end.mark()
         self._end.wait()
         self._handoff.check()
-        guesses, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
-        return [tokens[:width] for tokens, width in zip(guesses, widths, strict=False)]
+        draft_tokens, self.sure = chain.found.T.tolist(), () if chain.sure is None else chain.sure.T.tolist()
+        return [tokens[:width] for tokens, width in zip(draft_tokens, widths, strict=False)]
 
     def _replay(self, passes: Rows[_Recorded]) -> None:
         """One after the other: what a pass needs of the one before is on the device."""
@@ -200,12 +201,12 @@ class GpuChains:
         with self._handoff.rehearsing():
             for _ in range(WARM_UPS):
                 chain.first()
-                for _ in range(1, shape.guesses if chain.next else 1):
+                for _ in range(1, shape.draft_tokens if chain.next else 1):
                     (chain.next or chain.first)()
         if self._handoff.device.type != "cuda":
             return (chain, _Recorded(chain.first, 0), _Recorded(chain.next or chain.first, 0)), None
         first, pool = self._graph(chain.first, pool)
-        goes_on = chain.next is not None and shape.guesses > 1
+        goes_on = chain.next is not None and shape.draft_tokens > 1
         later, pool = self._graph(chain.next, pool) if chain.next and goes_on else (first, pool)
         return (chain, first, later), pool
 

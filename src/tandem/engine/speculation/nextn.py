@@ -37,15 +37,15 @@ class NextN:
     def draw(self, requests: Rows[tuple[Sequence, int]]) -> list[tuple[int, ...]]:
         """A sequence with more rows to make up for than a pass has gets them over several steps, and no guesses. After
         a failure no row counts as made."""
-        guesses: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in requests}
-        self.unusual, left = False, list(guesses)
+        draft_tokens: dict[Sequence, list[int]] = {sequence: [] for sequence, _ in requests}
+        self.unusual, left = False, list(draft_tokens)
         try:
             while left:
-                left = self._chains(left, dict(requests), guesses)
+                left = self._chains(left, dict(requests), draft_tokens)
         except Exception:
             self._rows.clear()
             raise
-        return [tuple(guesses[sequence]) for sequence, _ in requests]
+        return [tuple(draft_tokens[sequence]) for sequence, _ in requests]
 
     def forget(self, sequence: Sequence) -> None:
         self._rows.forget(sequence)
@@ -60,9 +60,9 @@ class NextN:
         """Makes the guesses of those that can go together. Returns the others."""
         ready, runs, left = self._first_runs(sequences)
         if runs:
-            guesses = self._chain.chains(runs, [widths[sequence] for sequence in ready])
+            draft_tokens = self._chain.chains(runs, [widths[sequence] for sequence in ready])
             self.unusual |= self._chain.unusual
-            drawn.update(zip(ready, guesses, strict=True))
+            drawn.update(zip(ready, draft_tokens, strict=True))
             self._said.update(zip(ready, map(tuple, self._chain.sure), strict=False))
         return left
 

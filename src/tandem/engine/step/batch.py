@@ -197,7 +197,7 @@ class BatchArrays:
         page_size: int,
         max_step_tokens: int,
         *,
-        guessing: bool = False,
+        speculative: bool = False,
         apart: bool = False,
         windowed: bool = False,
         each_row: bool = False,
@@ -211,7 +211,7 @@ class BatchArrays:
         them where they are. images_from: rows of rotary tables from there on are for pieces of images; 0: no sequence
         has any."""
         self._images_from = images_from
-        self._apart, self._guessing, self._each_row = apart, guessing, each_row
+        self._apart, self._speculative, self._each_row = apart, speculative, each_row
         kinds = (False, True) if windowed else (False,)
         self._places = [_Places(page_size, max_step_tokens, kind, pinned) for kind in kinds]
         self._input_ids, self._positions, self._logits_rows, self._seq_lens, self._slots, self._folded, self._sure = (
@@ -223,9 +223,9 @@ class BatchArrays:
 
     def fill(self, chunks: Rows[Chunk]) -> ForwardBatch:
         """The chunks in host memory; valid until the next `fill`."""
-        by_row = self._each_row or (self._apart and any(chunk.guesses for chunk in chunks))
+        by_row = self._each_row or (self._apart and any(chunk.draft_tokens for chunk in chunks))
         sequences = sum(chunk.length for chunk in chunks) if by_row else len(chunks)
-        folds = self._guessing and (self._each_row or not all(map(_settled, chunks)))
+        folds = self._speculative and (self._each_row or not all(map(_settled, chunks)))
         for places in self._places:
             places.begin(chunks, sequences)
         s = row = logits = 0
@@ -299,7 +299,7 @@ def counted(first: int, count: int) -> npt.NDArray[np.int64] | int:
 
 def _settled(chunk: Chunk) -> bool:
     """It neither guesses nor follows guesses: its slot's folds hold all that is computed."""
-    return not chunk.guesses and chunk.sequence.folded_len == chunk.sequence.computed_len
+    return not chunk.draft_tokens and chunk.sequence.folded_len == chunk.sequence.computed_len
 
 
 class SequenceRows(NamedTuple):

@@ -46,7 +46,7 @@ class Step:
 
     @property
     def has_drafts(self) -> bool:
-        return any(chunk.guesses for chunk in self.chunks)
+        return any(chunk.draft_tokens for chunk in self.chunks)
 
     @property
     def shrinks(self) -> bool:
@@ -92,14 +92,14 @@ class ShrinkingStep:
 class Turn:
     """`row`: of the step's logits, the one that the next token is chosen from."""
 
-    __slots__ = ("_guesses", "_outputs", "chunk", "first_position", "first_row", "row", "tokens")
+    __slots__ = ("_draft_tokens", "_outputs", "chunk", "first_position", "first_row", "row", "tokens")
 
     def __init__(self, chunk: Chunk, first_row: int, row: int) -> None:
         """first_row: of the step's rows, the chunk's first; row: of the step's logits. Made before any token is
         chosen."""
         self.chunk, self.first_row, self.row = chunk, first_row, row
         self.first_position = chunk.sequence.computed_len
-        self._guesses = iter(chunk.guesses)
+        self._draft_tokens = iter(chunk.draft_tokens)
         self._outputs: list[TokenOutput] = []
         self.tokens = 0  # that it has got
 
@@ -117,7 +117,7 @@ class Turn:
         self.tokens += 1
         self.row += 1
         self.end(output)
-        return output.finish_reason is None and next(self._guesses, None) == token_id
+        return output.finish_reason is None and next(self._draft_tokens, None) == token_id
 
     def end(self, output: TokenOutput) -> None:
         self._outputs.append(output)
@@ -146,7 +146,7 @@ def turns_of(chunks: Rows[Chunk]) -> Iterator[Turn]:
     row = last = 0
     for chunk in chunks:
         last += chunk.logits
-        yield Turn(chunk, row, last - 1 - len(chunk.guesses))
+        yield Turn(chunk, row, last - 1 - len(chunk.draft_tokens))
         row += chunk.length
 
 
