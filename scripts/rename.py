@@ -164,9 +164,13 @@ def _from_imports(tree: ast.AST) -> Iterator[tuple[str, ast.alias]]:
 
 def _with_homes(text: str, module: str, tree: ast.Module, homes: dict[tuple[str, str], str]) -> str:
     own = {old: new for (home, old), new in homes.items() if home == module}
+    elsewhere = _lines_of_other_imports(tree, homes)
     scopes = [(scope, local) for scope in _scopes(tree) if (local := _local_names(scope, homes, set(own)))]
     imported = {a.name: homes[s, a.name] for s, a in _from_imports(tree) if (s, a.name) in homes and a.asname}
     modules = {a.asname or a.name: f"{s}.{a.name}" for s, a in _from_imports(tree)}
+    modules |= {
+        a.asname: a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names if a.asname
+    }
     by_module = {
         (name, old): new for (home, old), new in homes.items() for name, full in modules.items() if full == home
     }
@@ -182,12 +186,18 @@ def _with_homes(text: str, module: str, tree: ast.Module, homes: dict[tuple[str,
         text = re.sub(rf"\b{old} as ", f"{new} as ", text)
 
     def new_name(name: str, dotted: bool, line: int) -> str:
-        if dotted or name not in own:
+        if dotted or name not in own or (line, name) in elsewhere:
             return name
         inner = (local[name] for scope, local in scopes if scope.lineno <= line <= _end(scope) and name in local)
         return next(inner, own[name])
 
     return _with_tokens(text, new_name) if own else text
+
+
+def _lines_of_other_imports(tree: ast.Module, homes: dict[tuple[str, str], str]) -> set[tuple[int, str]]:
+    return {
+        (alias.lineno, alias.name) for source, alias in _from_imports(tree) if (source, alias.name) not in homes
+    }
 
 
 def _end(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

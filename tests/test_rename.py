@@ -75,6 +75,7 @@ def test_words_of_some_files_and_of_code(line: str, path: str, before: str, afte
 
 TWO_IMPORTS = """
 def f() -> None:
+    from rich import Row as R
     from tandem.a import {0}
 
     {0}
@@ -92,7 +93,8 @@ def test_a_class_is_renamed_where_it_is_imported() -> None:
         "tandem.a": "class Row:\n    Row2 = 1\n\n\ndef f() -> list[Row]: ...\n",
         "tandem.a.b": "class Row:\n    pass\n",
         "tandem": "from tandem.a import Row as Row\n",
-        "tests.x": 'from tandem import a, Row\n\n\na.Row; Row; x.Row; "tandem.a.Row"; setattr(a, "Row", 1)\n',
+        "tests.w": "import tandem.a as b\nb.Row\n",
+        "tests.x": 'from tandem import a, Row\na.Row; Row; x.Row; "tandem.a.Row"; setattr(a, "Row", 1)\n',
         "tests.y": "from tandem.a.b import Row\nfrom tandem.a import Row as Other\nRow, Other\n",
         "tests.z": TWO_IMPORTS.format("Row"),
     }
@@ -100,7 +102,8 @@ def test_a_class_is_renamed_where_it_is_imported() -> None:
         "tandem.a": "class Line:\n    Row2 = 1\n\n\ndef f() -> list[Line]: ...\n",
         "tandem.a.b": before["tandem.a.b"],
         "tandem": "from tandem.a import Line as Line\n",
-        "tests.x": 'from tandem import a, Line\n\n\na.Line; Line; x.Row; "tandem.a.Line"; setattr(a, "Line", 1)\n',
+        "tests.w": "import tandem.a as b\nb.Line\n",
+        "tests.x": 'from tandem import a, Line\na.Line; Line; x.Row; "tandem.a.Line"; setattr(a, "Line", 1)\n',
         "tests.y": "from tandem.a.b import Row\nfrom tandem.a import Line as Other\nRow, Other\n",
         "tests.z": TWO_IMPORTS.format("Line"),
     }

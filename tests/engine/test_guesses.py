@@ -87,8 +87,10 @@ def test_a_growing_text_is_followed(tokens, least: int, chance: random.Random) -
 def test_each_token_is_read_once(monkeypatch) -> None:
     """However long the text is, a new token costs one entry and a bounded number of comparisons."""
     compared = []
-    length = ngram._Text._length
-    monkeypatch.setattr(ngram._Text, "_length", lambda self, place: compared.append(place) or length(self, place))
+    length = ngram._SequenceText._length
+    monkeypatch.setattr(
+        ngram._SequenceText, "_length", lambda self, place: compared.append(place) or length(self, place)
+    )
     drafter, long = NGram(2, 16), text([i % 50 for i in range(3000)])
     drafter.propose(long, 7)
     entries = len(drafter._texts[long]._older)
@@ -112,8 +114,10 @@ def test_a_long_prompt_is_learnt_in_pieces(monkeypatch) -> None:
 def test_long_prompts_share_a_step(monkeypatch) -> None:
     """Together they learn no more than one alone."""
     learnt = []
-    index = ngram._Text._index
-    monkeypatch.setattr(ngram._Text, "_index", lambda self, end: learnt.append(end - self._known) or index(self, end))
+    index = ngram._SequenceText._index
+    monkeypatch.setattr(
+        ngram._SequenceText, "_index", lambda self, end: learnt.append(end - self._known) or index(self, end)
+    )
     drafter, texts = NGram(2, 16), [text(range(20_000)) for _ in range(16)]
     for each in texts:
         drafter.propose(each, 3)

@@ -30,7 +30,7 @@ from recorded_steps import tiny_engine
 from tandem import LLM
 from tandem.engine.engine import Engine
 from tandem.engine.llm import Generation
-from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams
+from tandem.engine.protocol import GenerateRequest, Grammar, SamplingSettings
 from tandem.engine.speculation.draft import Draft
 from tandem.engine.speculation.foretold import Foretold
 from tandem.engine.start.loader import load_parts
@@ -479,7 +479,7 @@ def plain(parts) -> dict[str, list[Generation]]:
 
 def ask(parts: EngineParts, wish: str, **plan) -> tuple[list[Generation], Engine]:
     engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, **{"speculation": None} | plan)))
-    params = SamplingParams(max_tokens=24, **WISHES[wish])
+    params = SamplingSettings(max_tokens=24, **WISHES[wish])
     asked = [[{"role": "user", "content": each}] for each in ASKED]
     return LLM.from_engine(engine).chat(asked, params, progress=False), engine
 
@@ -523,7 +523,7 @@ def test_recorded_steps_do_not_depend_on_whose_their_rows_are(parts) -> None:
         Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=SpeculationPlan("NGRAM", 7, False))))
     )
     crowd = [[{"role": "user", "content": f"{ASKED[0]} {i}"}] for i in range(8)]
-    params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=1)
+    params = SamplingSettings(max_tokens=24, temperature=0.0, logprobs=1)
     model = llm.engine._runner._model
     first = llm.chat(crowd[:1], params, progress=False)
     assert 8 in model._recorded
@@ -535,7 +535,7 @@ def test_recorded_steps_do_not_depend_on_whose_their_rows_are(parts) -> None:
 def test_stats_say_what_was_gained(parts) -> None:
     engine = Engine.from_parts(replace(parts, plan=replace(parts.plan, speculation=SpeculationPlan("NGRAM", 7, False))))
     prompt = engine.tokenizer.encode("a b c d e f g h " * 6)
-    engine.add(GenerateRequest(id="a", prompt_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=40)))
+    engine.add(GenerateRequest(id="a", prompt_ids=prompt, sampling=SamplingSettings(temperature=0.0, max_tokens=40)))
     while engine.has_work():
         engine.step()
     said = engine.stats().speculation

@@ -13,7 +13,7 @@ from tandem import LLM, SamplingParams, _core
 from tandem.engine.speculation.foretold import Foretold
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.mechanisms.delta_net.shape import DeltaRule
-from tandem.mechanisms.delta_net.torch import Delta, DeltaState, DeltaWeights, TorchDelta
+from tandem.mechanisms.delta_net.torch import DeltaOperator, DeltaState, DeltaWeights, TorchDelta
 from tandem.models.batch import ForwardBatch
 from tandem.spec.norm import Norm
 
@@ -108,7 +108,9 @@ def speculative(parts: list[Tried]) -> ForwardBatch:
     return replace(made, folded=folded, sure=sure)
 
 
-def verified(delta: Delta, kept: DeltaState, wide: Tensor, narrow: Tensor, steps: list[tuple[int, int]]) -> Tensor:
+def verified(
+    delta: DeltaOperator, kept: DeltaState, wide: Tensor, narrow: Tensor, steps: list[tuple[int, int]]
+) -> Tensor:
     """Rows of slot 2 behind a prompt of 5; steps: of guesses, and how many are right. Wrong rows are others'."""
     wrong_wide, wrong_narrow = -wide, narrow.flip(0)
     out = [delta(wide[:5], narrow[:5], speculative([(2, 0, 0, 5, 5)]), kept)]

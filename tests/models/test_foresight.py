@@ -13,7 +13,7 @@ from tandem import _core
 from tandem.architectures.load import load_config
 from tandem.checkpoint import open_checkpoint
 from tandem.engine.state.arrays import allocate
-from tandem.experts import CpuExperts, Experts
+from tandem.experts import CpuExperts, RoutedExperts
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.hybrid_experts import HybridExperts
@@ -33,7 +33,7 @@ class ListeningExperts:
 
     places = None
 
-    def __init__(self, experts: Experts, heard: list[tuple[str, Tensor]], listens: bool = True) -> None:
+    def __init__(self, experts: RoutedExperts, heard: list[tuple[str, Tensor]], listens: bool = True) -> None:
         self._experts, self.heard, self.listens = experts, heard, listens
 
     def takes_hints(self, rows: int) -> bool:

@@ -30,7 +30,7 @@ from tandem.models import ForwardBatch, build
 from tandem.planner.gpu_plan import GpuPlan
 from tandem.planner.plan import Plan
 from tandem.planner.ranks.cut import cut
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 from tiny import VOCAB
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Session:
         from tandem.engine.step.batch import StepShape
 
         config = load_config(path)
-        config = config if meeting is None else cut(config, Shard(meeting.rank, meeting.ranks))
+        config = config if meeting is None else cut(config, RankShard(meeting.rank, meeting.ranks))
         experts = config.routed_experts
         made = replace(plan(share, graphs, experts, patience, moving, foresight), expert_format=fmt)
         made = replace(made, gpu=replace(made.gpu, deferred=late, uuid=gpu_of(meeting)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tandem.architectures import GGUF
-from tandem.architectures.family import Part
+from tandem.architectures.family import DerivedTensor
 from tandem.checkpoint.gguf_model import GGUFModel
 from tandem.checkpoint.gguf_names import layer_of
 from tandem.errors import CheckpointError
@@ -45,7 +45,7 @@ NO_MODELS = {
 Config = dict[str, Any]
 
 
-class _Keys:
+class _GgufMetadata:
     """`{architecture}.{key}` of a model's metadata."""
 
     def __init__(self, model: GGUFModel) -> None:
@@ -171,7 +171,7 @@ class _Keys:
             rope |= {"rope_type": "divided", "divisors": divisors}
         return rope
 
-def _first(keys: _Keys, key: str) -> int:
+def _first(keys: _GgufMetadata, key: str) -> int:
     """Some writers repeat a number for every layer."""
     values = keys.model.array(keys.prefix + key, int)
     if len(set(values)) != 1:
@@ -179,7 +179,7 @@ def _first(keys: _Keys, key: str) -> int:
     return values[0]
 
 
-def _bounded(keys: _Keys, key: str, value: int) -> int:
+def _bounded(keys: _GgufMetadata, key: str, value: int) -> int:
     if why := outside(key, value):
         raise keys.refuse(key, why)
     return value
@@ -210,20 +210,20 @@ def supported(model: GGUFModel) -> str:
     )
 
 
-def parts_of(model: GGUFModel) -> Mapping[str, Part]:
+def parts_of(model: GGUFModel) -> Mapping[str, DerivedTensor]:
     """Tensors that its architecture has otherwise than Hugging Face."""
-    return GGUF[model.architecture].parts(_Keys(model))
+    return GGUF[model.architecture].parts(_GgufMetadata(model))
 
 
 def wholes_of(model: GGUFModel) -> Mapping[str, list[int]]:
     """Tensors of whole numbers that are arrays of the metadata."""
-    return GGUF[model.architecture].wholes(_Keys(model))
+    return GGUF[model.architecture].wholes(_GgufMetadata(model))
 
 
 def config_json(model: GGUFModel) -> Config:
     """Content of `config.json`. CheckpointError for an architecture that is not supported, or a missing key."""
     architecture = supported(model)
-    keys = _Keys(model)
+    keys = _GgufMetadata(model)
     own = GGUF[architecture].config(keys)
     return _shared(keys, own) | own
 
@@ -280,7 +280,7 @@ def end_ids(model: GGUFModel) -> list[int]:
     return list(dict.fromkeys(i for i in (*file_ids, *known_ids) if i >= 0))
 
 
-def _shared(keys: _Keys, own: Config) -> Config:
+def _shared(keys: _GgufMetadata, own: Config) -> Config:
     """own: what the architecture says itself, of heads that differ between layers, for example."""
     model, heads = keys.model, own.get("num_attention_heads") or keys.need("attention.head_count")
     hidden = keys.need("embedding_length")

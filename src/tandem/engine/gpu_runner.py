@@ -23,7 +23,14 @@ from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.engine.step.batch import BatchArrays, StepShape, moved, regions
 from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, background_with_cpu, path_of
-from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
+from tandem.engine.step.prefill import (
+    GpuPlace,
+    LayerPieces,
+    PausingModel,
+    PrefillPieces,
+    PrefillTask,
+    in_layers,
+)
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 from tandem.engine.step.streams import Feeder, Streams
 from tandem.errors import EngineError
@@ -297,7 +304,7 @@ class GpuRunner:
         place = GpuPlace(start, self._streams, self._usage, self._rows, reserve_sms)
         return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
 
-    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:
+    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> PrefillPieces:
         tallies = None if self._usage is None else self._usage.overlap_tallies(len(batch.input_ids))
         if graph is not None:
             return graph.of(batch)

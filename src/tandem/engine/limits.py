@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from tandem.engine.grammar.sources import check
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.errors import RequestError
 
 MAX_ANSWERS = 128
@@ -42,7 +42,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 }
 
 
-def validate(params: SamplingParams, vocab_size: int) -> None:
+def validate(params: SamplingSettings, vocab_size: int) -> None:
     """Raises RequestError, with the field as `param`, for anything the sampler cannot do."""
     for field, (lowest, highest, inclusive) in RANGES.items():
         value = getattr(params, field)
@@ -123,7 +123,7 @@ def _range_text(field: str, value: float, lowest: float, highest: float, inclusi
     )
 
 
-def _validate_stops(params: SamplingParams) -> None:
+def _validate_stops(params: SamplingSettings) -> None:
     if len(params.stop) > MAX_STOP_STRINGS:
         raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, not {len(params.stop)}", "stop")
     if any(not stop for stop in params.stop):
@@ -132,7 +132,7 @@ def _validate_stops(params: SamplingParams) -> None:
         raise RequestError(f"stop strings must have at most {MAX_STOP_CHARS} characters together", "stop")
 
 
-def _validate_grammar(params: SamplingParams) -> None:
+def _validate_grammar(params: SamplingSettings) -> None:
     if params.grammar is None:
         return
     try:

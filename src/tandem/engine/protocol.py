@@ -56,7 +56,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     grammar_prefix: str = ""  # what the prompt ends with, and the grammar has to match before the answer
 
 
-class SamplingParams(SamplingFields, frozen=True, kw_only=True):
+class SamplingSettings(SamplingFields, frozen=True, kw_only=True):
     """How tokens are chosen and when to stop. `validate` (engine/limits.py) checks the ranges.
 
     temperature 0 is greedy. top_k 0 or -1 means all.
@@ -75,7 +75,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
 
     id: str
     prompt_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingSettings
     images: tuple[ImageSpan, ...] = ()
 
 

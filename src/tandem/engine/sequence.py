@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.grammar.matcher import GrammarMatcher
-from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.engine.sampling.masks import RowMasks
 from tandem.engine.sampling.repetitions import Repetitions
 from tandem.engine.vision.rows import ImageRows
@@ -84,7 +84,7 @@ class Sequence:
         request_id: str,
         index: int,
         prompt_ids: list[int],
-        sampling: SamplingParams,
+        sampling: SamplingSettings,
         *,
         arrival: int,
         max_len: int,

@@ -39,7 +39,7 @@ class DraftBlock:
             for stage in range(self.block.layers)
         ]
         self._streams = summed_up(b, self._hyper, at.streams)
-        self._pairs = _Pairs(b, at, self.block.rank)
+        self._pairs = _TokenPairs(b, at, self.block.rank)
 
     def __call__(
         self, embedding: Embedding, head: Linear, batch: ForwardBatch, states: States
@@ -95,7 +95,7 @@ def _attention(layer: DecoderLayer) -> SeesBlocks:
     return operator
 
 
-class _Pairs:
+class _TokenPairs:
     """Which token follows which: the token before a guess moves its logits. So a block's guesses are made in turn."""
 
     def __init__(self, b: Builder, at: BlockNames, rank: int) -> None:

@@ -1,11 +1,11 @@
-"""OpenAI sampling fields → `SamplingParams`."""
+"""OpenAI sampling fields → `SamplingSettings`."""
 
 from __future__ import annotations
 
 import uuid
 from typing import Any, Protocol
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import grammar_of
 from tandem.server.openai_schema import SamplingBody, StreamOptions
@@ -25,11 +25,11 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingParams:
-    """Fields that the body leaves out are the model's `defaults`, or else `SamplingParams`'; `chosen` are decided by
+def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingSettings:
+    """Fields that the body leaves out are the model's `defaults`, or else `SamplingSettings`'; `chosen` are decided by
     the route."""
     sent: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
-    return SamplingParams(
+    return SamplingSettings(
         **(defaults | sent),
         stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -55,11 +55,11 @@ class _Dry(Protocol):
     def dry_sequence_breakers(self) -> list[str] | None: ...
 
 
-class _Encoder(Protocol):
+class _TextEncoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
-def dry_breakers(body: _Dry, tokenizer: _Encoder) -> tuple[int, ...]:
+def dry_breakers(body: _Dry, tokenizer: _TextEncoder) -> tuple[int, ...]:
     """The token with which each text ends inside of a text."""
     if not body.dry_multiplier:
         return ()

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tandem.engine import limits as engine_limits
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.text.chat_template import chat_template_text
 from tandem.engine.text.markers import MarkerGuard
 from tandem.engine.vision.spans import check_images
@@ -243,7 +243,7 @@ def _loaded(part: T | None, client: EngineClient) -> T:
     return part
 
 
-def cut_to_room(state: ServerState, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+def cut_to_room(state: ServerState, sampling: SamplingSettings, prompt_tokens: int) -> SamplingSettings:
     """Agents ask for 32,000 tokens and more, whatever the model is: an answer then ends where the context does. A
     prompt that leaves no room is refused by the engine's own checks."""
     room = max(1, state.answer_room(prompt_tokens))

@@ -57,7 +57,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class WindowRing:
     """Rows of the last tokens, `last` of which a new one may ask for: that of position p in place p modulo the number
     of places. Rows of guesses have places of their own, so wrong ones overwrite nothing that is asked for later."""
 
@@ -69,7 +69,7 @@ class Ring:
         return (Array(self.row.name, (self.last + draft_tokens, *self.row.shape), self.row.dtype),)
 
 
-State = Pages | Fold | Ring
+State = Pages | Fold | WindowRing
 LANES = 16  # torch computes what is left over of a vector in another way, so that bits would depend on the rows beside
 SLOT_ALIGNMENT = 256  # bytes: of every array in a slot
 KEY_BLOCK = 64  # tokens: kernels read keys from a multiple of it on, and mask those before a window

@@ -16,7 +16,7 @@ from draft_models import FAMILIES, PROMPTS, chunks_of, drafted, engine_of
 from fake_model import check_pages, request
 from recorded_chains import CPU, recording
 from tandem.engine.speculation.chain_inputs import ChainInputs, ChainShape
-from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.speculation.drawn_rows import DraftRows
 from tandem.engine.speculation.gpu_chains import GpuChains
 from tandem.planner.cuda_graphs import draft_sizes
 from tiny import VARIANTS
@@ -88,7 +88,7 @@ def test_who_goes_on_no_further_is_a_copy_of_one_that_does() -> None:
     class Held:
         num_pages, page_table, slot = 3, torch.tensor([7, 2, 9]).numpy(), 4
 
-    inputs.fill([Run(Held, 6, [11, 12], True), Run(Held, 9, [13], True)], [1, 3])
+    inputs.fill([DraftRows(Held, 6, [11, 12], True), DraftRows(Held, 9, [13], True)], [1, 3])
     inputs.send()
     assert inputs.order.tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
     assert inputs.ids.view(4, 3).tolist() == [[11, 11, 12], [13] * 3, [13] * 3, [13] * 3]
@@ -111,7 +111,7 @@ def test_images_follow_each_other() -> None:
             first = chance.randint(0, 4 * pages - count)
             table = torch.tensor(chance.sample(range(1, 90), pages)).numpy()
             held = SimpleNamespace(num_pages=pages, page_table=table, slot=chance.randint(1, 9))
-            runs.append(Run(held, first, chance.choices(range(99), k=count), True))
+            runs.append(DraftRows(held, first, chance.choices(range(99), k=count), True))
         inputs.fill(runs, widths)
         inputs.send()
         for at, run in enumerate([*runs, *[runs[-1]] * 2][:3]):

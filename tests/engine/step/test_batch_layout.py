@@ -18,7 +18,7 @@ import tandem
 from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
 from tandem.engine.graphs.prefill_graphs import SEQUENCES, ChunkInputs
 from tandem.engine.sequence import Chunk
-from tandem.engine.speculation.drawn_rows import Run, batch_of
+from tandem.engine.speculation.drawn_rows import DraftRows, batch_of
 from tandem.engine.step.batch import BatchArrays, moved
 from tandem.models import ForwardBatch
 from tandem.planner.host_memory import graph_input_bytes
@@ -111,7 +111,7 @@ def old_chunk_image(source: ForwardBatch, rows: int) -> bytes:
     return b"".join(part.numpy().tobytes() for part in parts)
 
 
-def old_drawn(runs: list[Run]) -> ForwardBatch:
+def old_drawn(runs: list[DraftRows]) -> ForwardBatch:
     """Of a draft layer's rows."""
     starts = np.cumsum([0, *(len(run.tokens) for run in runs)])
     positions = np.concatenate([np.arange(run.first, run.first + len(run.tokens)) for run in runs])
@@ -254,7 +254,7 @@ def test_a_draft_layers_batch_has_the_bytes_it_had(seed: int) -> None:
     for count in random.integers(1, 9, int(random.integers(1, 6))).tolist():
         first = int(random.integers(0, 40))
         tokens = random.integers(0, 99, count).tolist()
-        runs.append(Run(sequence_of(random, first, count), first, tokens, bool(count % 2)))
+        runs.append(DraftRows(sequence_of(random, first, count), first, tokens, bool(count % 2)))
     same(batch_of(runs, PAGE), old_drawn(runs))
 
 

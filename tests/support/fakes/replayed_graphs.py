@@ -14,7 +14,7 @@ from pausing_model import PausingFake
 from tandem.engine import gpu_runner
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
-from tandem.engine.graphs.prefill_graphs import Piece, PromptGraphs
+from tandem.engine.graphs.prefill_graphs import GraphPiece, PromptGraphs
 from tandem.engine.sampling.logits import best_of
 from tandem.engine.speculation.draft import Drafter
 from tandem.engine.start import parts
@@ -164,7 +164,7 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
         graph.graph.replay = replay  # type: ignore[method-assign]
         return graph
 
-    def replaying_piece(self: PromptGraphs, work: LayerPieces, index: int) -> Piece:
+    def replaying_piece(self: PromptGraphs, work: LayerPieces, index: int) -> GraphPiece:
         of_prompts(self, work, index)
         last = index == work.count - 1
         logits = work.result()[0] if last else torch.empty(0)
@@ -175,7 +175,7 @@ def without_gpu(patch: pytest.MonkeyPatch, calls: list[str]) -> None:
             if last:
                 logits.copy_(work.result()[0])
 
-        return Piece([give])
+        return GraphPiece([give])
 
     patch.setattr(DecodeCapture, "captured", replaying)
     patch.setattr(PromptGraphs, "_captured", replaying_piece)

@@ -47,7 +47,7 @@ class GraphPlan:
         return 2 if self.windowed else 1
 
 
-class _Field:
+class _InputField:
     """A batch's numbers of one name, in an image: one for every row, or a row of a table."""
 
     def __init__(self, name: str, image: Tensor) -> None:
@@ -71,8 +71,8 @@ class _Field:
         self._to, self._rest = image[:rows], image[rows:]
 
 
-def _fields(image: ForwardBatch, *names: str) -> list[_Field]:
-    return [_Field(name, getattr(image, name)) for name in names]
+def _fields(image: ForwardBatch, *names: str) -> list[_InputField]:
+    return [_InputField(name, getattr(image, name)) for name in names]
 
 
 _EACH_ROW = ("input_ids", "positions", "seq_lens", "slots", *WINDOW_FIELDS)
@@ -99,7 +99,7 @@ class GraphInputs:
         self._rows = _fields(self.image, *_EACH_ROW, *turns)
         self._window_rows = [] if self.image.windows is None else _fields(self.image.windows, *WINDOW_FIELDS)
         self._lens, folded = self.image.seq_lens.numpy(), self.image.folded
-        self._folded = None if folded is None else _Field("folded", folded)
+        self._folded = None if folded is None else _InputField("folded", folded)
         self._count = self._layout.counted(self._host).numpy()
 
     def _views(self, memory: Tensor) -> ForwardBatch:

@@ -75,7 +75,7 @@ class ChunkInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GraphPiece:
     """Replays of graphs, and what the host does between them."""
 
     steps: Rows[HostWork]
@@ -88,7 +88,7 @@ class Piece:
 class PromptGraph:
     """CUDA graphs of a prefill chunk with a fixed number of rows."""
 
-    def __init__(self, inputs: ChunkInputs, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, inputs: ChunkInputs, pieces: Rows[GraphPiece], result: tuple[Tensor, Tensor]) -> None:
         """pieces: of a `LayerPieces`, which made `result`."""
         self._inputs, self._pieces, self._result = inputs, pieces, result
 
@@ -102,9 +102,9 @@ class PromptGraph:
 
 
 class Replayed:
-    """`Pieces` of graphs."""
+    """`PrefillPieces` of graphs."""
 
-    def __init__(self, pieces: Rows[Piece], result: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, pieces: Rows[GraphPiece], result: tuple[Tensor, Tensor]) -> None:
         self._pieces, self._result = pieces, result
 
     @property
@@ -159,13 +159,13 @@ class PromptGraphs:
         pieces = [self._captured(work, index) for index in range(work.count)]
         self._graphs[inputs.rows] = PromptGraph(inputs, pieces, work.result())
 
-    def _captured(self, work: LayerPieces, index: int) -> Piece:
+    def _captured(self, work: LayerPieces, index: int) -> GraphPiece:
         assert self._travel is not None
         recorder = Recorder(self._pool)
         with self._travel.recording(recorder), recorder.recording():
             work.give(index)
         self._pool = recorder.pool
-        return Piece(recorder.steps)
+        return GraphPiece(recorder.steps)
 
 
 @dataclass(frozen=True, slots=True)

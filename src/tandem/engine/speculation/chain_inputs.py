@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.speculation.drawn_rows import DraftRows
 from tandem.engine.step.batch import counted, forward_batch, slots_of, to_gpu
 from tandem.models.batch import ForwardBatch
 
@@ -72,7 +72,7 @@ class ChainInputs:
             slots,
         )
 
-    def fill(self, runs: Rows[Run], widths: Rows[int]) -> None:
+    def fill(self, runs: Rows[DraftRows], widths: Rows[int]) -> None:
         """The image, after all that read the one before. The GPU waits for this."""
         for at, run in enumerate(runs):
             self._fill_rows(at, run)
@@ -83,7 +83,7 @@ class ChainInputs:
             self._fill_order(widths)
             self._widths = list(widths)
 
-    def _fill_rows(self, at: int, run: Run) -> None:
+    def _fill_rows(self, at: int, run: DraftRows) -> None:
         """The first rows are copies of the run's first one."""
         ids, positions, places, tables, slots = self._each
         count, pages = len(run.tokens), run.sequence.num_pages

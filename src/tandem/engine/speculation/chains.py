@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.engine.speculation.drawn_rows import Run, batch_of
+from tandem.engine.speculation.drawn_rows import DraftRows, batch_of
 from tandem.models.batch import ForwardBatch
 
 Pass = Callable[[Tensor | None, ForwardBatch], tuple[Tensor, Tensor]]
@@ -38,7 +38,7 @@ class Chains(Protocol):
         """Probabilities of the last call's guesses, a row per run; of no run where nobody says."""
         ...
 
-    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+    def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
         """Makes all rows. Of each run that is wanted, in order, so many guesses."""
         ...
 
@@ -52,7 +52,7 @@ class PassByPass:
     def __init__(self, run: Pass, page_size: int) -> None:
         self._run, self._page_size = run, page_size
 
-    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+    def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
         ends = [run for run in runs if run.wanted]
         tokens, hidden = self._pass(None, runs)
         draft_tokens, active = [[token] for token in tokens], list(range(len(ends)))
@@ -65,7 +65,7 @@ class PassByPass:
             for i, token in zip(active, tokens, strict=True):
                 draft_tokens[i].append(token)
 
-    def _pass(self, hidden: Tensor | None, runs: list[Run]) -> tuple[list[int], Tensor]:
+    def _pass(self, hidden: Tensor | None, runs: list[DraftRows]) -> tuple[list[int], Tensor]:
         tokens, x = self._run(hidden, batch_of(runs, self._page_size))
         return tokens.tolist(), x
 
@@ -80,7 +80,7 @@ class AtOnce:
         self._run, self._page_size, self._most = run, page_size, most
         self.sure: list[list[float]] = []
 
-    def chains(self, runs: list[Run], widths: Rows[int]) -> list[list[int]]:
+    def chains(self, runs: list[DraftRows], widths: Rows[int]) -> list[list[int]]:
         draft_tokens, self.sure = list[list[int]](), []
         for first in range(0, len(runs), self._most):
             batch = batch_of(runs[first : first + self._most], self._page_size)
@@ -100,6 +100,6 @@ def on_cpu(model: DraftingModel, states: Rows[tuple[Tensor, ...]]) -> Pass:
     return run
 
 
-def _next(run: Run, draft_tokens: list[int]) -> Run:
+def _next(run: DraftRows, draft_tokens: list[int]) -> DraftRows:
     """The row behind a run and its guesses."""
-    return Run(run.sequence, run.last + len(draft_tokens), draft_tokens[-1:], True)
+    return DraftRows(run.sequence, run.last + len(draft_tokens), draft_tokens[-1:], True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Rows
 from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.chains import Chains
 from tandem.engine.speculation.draft import LAYER_KINDS, Draft
-from tandem.engine.speculation.drawn_rows import Run
+from tandem.engine.speculation.drawn_rows import DraftRows
 from tandem.engine.speculation.made_rows import MadeRows
 
 USUAL_ROWS = 64  # of a sequence, at most, in a call whose time is like that of others
@@ -66,10 +66,10 @@ class NextN:
             self._said.update(zip(ready, map(tuple, self._chain.sure), strict=False))
         return left
 
-    def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[Run], list[Sequence]]:
+    def _first_runs(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], list[DraftRows], list[Sequence]]:
         """Sequences that get a guess, runs of the rows since the last pass, and sequences that have to wait. One of two
         waits where they share a page and go on differently behind it: its last row cannot be both's."""
-        ready, runs, left, room = list[Sequence](), list[Run](), list[Sequence](), self._most_rows
+        ready, runs, left, room = list[Sequence](), list[DraftRows](), list[Sequence](), self._most_rows
         size, partners = self._page_size, list[Sequence]()
         for sequence in sequences:
             first, others = self._rows.computed_rows(sequence)
@@ -83,14 +83,14 @@ class NextN:
             room -= last - first
             if last > first:
                 whole = last == sequence.computed_len
-                runs.append(Run(sequence, first, sequence.tokens[first + 1 : last + 1], whole))
+                runs.append(DraftRows(sequence, first, sequence.tokens[first + 1 : last + 1], whole))
                 ready += [sequence] * whole
             self._rows.note(sequence, last)
         return ready, runs, left
 
 
-def _one_row(sequence: Sequence, row: int) -> Run:
-    return Run(sequence, row, sequence.tokens[row + 1 : row + 2], False)
+def _one_row(sequence: Sequence, row: int) -> DraftRows:
+    return DraftRows(sequence, row, sequence.tokens[row + 1 : row + 2], False)
 
 
 def _share(sequence: Sequence, other: Sequence, page: int) -> bool:

@@ -15,7 +15,7 @@ from tandem.engine.speculation.draft import Draft, Drafter, Drawing, Saying
 from tandem.engine.speculation.governor import FixedWidth, Governor, Widths
 from tandem.engine.speculation.shadows import CHEAP_ROWS, Shadows
 from tandem.engine.speculation.step_times import StepTimes
-from tandem.engine.step.step import Turn
+from tandem.engine.step.step import SequenceOutput
 
 LOG_SECONDS = 60.0
 RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0  # without guesses after a drawing that failed; each doubles it
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Asked:
+class _DraftedStep:
     """The step that guesses were last asked for. drafts: of those that go on; guessing: whether there were any. usual:
     its time says what such steps take."""
 
@@ -35,13 +35,13 @@ class _Asked:
     usual: bool = True
     speculative: bool = False
 
-    def was(self, turns: Rows[Turn]) -> bool:
+    def was(self, turns: Rows[SequenceOutput]) -> bool:
         """Whether these are its turns. A step that failed has none, and its sequences never run again."""
         same = len(turns) == len(self.sequences)
         return same and all(turn.sequence is each for turn, each in zip(turns, self.sequences, strict=True))
 
 
-_NOBODY = _Asked([])
+_NOBODY = _DraftedStep([])
 
 
 def _cheapest(
@@ -94,7 +94,7 @@ class Speculation:
             self._asked = self._quiet
             return [()] * len(sequences)
         self._wake()
-        self._asked = _Asked(list(sequences))
+        self._asked = _DraftedStep(list(sequences))
         drafts = [self._draft(sequence) for sequence in sequences]
         widths = self._governor.widths(sequences, drafts, room)
         widths = [
@@ -167,7 +167,7 @@ class Speculation:
         self._rests = RETRY_SECONDS
         return draft_tokens
 
-    def ran(self, turns: Rows[Turn], seconds: float) -> None:
+    def ran(self, turns: Rows[SequenceOutput], seconds: float) -> None:
         """Learns from a step: the tokens that its sequences got, and its seconds, drawing included."""
         query = self._asked
         if not turns or not query.was(turns):  # a prompt was computed, or it failed
@@ -198,7 +198,7 @@ class Speculation:
         if self._skipped % OBSERVED_EVERY == 0:
             self._times.observe(sequences, 0, seconds)
 
-    def _gained(self, turns: Rows[Turn], seconds: float) -> None:
+    def _gained(self, turns: Rows[SequenceOutput], seconds: float) -> None:
         """By a step that had guesses."""
         tokens, plain = sum(turn.tokens for turn in turns), self._times.plain(len(turns))
         self._with_drafts += 1
@@ -229,7 +229,7 @@ class Speculation:
             return None
         return self._drafter.propose(sequence, most) if most > 0 and sequence.answer_len else None
 
-    def _note(self, turn: Turn, draft: Draft | None) -> None:
+    def _note(self, turn: SequenceOutput, draft: Draft | None) -> None:
         width, right = len(turn.chunk.draft_tokens), max(0, turn.tokens - 1)
         self._widths[width] += 1
         self._draft_tokens += width

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.checkpoint import read_generation
 from tandem.engine.limits import validate
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.errors import CheckpointError, RequestError
 from tandem.flags.engine_config import EngineConfig
 
@@ -46,7 +46,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
         penalties = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
         numbers = {"temperature": 0.0, **penalties}
     try:
-        validate(SamplingParams(**numbers), vocab_size=0)
+        validate(SamplingSettings(**numbers), vocab_size=0)
     except RequestError as error:
         raise _wrong(directory, str(error)) from error
     return numbers

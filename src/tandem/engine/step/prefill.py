@@ -54,7 +54,7 @@ class PausingModel(Protocol):
 States = Rows[tuple[Tensor, ...]]
 
 
-class Pieces(Protocol):
+class PrefillPieces(Protocol):
     """Pieces of a chunk, which are given to a device in their order."""
 
     @property
@@ -155,7 +155,7 @@ def in_layers(
     return model.logits(p, states)
 
 
-class Place(Protocol):
+class PrefillPlace(Protocol):
     """Where a task's pieces are computed."""
 
     @property
@@ -175,7 +175,7 @@ class Place(Protocol):
         ...
 
     def logits(self, logits: Tensor, best: Tensor) -> Logits:
-        """Logits of `Pieces.result`."""
+        """Logits of `PrefillPieces.result`."""
         ...
 
 
@@ -230,7 +230,7 @@ class GpuPlace:
 class PrefillTask:
     """Pieces are layers, and the logits at the end. Of a task whose place overlaps, a piece is only given."""
 
-    def __init__(self, pieces: Pieces, place: Place, feeder: Feeder | None = None) -> None:
+    def __init__(self, pieces: PrefillPieces, place: PrefillPlace, feeder: Feeder | None = None) -> None:
         """feeder: gives the pieces; None: whoever asks to go on does."""
         self._pieces, self._place, self._feeder, self._next = pieces, place, feeder, 0
         if feeder is not None:
@@ -281,7 +281,7 @@ class PrefillTask:
         return self._place.logits(*result)
 
     def drop(self) -> None:
-        """No piece follows. Waits as `Place.leave`."""
+        """No piece follows. Waits as `PrefillPlace.leave`."""
         if self._feeder is not None:
             self._feeder.stop()
         self._place.leave()

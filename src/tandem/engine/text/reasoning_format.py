@@ -76,14 +76,14 @@ def _thoughts(text: str, one: ReasoningFormat, opened: bool) -> tuple[bool, int]
         at, opened = closed.end(), False
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _FormatFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: list[ReasoningFormat]
 
 
 @cache
 def reasoning_formats() -> tuple[ReasoningFormat, ...]:
     file = resources.files("tandem.engine.text") / "reasoning.toml"
-    return tuple(msgspec.toml.decode(file.read_bytes(), type=_File).format)
+    return tuple(msgspec.toml.decode(file.read_bytes(), type=_FormatFile).format)
 
 
 def detect_reasoning_format(template: str) -> ReasoningFormat | None:

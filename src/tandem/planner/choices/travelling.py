@@ -7,7 +7,13 @@ from tandem.machine.gpus import Gpu
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.cuda_graphs import prompt_graph_bytes
 from tandem.planner.memory import MemoryRequest, long_step_tokens
-from tandem.spec.gpu_scratch import Ring, expert_row_bytes, expert_scratch_bytes, experts_at_once, ring_of
+from tandem.spec.gpu_scratch import (
+    StagingRing,
+    expert_row_bytes,
+    expert_scratch_bytes,
+    experts_at_once,
+    ring_of,
+)
 from tandem.spec.model_config import STORED, ModelConfig
 from tandem.spec.stored import StoredFormats
 
@@ -49,7 +55,7 @@ def threshold_not_reached(config: EngineConfig, model: ModelConfig) -> str:
     return f"--kt-gpu-prefill-token-threshold {least} is never reached: a step has at most {most} rows ({flags})"
 
 
-def ring_for(request: MemoryRequest, gpu: Gpu) -> Ring:
+def ring_for(request: MemoryRequest, gpu: Gpu) -> StagingRing:
     """Where experts travel to."""
     model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
     at_once = experts_at_once(model.expert_channels, model.moe.experts.width, scratch)

@@ -6,16 +6,16 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.server.anthropic.request import conversation_of, left_out
-from tandem.server.anthropic.schema import CountRequest, Message, MessagesRequest, TokenCountBody
+from tandem.server.anthropic.schema import CountRequest, MessageResponse, MessagesRequest, TokenCountBody
 from tandem.server.anthropic.writer import MessageWriter
 from tandem.server.body import answers, body_schema, json_response
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
 from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_as
-from tandem.server.generation import Generation
+from tandem.server.generation import SubmittedRequests
 from tandem.server.openai_sampling import new_id, sampling_of
 from tandem.server.openai_schema import SamplingBody
 from tandem.server.state import ServerState, cut_to_room
@@ -37,7 +37,7 @@ _WISHES: Wishes = {
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest) | answers(Message))
+    @router.post("/v1/messages", openapi_extra=body_schema(MessagesRequest) | answers(MessageResponse))
     async def messages(http: Request) -> Response:
         return await _messages(state, http)
 
@@ -49,7 +49,7 @@ def routes(state: ServerState) -> APIRouter:
         state.check_up()
         with named(_NAMES):
             prepared = await prepare_wishes(
-                state.chat, conversation_of(body, state.sight(ignored)), SamplingParams(), _WISHES, ignored,
+                state.chat, conversation_of(body, state.sight(ignored)), SamplingSettings(), _WISHES, ignored,
                 counting=True,
             )  # fmt: skip
         count = TokenCountBody(len(prepared.prompt_ids))
@@ -76,7 +76,7 @@ async def _messages(state: ServerState, http: Request) -> Response:
             message_id, state.model_name, prepared.new_parser(), len(prepared.prompt_ids), clipped=clipped,
             show_thinking=shown,
         )  # fmt: skip
-        response = await Generation(state, http, [request]).answer(writer, body.stream)
+        response = await SubmittedRequests(state, http, [request]).answer(writer, body.stream)
     response.headers["request-id"] = message_id
     return name_ignored(response, ignored)
 
@@ -94,7 +94,7 @@ def _format(body: CountRequest) -> ResponseFormat | None:
     return ResponseFormat("json_schema", NamedSchema(output.format.schema))
 
 
-def _sampling(state: ServerState, body: MessagesRequest) -> SamplingParams:
+def _sampling(state: ServerState, body: MessagesRequest) -> SamplingSettings:
     same = SamplingBody(
         temperature=body.temperature,
         top_p=body.top_p,
