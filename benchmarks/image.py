@@ -26,7 +26,7 @@ from tandem.bench.gaps.made_up import made_up_parts, write_folder
 from tandem.bench.rows import machine_name, progress, stamp, write
 from tandem.bench.synthetic import FAR
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.vision.pixels import pixels_of
 from tandem.engine.vision.spans import ImageSpan, PixelSource
 from tandem.flags.engine_config import EngineConfig
@@ -67,7 +67,7 @@ def asking(engine: Engine, source: PixelSource) -> GenerateRequest:
     ids = [tower.start, *[tower.placeholder] * rows, tower.end, *range(1000, 1020)]
     span = ImageSpan(first=1, rows=rows, grid=grid, key=key, pixels=source)
     return GenerateRequest(
-        id=key.hex(), prompt_ids=ids, images=(span,), sampling=SamplingParams(**GREEDY, max_tokens=2)
+        id=key.hex(), prompt_ids=ids, images=(span,), sampling=SamplingSettings(**GREEDY, max_tokens=2)
     )
 
 
@@ -98,7 +98,7 @@ def p99(times: list[float]) -> float:
 
 def others_ratio(engine: Engine, size: tuple[int, int]) -> float:
     for i in range(OTHERS):
-        sampling = SamplingParams(**GREEDY, max_tokens=4000)
+        sampling = SamplingSettings(**GREEDY, max_tokens=4000)
         engine.add(GenerateRequest(id=str(i), prompt_ids=[100 + i] * 40, sampling=sampling))
     list(steps(engine, 40))
     idle, beside = list(steps(engine, IDLE_STEPS)), list[float]()

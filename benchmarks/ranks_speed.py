@@ -82,17 +82,17 @@ def rank(asked: argparse.Namespace) -> None:
         keep([row | stamp(machine_name(Machine.detect())) for row in rows], asked.out)
 
 
-def request_of(asked: argparse.Namespace, what: str) -> hybrid.Request:
+def request_of(asked: argparse.Namespace, what: str) -> hybrid.HybridFlags:
     context = CONTEXT if what == "decode" else asked.prompt
     batches = tuple(asked.batch) if what == "decode" else (1,)
-    return hybrid.Request(
+    return hybrid.HybridFlags(
         asked.config, (asked.format,), (asked.share,), batches, asked.layers, context, STEPS, asked.repeats, None,
         "auto", asked.dense, prompts=what == "prefill",
     )  # fmt: skip
 
 
-def placed(request: hybrid.Request, machine: Machine | None, meeting: Meeting | None) -> hybrid.Request:
-    return dataclasses.replace(request, place=hybrid.Place(machine, meeting))
+def placed(request: hybrid.HybridFlags, machine: Machine | None, meeting: Meeting | None) -> hybrid.HybridFlags:
+    return dataclasses.replace(request, place=hybrid.BenchPlace(machine, meeting))
 
 
 def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
@@ -122,7 +122,7 @@ def measured(asked: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
 
 
 def seconds_of(
-    asked: argparse.Namespace, what: str, batch: int, request: hybrid.Request
+    asked: argparse.Namespace, what: str, batch: int, request: hybrid.HybridFlags
 ) -> Callable[[hybrid.Built], Iterator[float]]:
     """Seconds of a step, or of a prompt, turn after turn."""
     if what == "decode":

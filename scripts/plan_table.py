@@ -23,7 +23,7 @@ from tandem.bench.architectures import named_subject  # noqa: E402
 from tandem.errors import ConfigError  # noqa: E402
 from tandem.flags.engine_config import EngineConfig  # noqa: E402
 from tandem.machine.machine import Core, Machine  # noqa: E402
-from tandem.planner.forecast.advice import Question  # noqa: E402
+from tandem.planner.forecast.advice import PlanQuestion  # noqa: E402
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
 from tandem.planner.forecast.prediction import Range  # noqa: E402
 from tandem.planner.forecast.report import Report, report  # noqa: E402
@@ -100,12 +100,12 @@ Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total
 """
 
 
-def question(name: str, wish: MachineWish, method: str | None) -> Question:
+def question(name: str, wish: MachineWish, method: str | None) -> PlanQuestion:
     model, stored = named_subject(name)
     machine = wished_machine(wish, ANYTHING)
     flags = FLAGS if method is None else {**FLAGS, "kt_method": method}
     config = EngineConfig.from_keywords(name, **flags)
-    return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
+    return PlanQuestion(config, model, machine, stored, wished_speeds(wish, machine, None))
 
 
 def cells(name: str, place: str) -> tuple[str, str]:
@@ -171,12 +171,12 @@ def questions() -> list[str]:
     return [*asked, "| --- | --- | --- | --- |", *rows, *end]
 
 
-def question_of(name: str) -> Question:
+def question_of(name: str) -> PlanQuestion:
     wish, _, architecture, flags = QUESTIONS[name]
     model, stored = named_subject(architecture)
     machine = wished_machine(wish, ANYTHING)
     config = EngineConfig.from_keywords(architecture, **flags)
-    return Question(config, model, machine, stored, wished_speeds(wish, machine, None))
+    return PlanQuestion(config, model, machine, stored, wished_speeds(wish, machine, None))
 
 
 def command(name: str) -> str:

@@ -34,7 +34,7 @@ from tandem.bench.rows import keep, machine_name, stamp  # noqa: E402
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tandem.quality.compare import Measured
+    from tandem.quality.compare import CandidateResult
     from tandem.quality.stream import LayerStream, Variant
 
 PAGE, RESULTS = ROOT / "docs" / "quality.md", ROOT / "benchmarks" / "results"
@@ -205,7 +205,7 @@ def measured(ggml: Path | None, only: Collection[str]) -> Iterator[Row]:
                 shutil.rmtree(written) if written.is_dir() else written.unlink()
 
 
-def _row(each: Measured, bits: float, base: float) -> Row:
+def _row(each: CandidateResult, bits: float, base: float) -> Row:
     d = each.divergence
     assert d is not None
     return {

@@ -6,6 +6,7 @@ Counts may only shrink: where one does, its number here follows.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path

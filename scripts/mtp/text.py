@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.sequence import Sequence
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
@@ -56,7 +56,7 @@ def _answers(
             if len(ids) > MOST_PROMPT:
                 continue
             name, heat = str(next(numbers)), chance.choice(TEMPERATURES)
-            how = SamplingParams(temperature=heat, top_p=0.9 if heat else 1.0, seed=chance.randrange(1 << 30),
+            how = SamplingSettings(temperature=heat, top_p=0.9 if heat else 1.0, seed=chance.randrange(1 << 30),
                                  max_tokens=min(1000 - len(ids), chance.choice(ANSWERS)))  # fmt: skip
             engine.add(GenerateRequest(id=name, prompt_ids=ids, sampling=how))
             live[name] = engine._answers[name][0].sequence, prompt.kind, heat

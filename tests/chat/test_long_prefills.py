@@ -9,7 +9,7 @@ from tandem.server.chat.conversation import Tool
 from tandem.server.chat.events import ToolCallEnd
 from tandem.server.chat.formats.reasoning_format import reasoning_format
 from tandem.server.chat.formats.tool_format import tool_format
-from tandem.server.chat.reading.source import Source
+from tandem.server.chat.reading.source import AnswerSource
 from tandem.server.chat.settled import whole_answer
 from tandem.text.prompt import draft
 
@@ -48,13 +48,13 @@ def test_a_mark_is_looked_for_a_few_times(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("how", ["begun", "pushed"])
 def test_what_is_taken_copies_little(unit: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each character that is taken copies what `text` shows: of a text of markers all of it, but for the pieces."""
-    copied, take = [0], Source.take
+    copied, take = [0], AnswerSource.take
 
-    def counted(source: Source, count: int) -> str:
+    def counted(source: AnswerSource, count: int) -> str:
         copied[0] += len(source.text)
         return take(source, count)
 
-    monkeypatch.setattr(Source, "take", counted)
+    monkeypatch.setattr(AnswerSource, "take", counted)
     text = unit * (300_000 // len(unit))
     parser = FormattedText(rules(text if how == "begun" else ""))
     if how == "pushed":

@@ -255,10 +255,10 @@ def test_the_ledger_has_graphs_of_prompts_and_holds() -> None:
 def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: int, share: float) -> None:
     """Where none of the experts travels, prompts that run alone have other graphs, too."""
     flags, streamed, parts = {"positions": 32768, "kt_gpu_experts_ratio": share}, share < 1, 8 if share < 1 else 0
-    plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"spared_multiprocessors": 16}))
+    plain, p = (qwen3(gpu_gib, **flags, **more) for more in ({}, {"prefill_reserved_sms": 16}))
     assert plain.gpu is not None and p.gpu is not None and p.gpu.prompt_sizes == plain.gpu.prompt_sizes
-    assert (plain.gpu.spared, p.gpu.spared) == (0, 16)
-    assert reason(p, "spared multiprocessors") == "--spared-multiprocessors"
+    assert (plain.gpu.reserved_sms, p.gpu.reserved_sms) == (0, 16)
+    assert reason(p, "reserved multiprocessors") == "--prefill-reserved-sms"
     entries = {entry.name: entry.nbytes for entry in p.ledgers[0].entries}
     assert entries["prompt graphs"] == prompt_graph_bytes(QWEN3, p.gpu.prompt_sizes, parts, 16)
     assert p.ledgers[0].total_bytes <= p.ledgers[0].budget_bytes
@@ -269,9 +269,9 @@ def test_prompts_that_spare_multiprocessors_have_memory_of_their_own(gpu_gib: in
 
 
 def test_nothing_is_spared_where_prompts_are_no_graphs() -> None:
-    p = qwen3(80, positions=32768, disable_cuda_graph=True, spared_multiprocessors=16)
-    assert p.gpu is not None and p.gpu.spared == 0
-    assert reason(p, "spared multiprocessors") == "prompts are not CUDA graphs here"
+    p = qwen3(80, positions=32768, disable_cuda_graph=True, prefill_reserved_sms=16)
+    assert p.gpu is not None and p.gpu.reserved_sms == 0
+    assert reason(p, "reserved multiprocessors") == "prompts are not CUDA graphs here"
 
 
 @pytest.mark.parametrize("gpu_gib", [16, 24, 32, 80])

@@ -238,7 +238,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     end = tokenizer.encode("<|end|>")[0]
     for skip, shown in ((True, ""), (False, "<|end|>")):
-        stream = TextStream(tokenizer, [], SamplingParams(skip_special_tokens=skip))
+        stream = TextStream(tokenizer, [], SamplingSettings(skip_special_tokens=skip))
         assert stream.push(end).text == shown
 
 
@@ -331,7 +331,7 @@ def test_engine_stops_at_a_token_and_at_length() -> None:
 
 def test_a_truncated_character_is_shown_at_the_end() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
-    stream = TextStream(tokenizer, [], SamplingParams(stop=("zz",)))
+    stream = TextStream(tokenizer, [], SamplingSettings(stop=("zz",)))
     first = tokenizer.encode("é")[0]
     assert stream.push(first).text == ""
     assert stream.finish().text == "\ufffd"

@@ -15,23 +15,23 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.reference import TorchOps
 from tandem.machine.machine import TIERS, Core, Machine
 from tandem.planner.choices.decision import Decision
-from tandem.planner.forecast.advice import Question, ways_to_fit, ways_to_go_faster
+from tandem.planner.forecast.advice import PlanQuestion, ways_to_fit, ways_to_go_faster
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds
 from tandem.planner.forecast.prediction import Case, Prediction
 from tandem.planner.forecast.speeds import Speeds
 from tandem.planner.forecast.sums import lane_of, sums_of
 from tandem.planner.plan import Plan
 from tandem.spec.model_config import past_bytes
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 
 HERE = Machine("Test CPU", tuple(Core(cpu, 0, 0) for cpu in range(64)), TIERS, 384 << 30, 370 << 30, None)
 NEXT = "qwen3-next-80b-fp8"
 
 
-def question(name: str, gpus: str, **flags: object) -> Question:
+def question(name: str, gpus: str, **flags: object) -> PlanQuestion:
     wish = MachineWish(gpus=gpus, bandwidth="250GB/s")
     machine = wished_machine(wish, HERE)
-    return Question(
+    return PlanQuestion(
         EngineConfig.from_keywords(name, **flags), *_model(name, machine), speeds=wished_speeds(wish, machine, None)
     )
 
@@ -45,7 +45,7 @@ def decision(plan: Plan, name: str) -> Decision:
     return next(each for each in plan.decisions if each.name == name)
 
 
-def predicted(asked: Question, plan: Plan | None = None) -> Prediction:
+def predicted(asked: PlanQuestion, plan: Plan | None = None) -> Prediction:
     return asked.predicted(plan or asked.plan(), (1, 8))
 
 
@@ -86,7 +86,7 @@ def test_ranks_meet_as_often_as_is_counted(tiny_models, variant) -> None:
     def of_rank(rank: int) -> None:
         ops = TorchOps()
         ops.group = Counting(threads, rank)
-        session = Session(tiny_models[variant], ops=ops, shard=Shard(rank, 2))
+        session = Session(tiny_models[variant], ops=ops, shard=RankShard(rank, 2))
         layers.append(session.config.layers)
         ours(session)
 
@@ -152,7 +152,7 @@ def test_ranks_make_a_model_fit_that_one_gpu_and_ram_are_too_small_for() -> None
     wish = MachineWish(gpus="2x48GB", ram="48GB")
     machine = wished_machine(wish, HERE)
     model, stored = named_subject(name)
-    asked = Question(EngineConfig.from_keywords(name), model, machine, stored, wished_speeds(wish, machine, None))
+    asked = PlanQuestion(EngineConfig.from_keywords(name), model, machine, stored, wished_speeds(wish, machine, None))
     assert not asked.fits() and asked.fits(tensor_parallel_size=2)
     assert any(way.change == "--tensor-parallel-size 2" and not way.lossy for way in ways_to_fit(asked))
 
@@ -193,7 +193,7 @@ def test_the_page_has_what_is_planned() -> None:
 
     def ranges(batch: int, **flags: object) -> str:
         config = EngineConfig.from_keywords(NEXT, **few, **flags)
-        found = predicted(Question(config, *_model(NEXT, machine), speeds=wished_speeds(wish, machine, None)))
+        found = predicted(PlanQuestion(config, *_model(NEXT, machine), speeds=wished_speeds(wish, machine, None)))
         return f"{found.decode[batch].low:.0f}–{found.decode[batch].high:.0f}"
 
     for batch in (1, 8):

@@ -18,10 +18,10 @@ from fake_copies import FakeCopies, advance, at_once
 from gpu import AVAILABLE, DEVICE, fed, needs_cuda, needs_triton
 from tandem import _core
 from tandem.bench.architectures import named_config
-from tandem.bench.placement.request import Request, traffic
+from tandem.bench.placement.request import PlacementFlags, traffic
 from tandem.bench.placement.traces import TraceShape, Zipf, expert_counts, generate
 from tandem.errors import EngineError
-from tandem.experts.live.copies import Copies, CudaCopies, hold_all
+from tandem.experts.live.copies import CudaCopies, ExchangeCopies, hold_all
 from tandem.experts.live.exchange import LiveExchange
 from tandem.experts.live.policy import Exchange
 from tandem.experts.placement import ExpertPlacement, place
@@ -49,11 +49,11 @@ pytestmark = [pytest.mark.gpu, needs_triton]
 EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS = 8, 64, 48, 3, 4
 
 
-def copies() -> Copies:
+def copies() -> ExchangeCopies:
     return CudaCopies(DEVICE) if DEVICE.type == "cuda" else FakeCopies()
 
 
-def arrive(made: Copies) -> None:
+def arrive(made: ExchangeCopies) -> None:
     if isinstance(made, FakeCopies):
         made.arrive(1.0)
     else:
@@ -270,7 +270,7 @@ def test_strategies_are_measured_in_turn_on_one_model(monkeypatch: pytest.Monkey
 
 
 def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:
-    request = Request(
+    request = PlacementFlags(
         "qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "front-loading", "dynamic"), "INT4", 2, 8, 1
     )
     seen = traffic(request, named_config(request.config, request.layers))
@@ -283,7 +283,7 @@ def test_strategies_in_turn_have_experts_on_both_sides_of_every_layer() -> None:
 def test_strategies_are_measured_apart_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = Request("qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "dynamic"), "INT4", 2, 8, 1)
+    request = PlacementFlags("qwen3-30b-a3b", "zipf", (0.5,), ("uniform", "dynamic"), "INT4", 2, 8, 1)
     seen = traffic(request, named_config(request.config, request.layers))
     small = SimpleNamespace(available_memory=1 << 28)
     with monkeypatch.context() as patched:

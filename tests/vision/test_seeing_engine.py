@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, object]] = {
     "chunks": {"chunked_prefill_size": 3},
     "no prefixes": {"disable_radix_cache": True},
     "tight": {"max_total_tokens": 60, "context_length": 48, "chunked_prefill_size": 8},
-    "guesses": {"speculative_algorithm": "NGRAM", "disable_speculative_governor": True},
+    "draft_tokens": {"speculative_algorithm": "NGRAM", "disable_speculative_governor": True},
     "deterministic": {"enable_deterministic_inference": True},
 }
 

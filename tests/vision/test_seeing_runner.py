@@ -12,7 +12,7 @@ from fake_model import run, token_ids
 from replayed_graphs import NotedHandoff, NotedStart, without_gpu
 from seeing_requests import ONE, PLAIN, PROMPTS, check, request
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sequence import Chunk, Sequence, show
 from tandem.engine.start.loader import load_parts
 from tandem.flags.engine_config import EngineConfig
@@ -73,7 +73,7 @@ def test_a_pass_with_pieces_waits_for_what_put_them_together(monkeypatch, path) 
     engine, calls = replayed(monkeypatch, path)
     for asked, wanted in ((ONE, "aside after"), (PLAIN, "aside")):
         sequence = Sequence(
-            "a", 0, list(asked.ids), SamplingParams(), arrival=0, max_len=64, page_size=4, seed=0
+            "a", 0, list(asked.ids), SamplingSettings(), arrival=0, max_len=64, page_size=4, seed=0
         )
         show([sequence], asked.images, engine.model_config.vision)
         if sequence.images is not None:

@@ -14,7 +14,7 @@ import echo_engine
 from quiet_clock import PATIENCE
 from server_harness import LocalServer, listening_server, local_state
 from server_requests import error_of, pages_are_back
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.errors import TandemError
 from tandem.server import request_stream
 from tandem.server.guard import bodies, protocol
@@ -269,7 +269,7 @@ def test_a_stream_that_is_read_too_slowly_ends_with_its_reason(monkeypatch) -> N
 
     async def go() -> None:
         state, loop, _ = local_state()
-        sampling = SamplingParams(max_tokens=3000, ignore_eos=True)
+        sampling = SamplingSettings(max_tokens=3000, ignore_eos=True)
         stream = state.client.submit([GenerateRequest(id="slow", prompt_ids=[97], sampling=sampling)])
         for _ in range(200):
             loop.turn()

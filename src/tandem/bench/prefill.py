@@ -39,7 +39,7 @@ WAYS = {"auto": None, "cpu": 0.0, "bus": 1.0}  # the share of the experts in CPU
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PrefillFlags:
     """The flags of a run. chunk: tokens of a step at most; threshold: rows from which experts travel, None: where it
     pays; cached: tokens before each prompt, whose keys and values are there; ways: of `WAYS`, measured in turn."""
 
@@ -56,10 +56,10 @@ class Request:
     cached: int = 0
     ways: tuple[str, ...] = ("auto",)
 
-    def model(self) -> hybrid.Request:
+    def model(self) -> hybrid.HybridFlags:
         """As the decode bench builds one."""
         sizes = (self.layers, self.cached + max(self.tokens), 1, self.repeats, self.threads, self.tier)
-        return hybrid.Request(self.config, self.formats, self.shares, (1,), *sizes, prompts=True)
+        return hybrid.HybridFlags(self.config, self.formats, self.shares, (1,), *sizes, prompts=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def work_of(model: ModelConfig, packed: int, tokens: int, gpu_share: float, cach
     return Work(dense + attention, nbytes[0], experts, nbytes[1], gpu_share)
 
 
-def run(request: Request, out: Path | None) -> None:
+def run(request: PrefillFlags, out: Path | None) -> None:
     if unknown := [way for way in request.ways if way not in WAYS]:
         raise ConfigError(f"--way {unknown[0]!r} is not known; give {', '.join(WAYS)}")
     use_one_torch_thread()
@@ -122,7 +122,7 @@ def run(request: Request, out: Path | None) -> None:
         console.print(f"Written to {out}")
 
 
-def measure(request: Request) -> Iterator[dict[str, Any]]:
+def measure(request: PrefillFlags) -> Iterator[dict[str, Any]]:
     gpu = gpu_speeds()
     assert gpu is not None
     for fmt in request.formats:
@@ -139,7 +139,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
 
 
 def _rows(
-    request: Request, built: hybrid.Built, tokens: int, share: float, rates: Rates
+    request: PrefillFlags, built: hybrid.Built, tokens: int, share: float, rates: Rates
 ) -> Iterator[dict[str, Any]]:
     cached = request.cached
     bound = work_of(built.config, built.expert_bytes, tokens, share, cached).bound_seconds(rates)
@@ -154,7 +154,7 @@ def _rows(
         }  # fmt: skip
 
 
-def _in_turn(request: Request, built: hybrid.Built, tokens: int) -> dict[str, list[float]]:
+def _in_turn(request: PrefillFlags, built: hybrid.Built, tokens: int) -> dict[str, list[float]]:
     """Seconds of prompts, by way."""
     seconds = {way: list[float]() for way in request.ways}
     prompts = {way: prompt_seconds(built, tokens, request.repeats, request.cached) for way in seconds}

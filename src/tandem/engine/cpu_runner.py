@@ -39,14 +39,14 @@ class CpuRunner:
         page_size: int,
         max_step_tokens: int,
         usage: ExpertUsage | None = None,
-        guessing: bool = False,
+        speculative: bool = False,
         windowed: bool = False,
         images_from: int = 0,
     ) -> None:
         """guessing: steps may have rows of guesses. windowed: layers that see a window have pages of their own.
         images_from: as of `BatchArrays`; those of a chunk between steps lie behind a step's."""
         self._model, self._states, self._usage = model, states, usage
-        arrays = partial(BatchArrays, page_size, max_step_tokens, guessing=guessing, windowed=windowed)
+        arrays = partial(BatchArrays, page_size, max_step_tokens, speculative=speculative, windowed=windowed)
         own, paused = regions(images_from, max_step_tokens)
         self._arrays, self._paused = arrays(images_from=own), arrays(images_from=paused)
 

@@ -35,7 +35,15 @@ from tandem.engine.state.windows import WindowPages
 from tandem.engine.step.executor import Executor
 from tandem.engine.step.overlap import PrefillOverlap, StepOverlap
 from tandem.engine.step.prefill import PausingModel
-from tandem.engine.step.step import HasNewRequest, Ran, Step, StepOutput, Turn, no_new_request, turns_of
+from tandem.engine.step.step import (
+    HasNewRequest,
+    SequenceOutput,
+    Step,
+    StepOutput,
+    StepResult,
+    no_new_request,
+    turns_of,
+)
 from tandem.engine.vision.encoder import Encoder, encoder_of
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
@@ -115,7 +123,7 @@ class Engine:
             max_step_tokens=plan.max_step_tokens,
             max_running=plan.max_running_requests,
             pace=_pace(parts),
-            guesser=self._speculation,
+            proposer=self._speculation,
         )
         slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
@@ -230,18 +238,18 @@ class Engine:
         self._counters.step_seconds += seconds + drawing
         return outcome.outputs
 
-    def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> Ran:
+    def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> StepResult:
         """Outputs of these chunks; none while `run` has no result yet. An error fails them all, whatever it was: the
         engine goes on. counts: it is a step of its own."""
         try:
             output = run()
-            return Ran([], []) if output is None else self._settled(output, counts)
+            return StepResult([], []) if output is None else self._settled(output, counts)
         except Exception as error:
             _log.exception("a step of %d sequences failed", len(chunks))
             self._runner.after_failure()
             if self._recorder is not None:
                 self._recorder.after_failure()
-            return Ran([self._answers.fail(chunk.sequence, error) for chunk in chunks], [])
+            return StepResult([self._answers.fail(chunk.sequence, error) for chunk in chunks], [])
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request uses; returns the number of pages freed."""
@@ -295,7 +303,7 @@ class Engine:
                 outputs += [self._answers.refuse(sequence, error) for sequence in sequences]
         return outputs
 
-    def _settled(self, output: StepOutput, counts: bool) -> Ran:
+    def _settled(self, output: StepOutput, counts: bool) -> StepResult:
         turns, logits = list(turns_of(output.step.chunks)), output.logits
         for turn in turns:
             if turn.sequence.scores_prompt:
@@ -308,9 +316,9 @@ class Engine:
         if counts:
             _settle_rows(self._runner, turns)
         outputs = [each for turn in turns if (each := turn.output) is not None]
-        return Ran(outputs, turns, output.step.num_tokens)
+        return StepResult(outputs, turns, output.step.num_tokens)
 
-    def _chosen(self, logits: Logits, turns: list[Turn]) -> list[Sampled]:
+    def _chosen(self, logits: Logits, turns: list[SequenceOutput]) -> list[Sampled]:
         """The next token of each. If that fails, they end, and nothing is chosen: others may have got theirs."""
         sequences = [turn.sequence for turn in turns]
         try:
@@ -323,7 +331,7 @@ class Engine:
                 turn.end(self._answers.fail(turn.sequence, error))
             return []
 
-    def _settle(self, turn: Turn, sampled: Sampled | None) -> bool:
+    def _settle(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         """True: its next token can be chosen in this step, too. sampled: None where the prompt goes on."""
         try:
             return self._advance(turn, sampled)
@@ -332,7 +340,7 @@ class Engine:
             turn.end(self._answers.fail(turn.sequence, error))
             return False
 
-    def _advance(self, turn: Turn, sampled: Sampled | None) -> bool:
+    def _advance(self, turn: SequenceOutput, sampled: Sampled | None) -> bool:
         sequence = turn.sequence
         answer = self._answers.of(sequence)
         if sampled is not None and sampled.token_id < 0:
@@ -354,7 +362,7 @@ class Engine:
         return turn.take(sampled.token_id, self._answers.end(sequence, output) if output.finish_reason else output)
 
 
-def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorder | None) -> None:
+def _count(turns: list[SequenceOutput], meter: ExpertMeter | None, recorder: ExpertRecorder | None) -> None:
     """For statistics: what goes wrong here costs nobody an answer."""
     try:
         count_step(meter, recorder, turns)
@@ -362,7 +370,7 @@ def _count(turns: list[Turn], meter: ExpertMeter | None, recorder: ExpertRecorde
         _log.exception("a step was not counted")
 
 
-def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
+def _settle_rows(executor: Executor, turns: list[SequenceOutput]) -> None:
     """Likewise, unless the GPU has stopped: then it raises EngineError."""
     try:
         executor.settled(sum(turn.rows for turn in turns))
@@ -371,10 +379,10 @@ def _settle_rows(executor: Executor, turns: list[Turn]) -> None:
         executor.after_failure()
 
 
-def _tell(guesses: Speculation | None, turns: list[Turn], seconds: float) -> None:
+def _tell(draft_tokens: Speculation | None, turns: list[SequenceOutput], seconds: float) -> None:
     """Tells the speculation how a step went, in seconds. An error costs nobody an answer: it is logged."""
     try:
-        if guesses is not None:
-            guesses.ran(turns, seconds)
+        if draft_tokens is not None:
+            draft_tokens.ran(turns, seconds)
     except Exception:
         _log.exception("nothing was learnt from a step's guesses")

@@ -23,7 +23,14 @@ from tandem.engine.sequence import Chunk, make_masks, places_of
 from tandem.engine.step.batch import BatchArrays, StepShape, moved, regions
 from tandem.engine.step.hooks import BeginStep, StepHooks, nothing_begins
 from tandem.engine.step.path import Choice, Path, background_path_of, background_with_cpu, path_of
-from tandem.engine.step.prefill import GpuPlace, LayerPieces, PausingModel, Pieces, PrefillTask, in_layers
+from tandem.engine.step.prefill import (
+    GpuPlace,
+    LayerPieces,
+    PausingModel,
+    PrefillPieces,
+    PrefillTask,
+    in_layers,
+)
 from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
 from tandem.engine.step.streams import Feeder, Streams
 from tandem.errors import EngineError
@@ -50,7 +57,7 @@ def _masks(chunks: Rows[Chunk]) -> RowMasks:
 
 
 def _masks_of(chunk: Chunk, mask: TokenMask | None) -> RowMasks:
-    after = len(chunk.guesses)
+    after = len(chunk.draft_tokens)
     return [*[None] * (chunk.logits - 1 - after), mask, *[None] * after]
 
 
@@ -101,20 +108,20 @@ class GpuRunner:
         self._usage, self._live, self._start = usage, live, begin_step
         self._begin_step: BeginStep = begin_step or nothing_begins
         arrays = partial(
-            BatchArrays, *shape, guessing=graphs.guessing, windowed=graphs.windowed,
+            BatchArrays, *shape, speculative=graphs.speculative, windowed=graphs.windowed,
             each_row=graphs.each_row,
         )  # fmt: skip
         self._device = handoff.device
         own, paused = regions(graphs.images_from, shape.max_tokens)
         self._arrays = arrays(apart=True, images_from=own)
         self._paused = arrays(pinned=self._device.type == "cuda", images_from=paused)
-        self._guessing = False  # whether the last step had rows of guesses that are not settled yet
+        self._speculative = False  # whether the last step had rows of guesses that are not settled yet
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         self._graphs = GraphPool()
         overlaps = live is None and self._start is not None and self._start.pausable()
         overlaps = overlaps and not graphs.drafting and not graphs.one_stream
-        self._streams = Streams(handoff.device, overlaps, graphs.spared if graphs.prompts else 0)
+        self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
         self._feeder = Feeder(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
@@ -127,7 +134,7 @@ class GpuRunner:
     def run(self, step: Step, host_work: Callable[[], None] = _nothing) -> StepOutput:
         """Logits rows of all chunks, in order. host_work: as `logits`."""
         batch = self._arrays.fill(step.chunks)
-        self._guessing = step.has_drafts
+        self._speculative = step.has_drafts
         with torch.inference_mode():
             make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
             shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
@@ -163,9 +170,9 @@ class GpuRunner:
 
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
-        if self._guessing and self._live is not None:
+        if self._speculative and self._live is not None:
             self._live.after_step(tokens, self._end.passed)
-        self._guessing = False
+        self._speculative = False
 
     def after_failure(self) -> None:
         """Raises EngineError when the GPU cannot go on: after an illegal access or a memory error every later call
@@ -279,11 +286,11 @@ class GpuRunner:
         if start is None or self._streams.steps is None or not isinstance(self._model, PausingModel):
             return None
         choice = background_path_of(batch, self._graphs) if graph is None else None
-        spares = choice is not None and choice.prefill is not None
+        reserve_sms = choice is not None and choice.prefill is not None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
         # were put together on that stream.
         after = choice is None or batch.seen is not None
-        with torch.inference_mode(), self._streams.side_stream(after, spares):
+        with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
             gpu_only = start.hold(batch, split)
             try:
                 if choice is not None:
@@ -294,10 +301,10 @@ class GpuRunner:
             except BaseException:
                 start.release()
                 raise
-        place = GpuPlace(start, self._streams, self._usage, self._rows, spares)
+        place = GpuPlace(start, self._streams, self._usage, self._rows, reserve_sms)
         return PrefillTask(pieces, place, self._feeder if gpu_only and isinstance(pieces, LayerPieces) else None)
 
-    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> Pieces:
+    def _pieces(self, batch: ForwardBatch, model: PausingModel, graph: PromptGraph | None) -> PrefillPieces:
         tallies = None if self._usage is None else self._usage.overlap_tallies(len(batch.input_ids))
         if graph is not None:
             return graph.of(batch)
@@ -326,7 +333,7 @@ class GpuRunner:
         """Ends the step: so its time is known, and the pinned images are free again. The CPU has done its part, so
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
         guesses they wait until wrong ones are no longer counted (`settled`)."""
-        if self._live is not None and not self._guessing:
+        if self._live is not None and not self._speculative:
             self._live.after_step(tokens, self._end.passed)
         device_logits = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()

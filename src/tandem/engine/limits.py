@@ -17,7 +17,7 @@ MAX_LOGIT_BIAS = 4096
 TOO_LONG = "context_length_exceeded"  # OpenAI's word, which clients look for
 
 
-def validate(params: SamplingParams, vocab_size: int) -> None:
+def validate(params: SamplingSettings, vocab_size: int) -> None:
     """Raises RequestError, with the field as `param`, for anything the sampler cannot do."""
     for field, limits in ranges().items():
         value = getattr(params, field)
@@ -98,7 +98,7 @@ def _range_text(field: str, value: float, limits: Range) -> str:
     return f"{field} must be {bound}{most}, not {value:g}"
 
 
-def _validate_stops(params: SamplingParams) -> None:
+def _validate_stops(params: SamplingSettings) -> None:
     if len(params.stop) > MAX_STOP_STRINGS:
         raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, not {len(params.stop)}", "stop")
     if any(not stop for stop in params.stop):
@@ -107,7 +107,7 @@ def _validate_stops(params: SamplingParams) -> None:
         raise RequestError(f"stop strings must have at most {MAX_STOP_CHARS} characters together", "stop")
 
 
-def _validate_grammar(params: SamplingParams) -> None:
+def _validate_grammar(params: SamplingSettings) -> None:
     if params.grammar is None:
         return
     try:

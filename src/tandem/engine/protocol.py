@@ -18,7 +18,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
 
     id: str
     prompt_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingSettings
     images: tuple[ImageSpan, ...] = ()
 
 

@@ -16,7 +16,7 @@ from tandem.spec.state import StateLayout
 
 
 def layout_of(parts: EngineParts) -> StateLayout:
-    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size, parts.plan.guesses)
+    return parts.model_config.state_layout(parts.plan.dtype, parts.plan.page_size, parts.plan.draft_tokens)
 
 
 def states_of(parts: EngineParts) -> StateArrays:
@@ -42,7 +42,7 @@ def _cpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
         page_size=plan.page_size,
         max_step_tokens=plan.max_step_tokens,
         usage=parts.usage,
-        guessing=plan.guesses > 0,
+        speculative=plan.draft_tokens > 0,
         windowed=plan.num_window_pages > 0,
         images_from=_images_from(parts),
     )
@@ -60,8 +60,8 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
     graphs = GraphPlan(
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
         windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
-        splits=parts.split_prompts, each_row=plan.deterministic, guessing=plan.guesses > 0,
-        spared=plan.gpu.spared, one_stream=parts.group is not None, images_from=_images_from(parts),
+        splits=parts.split_prompts, each_row=plan.deterministic, speculative=plan.draft_tokens > 0,
+        reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None, images_from=_images_from(parts),
     )  # fmt: skip
     runner: GpuRunner = make(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

@@ -28,7 +28,7 @@ from torch import Tensor
 from tandem import _core
 from tandem.errors import EngineError
 from tandem.experts.deferral import Deferral
-from tandem.experts.eager_copies import Copies
+from tandem.experts.eager_copies import EagerCopies
 from tandem.experts.handoff_counts import HandoffSizes, HandoffTimes, HintCounts
 from tandem.experts.mailbox import Mailbox
 from tandem.kernels.cpu import PackedExperts
@@ -51,7 +51,7 @@ class Handoff:
         self.last = -1  # number of the layer whose post ends a step, said in posts that are recorded from then on
         self._layers: list[PackedExperts] = []
         self._deferring: dict[int, Deferral] = {}  # by layer
-        self._copies: Copies | None = None
+        self._copies: EagerCopies | None = None
         self._mailbox: Mailbox | None = None
         self._in_graph = self._rehearsing = False
 
@@ -99,10 +99,10 @@ class Handoff:
         self.copies.sent(self._layers[layer])
 
     @property
-    def copies(self) -> Copies:
+    def copies(self) -> EagerCopies:
         """Copies for posts outside graphs of steps; graphs of prompts use them piece by piece."""
         if self._copies is None:
-            self._copies = Copies(self.sizes, self.device, self._check_parked)
+            self._copies = EagerCopies(self.sizes, self.device, self._check_parked)
         return self._copies
 
     def collect(self, tokens: int) -> Tensor:

@@ -17,7 +17,7 @@ from tandem.planner.choices.deterministic import depends_on_others
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.choices.travelling import graph_bytes
 from tandem.planner.cuda_graphs import captured_sizes, settled_sizes
-from tandem.planner.forecast.ledger import VRAM, Entry, Ledger, ledger
+from tandem.planner.forecast.ledger import VRAM, Ledger, LedgerEntry, ledger
 from tandem.planner.memory import (
     GPU_PREFILL_TOKENS,
     ROPE_WORDS,
@@ -63,7 +63,7 @@ class GpuPlan:
     prompt_sizes: tuple[int, ...] = ()  # rows of chunks of prompts that are CUDA graphs, too
     draft_experts: bool = False  # those of a draft layer are there, too: all or none
     settled_sizes: tuple[int, ...] = ()  # of graph_sizes, those with a second graph for steps without guesses
-    spared: int = 0  # multiprocessors that graphs of prompts leave to steps
+    reserved_sms: int = 0  # multiprocessors that graphs of prompts leave to steps
     step_tokens: int = GPU_PREFILL_TOKENS  # of a step, where nothing was asked; scratch is counted for so many
     step_reason: str = ""
     shared_tokens: int = 0  # prompt tokens of a step that others wait in, at most; 0: as many as of any step
@@ -128,24 +128,28 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
     dense = dense_bytes(request.model, request.dtype, request.stored, request.embedding_in_ram)
-    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.spared)
+    prompts = graph_bytes(request, gpu, plan.prompt_sizes, plan.ring_bytes > 0, plan.reserved_sms)
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
     others = GPU_WORKSPACE_BYTES - sums + unpacking
     entries = [
-        Entry("dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"),
-        Entry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
-        Entry("draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"),
-        Entry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
-        Entry("states", request.slot_bytes, "of sequences, whatever their length"),
-        Entry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
+        LedgerEntry(
+            "dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"
+        ),
+        LedgerEntry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
+        LedgerEntry(
+            "draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"
+        ),
+        LedgerEntry("KV cache", kv_bytes, f"{memory.kv_tokens} tokens"),
+        LedgerEntry("states", request.slot_bytes, "of sequences, whatever their length"),
+        LedgerEntry("rotary tables", rope_bytes(request.model, memory.context_length), ROPE_WORDS),
         *images,
-        Entry("prompt scratch", scratch, "that layers share"),
-        Entry("graph logits", logits, "float32, of every CUDA graph"),
-        Entry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
-        Entry("attention sums", sums, "of rows that decode, a part of their keys each"),
-        Entry("workspace", others, "of one step, libraries, CUDA graphs"),
-        Entry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
+        LedgerEntry("prompt scratch", scratch, "that layers share"),
+        LedgerEntry("graph logits", logits, "float32, of every CUDA graph"),
+        LedgerEntry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
+        LedgerEntry("attention sums", sums, "of rows that decode, a part of their keys each"),
+        LedgerEntry("workspace", others, "of one step, libraries, CUDA graphs"),
+        LedgerEntry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)
 
@@ -160,7 +164,7 @@ def dense_bytes(
 
 def workspace_bytes(request: MemoryRequest) -> int:
     """GPU bytes of steps, and of the float32 logits that every graph keeps."""
-    arguments = request.config, request.model, request.max_running_requests, request.guesses
+    arguments = request.config, request.model, request.max_running_requests, request.draft_tokens
     sizes = captured_sizes(*arguments)
     rows = sum(sizes) + sum(settled_sizes(*arguments))
     if request.model.shard.ranks > 1:  # ranks' columns as they come, and side by side

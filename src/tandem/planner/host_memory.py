@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
-from tandem.planner.forecast.ledger import RAM, Entry, Ledger, ledger
+from tandem.planner.forecast.ledger import RAM, Ledger, LedgerEntry, ledger
 from tandem.planner.memory import GRAMMAR_BYTES, GRAMMAR_WORDS, gib, ram_fraction
 from tandem.spec.model_config import ModelConfig
 
@@ -136,6 +136,6 @@ _HOST_WORDS = {
 
 def host_ledger(host: HostMemory, config: EngineConfig, machine: Machine) -> Ledger:
     """Ledger of the CPU memory that a model on a GPU takes."""
-    entries = [Entry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
-    entries.append(Entry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
+    entries = [LedgerEntry(name, nbytes, _HOST_WORDS[name]) for name, nbytes in host.parts().items()]
+    entries.append(LedgerEntry("compiled grammars", GRAMMAR_BYTES, GRAMMAR_WORDS))
     return ledger(RAM, entries, int(machine.available_memory * ram_fraction(config)), machine.available_memory)

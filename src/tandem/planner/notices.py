@@ -87,8 +87,8 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
         yield f"{flag} changes nothing: the CPU engine has no CUDA graphs"
     if config.disable_expert_foresight:
         yield "--disable-expert-foresight changes nothing: foresight is for experts in CPU memory beside a GPU"
-    if config.spared_multiprocessors:
-        yield f"--spared-multiprocessors changes nothing: prompts are computed on the CPU ({no_gpu})"
+    if config.prefill_reserved_sms:
+        yield f"--prefill-reserved-sms changes nothing: prompts are computed on the CPU ({no_gpu})"
     if config.attention_backend != "auto":
         yield (
             f"--attention-backend {config.attention_backend} changes nothing: on a CPU attention runs in Tandem's own "

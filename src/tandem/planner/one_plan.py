@@ -19,9 +19,9 @@ from tandem.planner.choices.deterministic import deterministic, tier_reason
 from tandem.planner.choices.gpu_choices import gpu_choices
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.choices.shared_experts import why_apart
-from tandem.planner.choices.speculation import most_guesses, speculation, speculation_texts
+from tandem.planner.choices.speculation import most_draft_tokens, speculation, speculation_texts
 from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, where_tables
-from tandem.planner.choices.threads import Threads, plan_threads
+from tandem.planner.choices.threads import ThreadPlan, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
 from tandem.planner.forecast.ledger import Ledger
 from tandem.planner.gpu_plan import GpuPlan, gpu_ledger
@@ -52,7 +52,7 @@ Device = tuple[Gpu | None, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanRequest:
     """The input of a plan. in_place: experts are used in the checkpoint's own pages."""
 
     config: EngineConfig
@@ -62,7 +62,7 @@ class Wish:
     in_place: bool = False
 
 
-def one_plan(wish: Wish, device: Device, tight: Tight) -> Plan:
+def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
     """Raises ConfigError: of one reason or a few, DoesNotFit where memory is missing."""
     config, model, machine, stored = tight.flags(wish.config), wish.model, wish.machine, wish.stored
     gpu, in_place, log = device[0], wish.in_place, decisions(wish.model.shard.ranks)
@@ -130,7 +130,7 @@ def _dense_codes(dtype: str, stored: StoredFormats, gpu: Gpu | None, log: list[D
     return codes
 
 
-def _threads(config: EngineConfig, machine: Machine, log: list[Decision]) -> Threads:
+def _threads(config: EngineConfig, machine: Machine, log: list[Decision]) -> ThreadPlan:
     threads = plan_threads(config, machine)
     log.append(Decision("threads", str(len(threads.cpus)), threads.reason))
     return threads
@@ -154,13 +154,13 @@ def _beside_gpu(
     return host_memory(request.model, replace(share, tables=tables))
 
 
-def _notices(wish: Wish, device: Device, gpu: GpuPlan | None) -> list[str]:
+def _notices(wish: PlanRequest, device: Device, gpu: GpuPlan | None) -> list[str]:
     config, model = wish.config, wish.model
     lossy = *deferral_notices(config, model, gpu), *cached_notices(config, device[0])
     return [*notices(config, model, wish.machine, *device), *lossy]
 
 
-def _about_threads(threads: Threads, machine: Machine) -> Iterator[str]:
+def _about_threads(threads: ThreadPlan, machine: Machine) -> Iterator[str]:
     yield from filter(None, (threads.notice, binding_notice(machine.mbind_error, threads.part_nodes)))
 
 
@@ -233,7 +233,7 @@ def kernel_tier(config: EngineConfig, machine: Machine, log: list[Decision]) -> 
 def running_sequences(config: EngineConfig, model: ModelConfig, dtype: str) -> tuple[int, str]:
     """How many are decoded together where nothing is given up for room, and why."""
     slot_bytes = model.state_layout(
-        dtype, guesses=most_guesses(config, model)
+        dtype, draft_tokens=most_draft_tokens(config, model)
     ).slot_bytes  # of each, beside its pages
     if why := why_alone(model):
         return 1, f"Transformers' own cache holds one sequence: {why}"

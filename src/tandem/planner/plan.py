@@ -46,9 +46,9 @@ class Plan:
     blind: str = ""  # why no image is read; "": they are
 
     @property
-    def guesses(self) -> int:
+    def draft_tokens(self) -> int:
         """Guessed tokens of a sequence in a step, at most."""
-        return 0 if self.speculation is None else self.speculation.most_guesses
+        return 0 if self.speculation is None else self.speculation.most_draft_tokens
 
     @property
     def drafts(self) -> bool:

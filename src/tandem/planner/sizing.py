@@ -177,8 +177,8 @@ def _with_long_steps(room: GpuRoom, usual: GpuMemory) -> GpuMemory:
 def _with_prompt_graphs(room: GpuRoom, memory: GpuMemory, extra: int = 0, streamed: int = 0) -> GpuMemory:
     """And graphs of prompts, if they fit. streamed: rows of steps that bring experts."""
     config = room.request.config
-    sizes, spared = prompt_sizes(config, room.request.model, streamed), config.spared_multiprocessors
-    graphs = graph_bytes(room.request, room.gpu, sizes, streamed > 0, spared)
+    sizes, reserved_sms = prompt_sizes(config, room.request.model, streamed), config.prefill_reserved_sms
+    graphs = graph_bytes(room.request, room.gpu, sizes, streamed > 0, reserved_sms)
     smaller = _undisturbed(fits(room, extra + graphs), memory)
     return memory if smaller is None else replace(smaller, prompt_sizes=sizes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.forecast.ledger import Entry
+from tandem.planner.forecast.ledger import LedgerEntry
 from tandem.planner.forecast.speeds import CORE_FLOPS, GPU_FLOPS, gpu_model
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.state import DTYPE_BYTES
@@ -23,7 +23,9 @@ def image_tokens(config: EngineConfig, tower: Tower, gpu: bool) -> int:
     return min(config.image_max_tokens or usual, tower.processor.max_pixels // tower.processor.side**2)
 
 
-def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, gpu: bool) -> list[Entry]:
+def image_entries(
+    config: EngineConfig, model: ModelConfig, dtype: str, step_tokens: int, gpu: bool
+) -> list[LedgerEntry]:
     """Ledger entries of images, all on the device that computes steps; [] where no image is read."""
     tower = model.vision
     if tower is None:
@@ -32,9 +34,9 @@ def image_entries(config: EngineConfig, model: ModelConfig, dtype: str, step_tok
     features = max(FEATURE_BYTES, tokens * feature_bytes(tower, dtype))
     scratch = scratch_bytes(tower, tokens, dtype, gpu) + turn_bytes(tower, step_tokens)
     return [
-        Entry("vision tower", tower_params(tower) * each + tower.side**2 * tower.hidden * 4, "reads images"),
-        Entry("image features", features, "of images that were seen, at most"),
-        Entry("image scratch", scratch, f"of an image of {tokens} tokens"),
+        LedgerEntry("vision tower", tower_params(tower) * each + tower.side**2 * tower.hidden * 4, "reads images"),
+        LedgerEntry("image features", features, "of images that were seen, at most"),
+        LedgerEntry("image scratch", scratch, f"of an image of {tokens} tokens"),
     ]
 
 

@@ -14,7 +14,7 @@ from tandem.server.chat.openai.writer import ChatWriter
 from tandem.server.chat.wishes import Wishes, prepare_wishes
 from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_as
-from tandem.server.generation import Generation
+from tandem.server.generation import SubmittedRequests
 from tandem.server.openai_sampling import check_stream_options, dry_breakers, request_id, sampling_of
 from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState, cut_to_room
@@ -39,7 +39,7 @@ async def chat(state: ServerState, http: Request) -> Response:
         name = request_id(body, "chatcmpl")
         request = GenerateRequest(id=name, prompt_ids=ids, sampling=sampling, images=prepared.images)
         writer = ChatWriter(state, body, prepared, request.id)
-        response = await Generation(state, http, [request]).answer(writer, body.stream)
+        response = await SubmittedRequests(state, http, [request]).answer(writer, body.stream)
     return name_ignored(response, ignored)
 
 
@@ -49,7 +49,7 @@ def _names(body: ChatRequest) -> dict[str, str]:
     return names_in(Dialect.OPENAI) | here
 
 
-def _sampling(state: ServerState, body: ChatRequest) -> SamplingParams:
+def _sampling(state: ServerState, body: ChatRequest) -> SamplingSettings:
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     limit = None if limit == NO_LIMIT else limit
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

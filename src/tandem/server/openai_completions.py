@@ -19,8 +19,8 @@ from tandem.server.errors import named
 from tandem.server.fields import name_ignored, read_fields_as
 from tandem.server.generation import (
     DONE,
-    Answer,
-    Generation,
+    PartialAnswer,
+    SubmittedRequests,
     TokenCount,
     Writing,
     comment,
@@ -46,7 +46,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _CompletionPrompt:
     ids: list[int]
     text: str  # what echo repeats
 
@@ -93,26 +93,26 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
 
 async def _read_prompts(
     state: ServerState, prompts: list[str | list[int]], body: CompletionRequest
-) -> list[_Prompt]:
+) -> list[_CompletionPrompt]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = iter(await state.encode_all(texts, body.add_special_tokens is not False))
     return [
-        _Prompt(next(encoded), prompt)
+        _CompletionPrompt(next(encoded), prompt)
         if isinstance(prompt, str)
         else await _read_ids(state, prompt, bool(body.echo))
         for prompt in prompts
     ]
 
 
-async def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _Prompt:
+async def _read_ids(state: ServerState, prompt: list[int], echo: bool) -> _CompletionPrompt:
     if not echo:
-        return _Prompt(prompt, "")
+        return _CompletionPrompt(prompt, "")
     state.check_ids(prompt)
-    return _Prompt(prompt, await state.prompts.decode(prompt, skip_special_tokens=False))
+    return _CompletionPrompt(prompt, await state.prompts.decode(prompt, skip_special_tokens=False))
 
 
 def _requests(
-    state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
+    state: ServerState, body: CompletionRequest, prompts: Sequence[_CompletionPrompt], completion_id: str
 ) -> list[GenerateRequest]:
     """A single prompt has the response's own id, others a numbered one."""
     ids = [completion_id] if len(prompts) == 1 else [f"{completion_id}-{i}" for i in range(len(prompts))]
@@ -131,7 +131,7 @@ def _limit(state: ServerState, body: CompletionRequest, prompt_tokens: int) -> i
     return max(1, min(DEFAULT_MAX_TOKENS, state.answer_room(prompt_tokens)))
 
 
-def _sampling(state: ServerState, body: CompletionRequest, limit: int) -> SamplingParams:
+def _sampling(state: ServerState, body: CompletionRequest, limit: int) -> SamplingSettings:
     prompt_logprobs = body.logprobs if body.echo else None
     sent = sent_parameters(body, Dialect.OPENAI)
     return sampling_of(
@@ -148,7 +148,7 @@ class _CompletionWriter:
     """Writes one request's answers, whole or as events. Choice number = prompt number × n + answer number."""
 
     def __init__(
-        self, state: ServerState, body: CompletionRequest, prompts: Sequence[_Prompt], completion_id: str
+        self, state: ServerState, body: CompletionRequest, prompts: Sequence[_CompletionPrompt], completion_id: str
     ) -> None:
         self._tokenizer = state.tokenizer
         self._head: dict[str, Any] = {
@@ -173,15 +173,15 @@ class _CompletionWriter:
         self._begun: set[tuple[str, int]] = set()
         self._encoder = msgspec.json.Encoder()
 
-    def whole(self, answers: list[list[Answer]]) -> Completion:
+    def whole(self, answers: list[list[PartialAnswer]]) -> TextCompletion:
         choices = [
             self._choice(prompt, index, answer)
             for prompt, each in enumerate(answers)
             for index, answer in enumerate(each)
         ]
-        return Completion(**self._head, choices=choices, usage=usage_of(answers))
+        return TextCompletion(**self._head, choices=choices, usage=usage_of(answers))
 
-    def _choice(self, prompt: int, index: int, answer: Answer) -> CompletionChoice:
+    def _choice(self, prompt: int, index: int, answer: PartialAnswer) -> CompletionChoice:
         text, tokens = answer.text, answer.logprobs
         if self._prompt_only:
             text, tokens = "", []
@@ -243,13 +243,13 @@ class _CompletionWriter:
     def _event(self, choice: CompletionChoice) -> bytes:
         if self._with_usage:
             usage = self._count.usage() if self._all_usage else None
-            return frame(self._encoder.encode(Completion(**self._head, choices=[choice], usage=usage)))
-        return frame(self._encoder.encode(Completion(**self._head, choices=[choice])))
+            return frame(self._encoder.encode(TextCompletion(**self._head, choices=[choice], usage=usage)))
+        return frame(self._encoder.encode(TextCompletion(**self._head, choices=[choice])))
 
     def last(self) -> bytes:
         if not self._with_usage:
             return DONE
         return (
-            frame(self._encoder.encode(Completion(**self._head, choices=[], usage=self._count.usage())))
+            frame(self._encoder.encode(TextCompletion(**self._head, choices=[], usage=self._count.usage())))
             + DONE
         )

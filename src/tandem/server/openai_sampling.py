@@ -1,4 +1,4 @@
-"""OpenAI sampling fields → `SamplingParams`."""
+"""OpenAI sampling fields → `SamplingSettings`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingParams:
-    """Fields that the body leaves out are the model's `defaults`, or else `SamplingParams`'; `chosen` are decided by
+def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingSettings:
+    """Fields that the body leaves out are the model's `defaults`, or else `SamplingSettings`'; `chosen` are decided by
     the route."""
     return SamplingParams(
         **(defaults | sent_parameters(body, Dialect.OPENAI)),

@@ -111,7 +111,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET  # in a stream: of an answer's first chunk
 
 
-class Completion(msgspec.Struct, frozen=True):
+class TextCompletion(msgspec.Struct, frozen=True):
     """Also one chunk of a stream, which has no usage except, when asked for, the last."""
 
     id: str

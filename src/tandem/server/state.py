@@ -243,7 +243,7 @@ def _loaded(part: T | None, client: EngineClient) -> T:
     return part
 
 
-def cut_to_room(state: ServerState, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+def cut_to_room(state: ServerState, sampling: SamplingSettings, prompt_tokens: int) -> SamplingSettings:
     """Agents ask for 32,000 tokens and more, whatever the model is: an answer then ends where the context does. A
     prompt that leaves no room is refused by the engine's own checks."""
     room = max(1, state.answer_room(prompt_tokens))

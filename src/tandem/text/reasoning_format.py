@@ -76,7 +76,7 @@ def _thoughts(text: str, one: ReasoningFormat, opened: bool) -> tuple[bool, int]
         at, opened = closed.end(), False
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _FormatFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: list[ReasoningFormat]
 
 

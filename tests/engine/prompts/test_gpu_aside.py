@@ -8,7 +8,7 @@ import torch
 from gpu import needs_cuda
 from gpu_sessions import DECODED, PROMPT, Session, batch_of, on_the_cpu, rms
 from tandem import LLM
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 SIX = list(range(6))
@@ -92,7 +92,7 @@ def test_an_engine_decodes_beside_long_prompts(tiny_models, share) -> None:
         str(tiny_models["qwen3_moe-gpu"]), kt_gpu_experts_ratio=share, kt_cpuinfer=2, max_total_tokens=1024,
         disable_radix_cache=True,
     )  # fmt: skip
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    greedy = SamplingSettings(temperature=0.0, max_tokens=20, ignore_eos=True)
     alone = [llm.generate([p], greedy, progress=False)[0].token_ids for p in prompts]
     taken: list[int] = []
     take = llm.engine._aside.take
@@ -119,5 +119,5 @@ def test_an_engine_decodes_beside_long_prompts(tiny_models, share) -> None:
 def _request(name: str, prompt: list[int], tokens: int):
     from tandem.engine.protocol import GenerateRequest
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    sampling = SamplingSettings(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     return GenerateRequest(id=name, prompt_ids=prompt, sampling=sampling)

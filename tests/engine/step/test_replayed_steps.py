@@ -23,7 +23,7 @@ EVERYTHING = {
     "decode graphs": {"prompts": ()},
     "prefill graphs": {},
     "the CPU has a part": {"alone": False},
-    "reserved multiprocessors": {"spared": 8},
+    "reserved multiprocessors": {"reserved_sms": 8},
     "experts are shared": {"ring": 1 << 20, "shares": True},
     "experts travel": {"ring": 1 << 20},
     "short chunks": {"shared_tokens": 16},
@@ -65,7 +65,7 @@ def test_answers_are_the_same_on_every_path(monkeypatch, caplog, kind: str) -> N
 
 
 @pytest.mark.parametrize(("flags", "path"), [
-    ({}, Path.PREFILL_GRAPH), ({"spared": 8}, Path.PREFILL_GRAPH), ({"prompts": ()}, Path.EAGER),
+    ({}, Path.PREFILL_GRAPH), ({"reserved_sms": 8}, Path.PREFILL_GRAPH), ({"prompts": ()}, Path.EAGER),
     ({"ring": 1 << 20, "shares": True, "prompts": (16, 32)}, Path.SHARED_PREFILL_GRAPH),
     ({"ring": 1 << 20, "prompts": (16, 32)}, Path.EAGER),
     ({"shared_tokens": 8}, Path.EAGER_SHRINKING),
@@ -146,7 +146,7 @@ def test_a_decode_step_alone(monkeypatch) -> None:
 
 def test_a_prefill_goes_on_while_a_replayed_step_runs(monkeypatch) -> None:
     """It is held before the step begins; its pieces are given after the CPU has done its part of the step."""
-    engine, calls = decoding(monkeypatch, spared=8)
+    engine, calls = decoding(monkeypatch, reserved_sms=8)
     engine.add(request("b", PROMPTS["b"], max_tokens=4))
     engine.step()
     hold = ["aside sparing", "hold", "back"]
@@ -192,7 +192,7 @@ def test_a_graph_that_the_cpu_would_have_a_part_in_is_not_replayed(monkeypatch, 
     assert not any(call.startswith("piece") for call in calls)
 
 
-@pytest.mark.parametrize("flags", [{}, {"prompts": ()}, {"alone": False}, {"spared": 8}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"prompts": ()}, {"alone": False}, {"reserved_sms": 8}], ids=str)
 def test_an_abort_ends_a_pass_and_another_can_begin(monkeypatch, flags: dict[str, Any]) -> None:
     engine, calls = decoding(monkeypatch, **flags)
     engine.add(request("b", PROMPTS["b"], max_tokens=4))

@@ -45,7 +45,7 @@ def chat_model(
 
 
 def prepare(model: ChatModel, conversation: Conversation, **sampling: Any) -> PreparedChat:
-    return asyncio.run(model.prepare(conversation, SamplingParams(**sampling)))
+    return asyncio.run(model.prepare(conversation, SamplingSettings(**sampling)))
 
 
 def prompt_of(template: dict[str, str] | str | None, conversation: Conversation, **parsers: Any) -> str:

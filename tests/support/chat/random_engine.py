@@ -6,7 +6,7 @@ import numpy as np
 
 from fake_model import FakeModel, fake_config, fake_plan, run
 from tandem.engine.engine import Engine
-from tandem.engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, Grammar, SamplingSettings, TokenOutput
 from tandem.engine.start.parts import EngineParts
 from tandem.text.token_table import TokenTable
 
@@ -72,7 +72,7 @@ def lends_compiler(model: Engine, made: Engine) -> Engine:
 def request(name: str, grammar: Grammar | None, prompt: str = "?", **sampling) -> GenerateRequest:
     sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 2000} | sampling
     return GenerateRequest(
-        id=name, prompt_ids=list(prompt.encode()), sampling=SamplingParams(grammar=grammar, **sampling)
+        id=name, prompt_ids=list(prompt.encode()), sampling=SamplingSettings(grammar=grammar, **sampling)
     )
 
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from tandem.architectures.family import Family, Gguf, GgufKeys, Part
+from tandem.architectures.family import DerivedTensor, Family, Gguf, GgufKeys
 from tandem.architectures.names import GGUF_DECODER, ExpertNames, Names, Renames
 from tandem.architectures.shared import (
     FULL,
@@ -174,8 +174,8 @@ def _gguf_shared(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def gguf_parts(_: GgufKeys) -> dict[str, Part]:
-    return {"mamba.A_log": Part("mamba.A_log", numbers="log(-x)")}
+def gguf_parts(_: GgufKeys) -> dict[str, DerivedTensor]:
+    return {"mamba.A_log": DerivedTensor("mamba.A_log", numbers="log(-x)")}
 
 
 SPACE_STEMS = {

@@ -40,7 +40,7 @@ from tandem.spec.json_keys import JsonKeys
 from tandem.spec.layers import Block, Layer, Mixer
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.norm import Norm
-from tandem.spec.stored import Table
+from tandem.spec.stored import RowTable
 
 RECURRENT = "linear_attention"
 CHOOSING = FULL, "indexed_attention", "qwen_sparse_attention"
@@ -133,7 +133,9 @@ def _ngram(keys: JsonKeys, at: int, streams: int, norm: Norm) -> Ngram:
     if keys.size("vocab_size", 248320) > MOST_VOCAB:
         raise ConfigError(f"{keys.where}: vocab_size {keys['vocab_size']} is more than n-grams take, {MOST_VOCAB}")
     taps = positive(keys, "ple_conv_kernel_size", keys.optional("ple_conv_kernel", 4))
-    return Ngram(longest, heads, Table(_rows(keys, at, hashes), width // hashes), taps, streams, hidden, stop[0], norm)
+    return Ngram(
+        longest, heads, RowTable(_rows(keys, at, hashes), width // hashes), taps, streams, hidden, stop[0], norm
+    )
 
 
 def _rows(keys: JsonKeys, at: int, hashes: int) -> int:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.experts.usage.expert_usage import Asked, Changes, Copy, Counted, ExpertUsage
+from tandem.experts.usage.expert_usage import Changes, CopiedCounts, Copy, Counted, ExpertUsage
 
 
 class _AskedOfTrace(NamedTuple):
     counts: Counted
-    real: Asked
+    real: CopiedCounts
 
     def tokens(self) -> Counted:
         self.real.tokens()

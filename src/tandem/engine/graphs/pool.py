@@ -48,8 +48,8 @@ class GraphPool:
     def capture_prefill(self, plan: GraphPlan, capture: PrefillCapture) -> None:
         """Some kinds have none where that is not possible: the log says why."""
         self._prefill_replays, self._capture = plan.alone, capture
-        self.background = capture.of(plan.prompts, spares=True)
-        own = plan.spared > 0 and plan.alone
+        self.background = capture.of(plan.prompts, reserve_sms=True)
+        own = plan.reserved_sms > 0 and plan.alone
         self.prefill = capture.of(plan.prompts) if own else self.background
         self.shared = capture.of(capture.shared_sizes(plan.splits), sibling=self.prefill)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.dry import dry_penalties
 from tandem.engine.sequence import Sequence
 
@@ -15,7 +15,7 @@ FloatRow = npt.NDArray[np.float32]  # [vocab]
 FloatRows = npt.NDArray[np.float32]  # [R, vocab]
 
 
-def uses_penalties(params: SamplingParams) -> bool:
+def uses_penalties(params: SamplingSettings) -> bool:
     neutral = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
         1.0,
         0.0,

@@ -21,7 +21,7 @@ from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.live.copies import CudaCopies, hold_all
 from tandem.experts.live.cost import READS_PER_EXCHANGE
 from tandem.experts.live.exchange import LiveExchange
-from tandem.experts.live.live_experts import LiveExperts, Usage
+from tandem.experts.live.live_experts import LiveExperts, UsageCounter
 from tandem.experts.live.policy import LivePolicy, PolicySettings
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.residency import Residency
@@ -118,7 +118,7 @@ def registered(plan: Plan, side: GpuSide, progress: Progress | None = None) -> C
 
 
 def live_experts(
-    plan: Plan, side: GpuSide, usage: Usage[Any] | None, copies: CudaCopies | None = None
+    plan: Plan, side: GpuSide, usage: UsageCounter[Any] | None, copies: CudaCopies | None = None
 ) -> LiveExperts | None:
     """After the model was built; None where experts stay where they are. copies: as `registered` made them."""
     tables = side.store.tables

@@ -83,7 +83,7 @@ def for_loading() -> Iterator[None]:
             gc.enable()
 
 
-class Stored(NamedTuple):
+class StoredModelFiles(NamedTuple):
     """A model as its files are, before it is divided among ranks."""
 
     directory: Path
@@ -92,7 +92,7 @@ class Stored(NamedTuple):
     formats: StoredFormats
 
     @classmethod
-    def at(cls, config: EngineConfig, directory: Path) -> Stored:
+    def at(cls, config: EngineConfig, directory: Path) -> StoredModelFiles:
         """Raises CheckpointError, ConfigError."""
         model = with_draft_config(load_model_config(directory), config)
         checkpoint = with_experts(open_checkpoint(directory), config.kt_weight_path, model)
@@ -134,7 +134,7 @@ def load_parts(
         ThreadPoolExecutor(1, "tandem-gpus") as asking,
     ):
         whole = asking.submit(lambda: machine if config.device == "cpu" else machine.with_gpus())
-        stored = Stored.at(config, directory)
+        stored = StoredModelFiles.at(config, directory)
         plan = resolve(config, stored.model, whole.result(), stored.formats)
         model = ranked(config, stored.model, machine, stored.formats)[1]
         if planned is not None:
@@ -153,7 +153,7 @@ def load_rank(start: StartRank, rank: int) -> EngineParts:
     config, directory, machine = start.config, model_directory(start.config.model), these_cpus()
     if start.plan.gpu is not None:
         machine = machine.with_gpus()
-    stored = Stored.at(config, directory)
+    stored = StoredModelFiles.at(config, directory)
     own, model, machine = ranked(config, stored.model, machine, stored.formats, rank)
     plan = rank_plan(start.plan, own, machine)
     workers, meeting = planned_pool(plan), Meeting(rank, config.tensor_parallel_size, start.file)
@@ -172,7 +172,7 @@ def _loaded(
     config: EngineConfig,
     plan: Plan,
     model: ModelConfig,
-    stored: Stored,
+    stored: StoredModelFiles,
     workers: WorkerPool,
     packed: PackedStart,
     progress: models.Progress | None,

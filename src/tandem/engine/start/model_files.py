@@ -169,7 +169,7 @@ def _progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     total = sum(file.nbytes for file in files or ())
-    lines = _Lines(what, total, console)
+    lines = _FileLines(what, total, console)
     with Progress(
         *columns, console=console, transient=True, disable=not (console.is_terminal and files)
     ) as bar:
@@ -187,7 +187,7 @@ def _progress(
         yield download
 
 
-class _Lines:
+class _FileLines:
     """How far it is, now and then, where a bar cannot be drawn."""
 
     def __init__(self, what: str, total: int, console: Console) -> None:

@@ -47,7 +47,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
         penalties = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
         numbers = {"temperature": 0.0, **penalties}
     try:
-        validate(SamplingParams(**numbers), vocab_size=0)
+        validate(SamplingSettings(**numbers), vocab_size=0)
     except RequestError as error:
         raise _wrong(directory, str(error)) from error
     return numbers

@@ -40,7 +40,7 @@ def _of_state(
     if isinstance(state, Pages):
         pages = counts[1] if state.window else counts[0]
         return tuple(_page_array(layout, state, array, pages, device) for array in state.rows)
-    return tuple(_slot_array(layout, array, next(parts)) for array in state.slot_arrays(layout.guesses))
+    return tuple(_slot_array(layout, array, next(parts)) for array in state.slot_arrays(layout.draft_tokens))
 
 
 def _page_array(

@@ -16,11 +16,11 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.executor import Executor
 from tandem.engine.step.prefill import FailedPieces, HostPlace, PrefillTask
-from tandem.engine.step.step import Ran, Step, StepOutput
+from tandem.engine.step.step import Step, StepOutput, StepResult
 
 _log = logging.getLogger(__name__)
 
-Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], Ran]
+Tried = Callable[[list[Chunk], Callable[[], StepOutput | None]], StepResult]
 """Runs a slice of these chunks, and settles them where it was the last."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.engine.vision.rows import ImageRows
 from tandem.engine.vision.spans import ImageSpan
-from tandem.models.batch import Seen
+from tandem.models.batch import ImageRowBatch
 
 
 class SequenceImages:
@@ -79,7 +79,7 @@ def _turns(chunk: LookingChunk) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.ascontiguousarray(images.rows.places(first, chunk.length)[:, 0])
 
 
-def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> Seen | None:
+def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> ImageRowBatch | None:
     """None where no row is a piece. turns: of the batch; pieces get theirs, from `region` on."""
     rows, features, places, at = list[Tensor](), list[Tensor](), list[Tensor](), 0
     for chunk in chunks:
@@ -94,4 +94,4 @@ def seen_of(chunks: Rows[LookingChunk], turns: Tensor, region: int) -> Seen | No
         return None
     which = torch.cat(rows)
     turns[which] = torch.arange(region, region + len(which))
-    return Seen(which, torch.cat(features), torch.cat(places), region)
+    return ImageRowBatch(which, torch.cat(features), torch.cat(places), region)

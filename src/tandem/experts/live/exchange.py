@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tandem import _core
-from tandem.experts.live.copies import Copies
+from tandem.experts.live.copies import ExchangeCopies
 from tandem.experts.live.policy import Exchange
 from tandem.kernels.packed.experts import PackedExperts
 
@@ -114,7 +114,7 @@ class LiveExchange:
         self,
         layers: Sequence[LiveLayer | None],
         tables: Tables,
-        copies: Copies,
+        copies: ExchangeCopies,
         bytes_at_once: int,
         stages: int | None = None,
         meanwhile: Meanwhile = _nobody,

@@ -35,7 +35,7 @@ GIVE_UP = 32  # exchanges in vain
 OF_EXCHANGES = ("prepare", "begin", "end")  # the parts that take longer the more there are
 
 
-class Counts(Protocol):
+class UseCounts(Protocol):
     """How often each expert was used, as of when it was asked."""
 
     def tokens(self) -> Counted:
@@ -43,10 +43,10 @@ class Counts(Protocol):
         ...
 
 
-AnyCounts = TypeVar("AnyCounts", bound=Counts)
+AnyCounts = TypeVar("AnyCounts", bound=UseCounts)
 
 
-class Usage(Protocol[AnyCounts]):
+class UsageCounter(Protocol[AnyCounts]):
     """Interface of `experts.usage.ExpertUsage`."""
 
     swap_rests: int
@@ -80,8 +80,8 @@ class LiveTimes(NamedTuple):
     parts: dict[str, float]
 
 
-class _Asked(NamedTuple):
-    counts: Counts
+class _CountsAt(NamedTuple):
+    counts: UseCounts
     tokens: int
     steps: int
 
@@ -100,7 +100,7 @@ class LiveExperts:
         self,
         policy: LivePolicy,
         exchange: LiveExchange,
-        usage: Usage[Any],
+        usage: UsageCounter[Any],
         read_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -114,7 +114,7 @@ class LiveExperts:
         self._decision: _core.Meanwhile | None = None
         self._decided, self._decided_late = 0.0, 0.0  # seconds that decisions took between layers
         self._seen = usage.ask().tokens().copy()
-        self._asked: _Asked | None = None
+        self._asked: _CountsAt | None = None
         self._looking = False
         self._made_last: list[Exchange] = []  # that the policy does not know of yet
         self._tokens = self._steps = 0
@@ -197,10 +197,10 @@ class LiveExperts:
             self._spent += seconds if part in OF_EXCHANGES else 0.0
 
     def _ask(self) -> None:
-        self._asked = _Asked(self._usage.ask(), self._tokens, self._steps)
+        self._asked = _CountsAt(self._usage.ask(), self._tokens, self._steps)
         self._tokens = self._steps = 0
 
-    def _look(self, snapshot: _Asked) -> None:
+    def _look(self, snapshot: _CountsAt) -> None:
         self._asked, self._looking = None, True
         self._weigh()
         self._decision = self._policy.look(snapshot.counts.tokens(), self._seen, snapshot.tokens, snapshot.steps)

@@ -12,7 +12,7 @@ from tandem.spec.vision import Processor, Tower
 THETA = 10000.0
 
 
-class Turns(NamedTuple):
+class PatchRotation(NamedTuple):
     """cos, sin [patches, channels of a head]."""
 
     cos: Tensor
@@ -60,15 +60,15 @@ def _between(side: int, count: int, device: torch.device) -> tuple[Tensor, Tenso
     return first.to(device), (first + 1).clamp(max=side - 1).to(device), (places - first).to(device)
 
 
-def turns_of(order: Tensor, tower: Tower, device: torch.device) -> Turns:
+def turns_of(order: Tensor, tower: Tower, device: torch.device) -> PatchRotation:
     """The first half of a head's pairs turns by the row, the other by the column."""
     quarter = tower.hidden // tower.heads // 4
     speeds = 1.0 / THETA ** (torch.arange(quarter, dtype=torch.float32) / quarter)
     angles = (order[:, :, None].float() * speeds).flatten(1).repeat(1, 2)
-    return Turns(angles.cos().to(device), angles.sin().to(device))
+    return PatchRotation(angles.cos().to(device), angles.sin().to(device))
 
 
-def turned(x: Tensor, turns: Turns, rows: slice) -> Tensor:
+def turned(x: Tensor, turns: PatchRotation, rows: slice) -> Tensor:
     """x [n, heads, channels] of these rows, turned in halves, in float32."""
     wide, cos, sin = x.float(), turns.cos[rows, None], turns.sin[rows, None]
     first, second = wide.chunk(2, -1)

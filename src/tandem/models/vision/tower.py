@@ -13,7 +13,15 @@ from tandem.kernels.images import ImageAttention, ImageShape
 from tandem.kernels.ops import Linear
 from tandem.models.builder import Builder
 from tandem.models.draft_layer import TensorNames
-from tandem.models.vision.patches import Turns, normed, order_of, patches_of, positions_of, turned, turns_of
+from tandem.models.vision.patches import (
+    PatchRotation,
+    normed,
+    order_of,
+    patches_of,
+    positions_of,
+    turned,
+    turns_of,
+)
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.vision import CPU_PATCHES, Tower
 
@@ -42,7 +50,7 @@ class VisionTower:
         prefix = names.prefix
         self._patch = b.convolution(f"{prefix}patch_embed.proj", hidden, 3, p.temporal, p.patch, p.patch)
         self._learned = b.float_tensor(f"{prefix}pos_embed.weight", tower.side**2, hidden)
-        self._blocks = [_Block(b, tower, f"{prefix}blocks.{i}.") for i in range(tower.depth)]
+        self._blocks = [_TowerBlock(b, tower, f"{prefix}blocks.{i}.") for i in range(tower.depth)]
         self._merger = _Merger(b, tower, f"{prefix}merger.", names.merger, early=True)
         indices = range(len(tower.deep))
         self._deep = [_Merger(b, tower, f"{prefix}{names.deep}.{i}.", names.merger, early=False) for i in indices]
@@ -82,7 +90,7 @@ class VisionTower:
         return patches if self.device.type == "cuda" else CPU_PATCHES
 
 
-class _Norm:
+class _TowerNorm:
     def __init__(self, b: Builder, name: str, size: int, eps: float) -> None:
         self._weight, self._bias = b.tensor(f"{name}.weight", size), b.tensor(f"{name}.bias", size)
         self._eps = eps
@@ -91,19 +99,19 @@ class _Norm:
         return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
 
-class _Block:
+class _TowerBlock:
     """Attention of all patches of an image to all, and a feed-forward."""
 
     def __init__(self, b: Builder, tower: Tower, name: str) -> None:
         hidden, width = tower.hidden, tower.width
         self._heads = tower.heads
-        self._norms = [_Norm(b, f"{name}norm{i}", hidden, tower.eps) for i in (1, 2)]
+        self._norms = [_TowerNorm(b, f"{name}norm{i}", hidden, tower.eps) for i in (1, 2)]
         self._qkv = b.linear([f"{name}attn.qkv"], [3 * hidden], hidden, bias=True)
         self._out = b.linear([f"{name}attn.proj"], [hidden], hidden, bias=True)
         self._up = b.linear([f"{name}mlp.linear_fc1"], [width], hidden, bias=True)
         self._down = b.linear([f"{name}mlp.linear_fc2"], [hidden], width, bias=True)
 
-    def run(self, x: Tensor, turns: Turns, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
+    def run(self, x: Tensor, turns: PatchRotation, attention: ImageAttention, tiles: list[slice]) -> Iterator[None]:
         """Changes x [patches, hidden]; stops after each tile of rows, if there are several."""
         cut, parts = len(tiles) > 1, list[tuple[Tensor, Tensor, Tensor]]()
         for rows in tiles:
@@ -131,7 +139,7 @@ class _Merger:
         """modules: as of `TowerNames`. early: the norm is of patches, not of what they become together."""
         norm, up, down = (name + module for module in modules)
         self._wide = tower.hidden * tower.processor.merge**2
-        self._early, self._norm = early, _Norm(b, norm, tower.hidden if early else self._wide, tower.eps)
+        self._early, self._norm = early, _TowerNorm(b, norm, tower.hidden if early else self._wide, tower.eps)
         self._up: Linear = b.linear([up], [self._wide], self._wide, bias=True)
         self._down: Linear = b.linear([down], [tower.out], self._wide, bias=True)
 

@@ -32,7 +32,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     if draft_experts(model):
         where = "GPU" if gpu_drafts else "CPU memory"
         log.append(Decision("draft experts", where, "all or none, after those asked for"))
-    sizes = captured_sizes(config, model, running, request.guesses)
+    sizes = captured_sizes(config, model, running, request.draft_tokens)
     why = graph_reason(config, model, running)
     if sizes and not (gpu_drafts and m.experts == everyone) and "cuda-core" in request.machine.gpu_missing:
         sizes, why = (), "the package cuda-core is missing, which experts in CPU memory need inside graphs"
@@ -40,10 +40,10 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     if m.prompt_sizes and sizes:
         rows = ", ".join(map(str, m.prompt_sizes))
         log.append(Decision("prompt graphs", f"{rows} rows", "Python takes longer to start kernels than they run"))
-    spared = config.spared_multiprocessors if m.prompt_sizes and sizes else 0
-    if config.spared_multiprocessors:
-        why = "--spared-multiprocessors" if spared else "prompts are not CUDA graphs here"
-        log.append(Decision("spared multiprocessors", str(spared), why))
+    reserved_sms = config.prefill_reserved_sms if m.prompt_sizes and sizes else 0
+    if config.prefill_reserved_sms:
+        why = "--prefill-reserved-sms" if reserved_sms else "prompts are not CUDA graphs here"
+        log.append(Decision("reserved multiprocessors", str(reserved_sms), why))
     statistics = statistics_file(config, 0 < m.experts < everyone)
     kernels, origin = attention_backend(config, model.attentions, request.machine)
     log.append(Decision("attention", kernels, origin))
@@ -63,7 +63,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     return m.memory, GpuPlan(
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, deferred, m.prompt_sizes if sizes else (), m.draft_experts,
-        settled_sizes(config, model, running, request.guesses) if sizes else (), spared,
+        settled_sizes(config, model, running, request.draft_tokens) if sizes else (), reserved_sms,
         m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped,
     )  # fmt: skip
 

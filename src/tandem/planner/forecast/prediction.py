@@ -22,7 +22,7 @@ from tandem.planner.ranks.cut import cut
 from tandem.spec.gpu_scratch import CODES_PAIRS
 from tandem.spec.layers import Layer
 from tandem.spec.model_config import STORED, ModelConfig, past_bytes
-from tandem.spec.shard import Shard
+from tandem.spec.shard import RankShard
 from tandem.spec.stored import StoredFormats
 
 WIDTH = 1.4  # of a range: high ÷ low
@@ -70,7 +70,7 @@ class Case:
         """model and speeds: of all ranks together. The case is one rank's: all take as long."""
         if plan.ranks == 1:
             return cls(model, stored, plan, speeds)
-        return cls(cut(model, Shard(0, plan.ranks)), stored, plan, speeds.of_rank(plan.ranks))
+        return cls(cut(model, RankShard(0, plan.ranks)), stored, plan, speeds.of_rank(plan.ranks))
 
     def sums(self, rows: int, logits: int) -> dict[str, float]:
         """Seconds that ranks meet in a step; nothing: there are no others."""

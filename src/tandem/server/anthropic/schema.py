@@ -13,7 +13,7 @@ from tandem.server.limits import MAX_MESSAGES, MAX_TOOLS
 from tandem.server.sampling_bodies import Int64, with_parameters
 
 
-class Block(msgspec.Struct, frozen=True):
+class ContentBlock(msgspec.Struct, frozen=True):
     """A content block of any type. Which fields belong to which type, `request.py` knows.
 
     `source`, `title` and `context` are a document's or a search result's, `tool_name` a reference's. `cache_control`
@@ -30,7 +30,7 @@ class Block(msgspec.Struct, frozen=True):
     input: dict[str, Any] | None = None
     caller: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
     source: Any = None
     title: str | None = None
@@ -42,7 +42,7 @@ class Block(msgspec.Struct, frozen=True):
 
 class MessageBody(msgspec.Struct, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class ToolBody(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
@@ -124,7 +124,7 @@ class Usage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int = 0
 
 
-class Message(msgspec.Struct, frozen=True):
+class MessageResponse(msgspec.Struct, frozen=True):
     id: str
     model: str
     content: list[dict[str, Any]]

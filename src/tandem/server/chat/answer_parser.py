@@ -99,8 +99,8 @@ class FormattedText:
         self._rules = rules
         self._markup = markup
         self._events: list[ChatEvent | Markup] = []
-        self._source = Source()
-        self._said = Said(self._source, self._events.append, self._drop)
+        self._source = AnswerSource()
+        self._said = ShownText(self._source, self._events.append, self._drop)
         self._calls = 0
         self._muted = False
         self._complete = False

@@ -14,7 +14,7 @@ from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.history import template_messages
 from tandem.server.chat.template_fit import TemplateFit, TemplateMessages
 from tandem.server.chat.tools_in_text import as_text, described, tool_for_template, with_system_text
-from tandem.server.chat.turns import Turns, as_taken, shown_by_user
+from tandem.server.chat.turns import TurnOrders, as_taken, shown_by_user
 from tandem.server.limits import MAX_TEXT_CHARS
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.markers import MarkerGuard
@@ -55,7 +55,7 @@ class Speaking:
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     fit: TemplateFit = field(default_factory=TemplateFit)
-    turns: Turns = field(default_factory=Turns)
+    turns: TurnOrders = field(default_factory=TurnOrders)
     describe: bool = False
     calls_as_text: bool = False
     image_roles: frozenset[Role] = frozenset()
@@ -92,7 +92,7 @@ class PromptRenderer:
         text = await self._render(one.messages, prompted, **one.variables)
         return Rendered(one.prompt(text, await self._opening(one) if goes_on else None), images)
 
-    async def _opening(self, one: Draft) -> str | None:
+    async def _opening(self, one: UnrenderedPrompt) -> str | None:
         """The text with which a template begins an answer to the messages before the last."""
         try:
             return await self._render(one.messages[:-1], True, **one.variables)

@@ -46,7 +46,8 @@ def _keywords(bounds: Range, number: dict[str, Any]) -> dict[str, Any]:
 
 
 def document_nulls(schemas: dict[str, Any], names: Mapping[type, str]) -> None:
-    """A null is as if a field were left out (`Shape.without_nulls`). names: the schemas' of all structs in requests."""
+    """A null is as if a field were left out (`BodyShape.without_nulls`). names: the schemas' of all structs in
+    requests."""
     for struct, name in names.items():
         for field in inspect.multi_type_info([struct])[0].fields:  # type: ignore[attr-defined]
             if is_defaulted(field):

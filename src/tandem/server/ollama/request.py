@@ -8,7 +8,7 @@ from typing import Any
 from tandem.engine.sampling.parameters import Dialect
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import NamedSchema, ResponseFormat
-from tandem.server.chat.attachments import Attachment, Sight, Source, joined, refused_turn
+from tandem.server.chat.attachments import Attachment, ImageSource, Sight, joined, refused_turn
 from tandem.server.chat.content import Content
 from tandem.server.chat.content import joined as joined_contents
 from tandem.server.chat.conversation import Conversation, Message, Tool, ToolCall, is_begun, waiting_call
@@ -110,6 +110,6 @@ def _content(body: MessageBody, where: str, sight: Sight) -> Content:
 def _images(images: list[str] | None, where: str, sight: Sight) -> list[Content]:
     """Raises ApiError 400."""
     return [
-        Attachment("image", field="", image=Source(data, bare=True)).shown(f"{where}[{i}]", sight)
+        Attachment("image", field="", image=ImageSource(data, bare=True)).shown(f"{where}[{i}]", sight)
         for i, data in enumerate(images or ())
     ]

@@ -17,13 +17,12 @@ from tandem.server.chat.answer_parser import AnswerRules
 from tandem.server.chat.model import PreparedChat
 from tandem.server.errors import ApiError, named
 from tandem.server.fields import name_ignored, read_as
-from tandem.server.generation import Generation
+from tandem.server.generation import SubmittedRequests
 from tandem.server.info.model_files import weight_format
 from tandem.server.ollama.keep_alive import expiry, keep_seconds
 from tandem.server.ollama.request import chat_of, generation_of, refuse_raw_images, sampling_body
 from tandem.server.ollama.schema import (
     ChatBody,
-    Chunk,
     CommonBody,
     Details,
     GenerateBody,
@@ -33,6 +32,7 @@ from tandem.server.ollama.schema import (
     Said,
     Show,
     ShowBody,
+    StreamLine,
     Tag,
     Tags,
 )
@@ -52,12 +52,12 @@ _NAMES = {ours: f"options.{theirs}" for ours, theirs in names_in(Dialect.OLLAMA)
 def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(Chunk, LINES))
+    @router.post("/api/chat", openapi_extra=body_schema(ChatBody) | answers(StreamLine, LINES))
     async def chat(http: Request) -> Response:
         body, ignored = await read_as(http, ChatBody, Options)
         return name_ignored(await _chat(state, http, body, ignored), _with_keep_alive(state, body, ignored))
 
-    @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(Chunk, LINES))
+    @router.post("/api/generate", openapi_extra=body_schema(GenerateBody) | answers(StreamLine, LINES))
     async def generate(http: Request) -> Response:
         body, ignored = await read_as(http, GenerateBody, Options)
         return name_ignored(await _generate(state, http, body, ignored), _with_keep_alive(state, body, ignored))
@@ -124,7 +124,7 @@ async def _answer(
         id=new_id("ollama"), prompt_ids=prepared.prompt_ids, sampling=sampling, images=prepared.images
     )
     writer = OllamaWriter(state.model_name, prepared.new_parser(), chat=chat)
-    answer = await Generation(state, http, [request]).answer(writer, body.stream is not False, LINES)
+    answer = await SubmittedRequests(state, http, [request]).answer(writer, body.stream is not False, LINES)
     _keep(state, body)  # a request that is refused says nothing of it
     return answer
 
@@ -133,7 +133,7 @@ def _names(body: CommonBody, prompt: str) -> dict[str, str]:
     return _NAMES | {"prompt": prompt, "grammar": "format" if body.format else "tools"}
 
 
-def _sampling(state: ServerState, body: CommonBody) -> SamplingParams:
+def _sampling(state: ServerState, body: CommonBody) -> SamplingSettings:
     num_predict = body.options.num_predict if body.options else None
     limit = None if num_predict is not None and num_predict < 0 else num_predict
     return sampling_of(sampling_body(body), state.sampling_defaults, max_tokens=limit)
@@ -156,7 +156,7 @@ async def _loaded(state: ServerState, body: CommonBody, **fields: Any) -> Respon
         _keep(state, body)
         await state.client.wake()
     reason = "unload" if unloads else "load"
-    return json_response(Chunk(model=state.model_name, created_at=now(), done=True, done_reason=reason, **fields))
+    return json_response(StreamLine(model=state.model_name, created_at=now(), done=True, done_reason=reason, **fields))
 
 
 def _with_keep_alive(state: ServerState, body: CommonBody, ignored: list[str]) -> list[str]:

@@ -108,7 +108,7 @@ class Said(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: list[CalledTool] | None = None
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StreamLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of a stream, or a whole answer. `message` in a chat, else `response`. Durations are nanoseconds."""
 
     model: str

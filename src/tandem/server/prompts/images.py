@@ -60,7 +60,7 @@ class Pixels:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PreparedImage:
     """rows: tokens of the image. pixels: None where only its size was asked for. several: it has later frames, which
     are not shown. source_pixels: of its file."""
 
@@ -115,7 +115,7 @@ class Budget:
             text = f"{image.where}: the images of this request take too long to decode; send smaller ones"
             raise RequestError(text, image.where, "image_too_large")
 
-    def take(self, picture: Seen, image: Image) -> None:
+    def take(self, picture: PreparedImage, image: Image) -> None:
         """Raises RequestError where they are too many with this one, which then does not count."""
         if (pixels := self._pixels + picture.source_pixels) > MAX_IMAGE_PIXELS:
             most = MAX_IMAGE_PIXELS // 10**6
@@ -143,7 +143,7 @@ class ImageReader:
         self._process = ImageProcess(tower.processor)
         self._thread = ThreadPoolExecutor(1, "images")  # waits for the process
         self._waiting = 0  # bytes
-        self._recent: OrderedDict[Name, Seen] = OrderedDict()
+        self._recent: OrderedDict[Name, PreparedImage] = OrderedDict()
         self._unreadable: OrderedDict[Name, Unreadable] = OrderedDict()  # that an older turn had
         self._held: WeakValueDictionary[bytes, Pixels] = WeakValueDictionary()  # by key
 
@@ -152,7 +152,7 @@ class ImageReader:
         self._process.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, images: Sequence[Image], *, sizes: bool = False) -> list[Seen | Unreadable]:
+    async def read(self, images: Sequence[Image], *, sizes: bool = False) -> list[PreparedImage | Unreadable]:
         """Each image, in order. sizes: nothing is decoded. What is too much becomes a note where the image is of an
         older turn, whose client sends it again and again; the newest come first. Raises RequestError where the newest
         turn has it; ApiError 429; EngineError where the decoder fails."""
@@ -160,17 +160,17 @@ class ImageReader:
         if len(newest) > MAX_IMAGES:
             text = f"at most {MAX_IMAGES} images in one request, not {len(newest)}; leave out the oldest"
             raise RequestError(text, images[newest[MAX_IMAGES]].where, "too_many_images")
-        read, budget = dict[int, Seen | Unreadable](), Budget(self.limit)
+        read, budget = dict[int, PreparedImage | Unreadable](), Budget(self.limit)
         with self._in_line(sum(len(image.data) for image in images)):
             for number in (*newest, *reversed(older)):
                 read[number] = await self._within(budget, images[number], sizes)
         return [read[number] for number in range(len(images))]
 
-    async def _within(self, budget: Budget, image: Image, sizes: bool) -> Seen | Unreadable:
+    async def _within(self, budget: Budget, image: Image, sizes: bool) -> PreparedImage | Unreadable:
         try:
             budget.check(image)
             picture = await self._read(image, sizes, budget)
-            if isinstance(picture, Seen):
+            if isinstance(picture, PreparedImage):
                 budget.take(picture, image)
             return picture
         except (RequestError, EngineError) as error:
@@ -182,7 +182,7 @@ class ImageReader:
         """The pixels of these: as long as somebody has them, their paths are good."""
         return [self._held[span.key] for span in spans]
 
-    async def _read(self, image: Image, sizes: bool, budget: Budget) -> Seen | Unreadable:
+    async def _read(self, image: Image, sizes: bool, budget: Budget) -> PreparedImage | Unreadable:
         most = min(self._most_tokens, LOW_DETAIL_TOKENS) if image.detail == "low" else self._most_tokens
         data = image.data.encode("ascii", "replace")
         name = (await asyncio.to_thread(lambda: hashlib.sha256(data).digest()), most)
@@ -202,7 +202,7 @@ class ImageReader:
             raise
         return picture if sizes else self._cached(name, picture)
 
-    def _decoded(self, data: bytes, where: str, most: int, sizes: bool, budget: Budget) -> Seen:
+    def _decoded(self, data: bytes, where: str, most: int, sizes: bool, budget: Budget) -> PreparedImage:
         began = time.monotonic()
         try:
             resized = self._process.resized(data, where, most_tokens=most, base64=True, pixels=not sizes)
@@ -212,9 +212,9 @@ class ImageReader:
         decoded = resized.found
         rows = self._processor.tokens(self._processor.grid(decoded.height, decoded.width))
         pixels = None if sizes else Pixels(resized, self._processor)
-        return Seen(rows, decoded.source_pixels, decoded.frames > 1, pixels)
+        return PreparedImage(rows, decoded.source_pixels, decoded.frames > 1, pixels)
 
-    def _cached(self, name: Name, picture: Seen) -> Seen:
+    def _cached(self, name: Name, picture: PreparedImage) -> PreparedImage:
         """The same; another file's pixels where they are equal. Raises ApiError 429 where running requests hold too
         many."""
         assert picture.pixels is not None

@@ -18,8 +18,8 @@ class AnswerReader:
 
     def __init__(
         self,
-        source: Source,
-        sink: Said,
+        source: AnswerSource,
+        sink: ShownText,
         call: CallWriter,
         tools: ToolFormat | None,
         reasoning: ReasoningFormat | None,
