@@ -49,7 +49,7 @@ class Comparison:
         self.pool = machine_pool(machine, machine.max_threads)
         self.reader = DramReader(self.pool, tier)
 
-    def layers(self, shape: Shape, weights: tuple[Weight, Weight, Weight], below: int) -> list[PackedExperts]:
+    def layers(self, shape: ExpertShape, weights: tuple[Weight, Weight, Weight], below: int) -> list[PackedExperts]:
         """Layers for one way to multiply: as many layers as make up the working set."""
         layers: list[PackedExperts] = []
         size = 0

@@ -75,7 +75,7 @@ def memory_of(tokens: RecurrentTokens) -> Tensor:
     return torch.zeros(2, heads, keys, width, device="cuda")
 
 
-def least_ms(tokens: Tokens) -> float:
+def least_ms(tokens: RecurrentTokens) -> float:
     """Lower bound by chunks: each row with the memory, with the other rows' keys and with what they add."""
     (rows, heads, width), keys = tokens.values.shape, tokens.asked.shape[2]
     nbytes = 4 * (sum(part.numel() for part in tokens if part is not None) + tokens.values.numel())

@@ -88,3 +88,27 @@ def test_docstrings_begin_with_their_subject(folder: str) -> None:
 )
 def test_openings_are_counted(code: str, count: int) -> None:
     assert len(list(wrong_openings(ast.parse(code)))) == count
+
+
+MOST_NAMESAKES = 10
+"""Names of classes that stand twice or more, an underscore before them or not."""
+NAMESAKES = {
+    "Cost": "found by the folder of a mechanism (`mechanisms/cost.py`)",
+    "CalledFunction": "OpenAI and Ollama call it so",
+    "CalledTool": "OpenAI and Ollama call it so",
+    "ErrorDetail": "OpenAI and Anthropic call it so",
+    "MessageBody": "a message of a dialect's body",
+    "StreamOptions": "OpenAI's chats and responses differ in it",
+    "Thinking": "OpenAI's and Anthropic's bodies have it",
+    "ToolBody": "a tool of a dialect's body",
+    "ToolChoiceBody": "a choice of a dialect's body",
+    "Usage": "every dialect has its own",
+}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    names = Counter(node.name.strip("_") for tree in trees() for node in tree.body if isinstance(node, ast.ClassDef))
+    namesakes = {name for name, count in names.items() if count > 1}
+    assert namesakes <= NAMESAKES.keys(), f"name them by what they are: {sorted(namesakes - NAMESAKES.keys())}"
+    assert not NAMESAKES.keys() - namesakes, "take it off the list"
+    assert len(NAMESAKES) <= MOST_NAMESAKES

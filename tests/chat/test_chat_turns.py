@@ -9,7 +9,7 @@ import pytest
 from agent_turns import AGENTS, CALL, texts_in
 from tandem.server.chat.conversation import Message
 from tandem.server.chat.template_fit import Render, TemplateFit
-from tandem.server.chat.turns import Turns, as_taken, fit_turns
+from tandem.server.chat.turns import TurnOrders, as_taken, fit_turns
 from tandem.text.chat_template import ChatTemplate
 
 _NO_MORE = "{% if message.role == 'system' and not loop.first %}{{ raise_exception('only first') }}{% endif %}"

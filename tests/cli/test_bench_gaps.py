@@ -12,9 +12,17 @@ from echo_engine import CONTEXT
 from server_harness import ServerProcess, running, spawn_echo
 from tandem.bench import architectures, load_client
 from tandem.bench.gaps import made_up, rows
-from tandem.bench.gaps.readers import FIRST_PIECES, OWN_TOKENS, Gap, LongPrompts, Prompt, Seen, Wanted
-from tandem.bench.load_client import Answer, LoadError
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.bench.gaps.readers import (
+    FIRST_PIECES,
+    OWN_TOKENS,
+    Gap,
+    GapFigures,
+    GapLoad,
+    LongPrompt,
+    LongPrompts,
+)
+from tandem.bench.load_client import LoadError, SentRequest
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
 from tandem.text.detokenizer import IncrementalDecoder

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.errors import RequestError
 from tandem.text.detokenizer import TextStream
 from tandem.text.markers import MarkerGuard

@@ -11,7 +11,7 @@ import torch
 
 from repo_scripts import script_module
 from tandem.engine.limits import validate
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.logits import DeviceLogits, HostRows, best_of
 from tandem.engine.sampling.parameters import Dialect, Place, Row, names_in, ranges, recommended, table
 from tandem.engine.sampling.penalties import changes_logits
@@ -36,7 +36,7 @@ OTHERS = {(Dialect.OPENAI, "logprobs"): "of a chat a truth value; the routes mak
 
 
 def test_every_field_is_in_the_table() -> None:
-    assert set(table()) == set(SamplingParams.__struct_fields__) - ROUTES_OWN
+    assert set(table()) == set(SamplingSettings.__struct_fields__) - ROUTES_OWN
     assert set(recommended()) <= set(table())
 
 
@@ -68,9 +68,9 @@ def test_a_value_out_of_range_is_refused_by_name(name: str) -> None:
     wrong = [lowest - 1 if inclusive else lowest, *([] if highest == math.inf else [highest + 1])]
     for value in wrong:
         with pytest.raises(RequestError) as refused:
-            validate(SamplingParams(**{name: value}), vocab_size=8)
+            validate(SamplingSettings(**{name: value}), vocab_size=8)
         assert refused.value.param == name
-    validate(SamplingParams(**{name: example(table()[name])}), vocab_size=8)
+    validate(SamplingSettings(**{name: example(table()[name])}), vocab_size=8)
 
 
 def example(row: Row):
@@ -91,7 +91,7 @@ def sequence(name: str) -> Sequence:
     chosen = {name: example(table()[name])} | ({"dry_multiplier": 1.0} if name.startswith("dry_") else {})
     chosen |= {"xtc_probability": 1.0} if name.startswith("xtc_") else {}
     chosen |= {"top_k": 20} if name.startswith(("xtc_", "typical_")) else {}  # alone they look at all tokens
-    return Sequence("r", 0, [1, 2], SamplingParams(**chosen), arrival=0, max_len=64, page_size=16, seed=1)
+    return Sequence("r", 0, [1, 2], SamplingSettings(**chosen), arrival=0, max_len=64, page_size=16, seed=1)
 
 
 class NoRows(HostRows):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fake_model import EOS, fake_engine, greedy_reference, request, run, text, token_ids
 from tandem.architectures.load import load_config
-from tandem.engine.protocol import SamplingParams, TokenLogprob
+from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.errors import CheckpointError, ConfigError, RequestError
 from tandem.server.logprobs import CompletionOffsets
 from tandem.text.chat_template import ChatTemplate

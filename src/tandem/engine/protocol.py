@@ -9,7 +9,7 @@ import msgspec
 from tandem.engine.sampling.parameters import Grammar as Grammar
 from tandem.engine.sampling.parameters import GrammarKind as GrammarKind
 from tandem.engine.sampling.parameters import SamplingFields as SamplingFields
-from tandem.engine.sampling.parameters import SamplingParams as SamplingParams
+from tandem.engine.sampling.parameters import SamplingSettings as SamplingSettings
 from tandem.engine.vision.spans import ImageSpan
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenLogprob, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenLogprob, TokenOutput
 from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import json_response, read_fields
@@ -38,7 +38,12 @@ from tandem.server.openai_sampling import (
     wants_all_usage,
     wants_usage,
 )
-from tandem.server.openai_schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from tandem.server.openai_schema import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    TextCompletion,
+)
 from tandem.server.sampling_bodies import sent_parameters
 from tandem.server.state import ServerState
 
@@ -61,7 +66,7 @@ async def complete(state: ServerState, http: Request) -> Response:
         prompts = await _read_prompts(state, _split(body.prompt), body)
         completion_id = request_id(body, "cmpl")
         with named(names_in(Dialect.OPENAI) | {"grammar": grammar_field(body) or "grammar"}):
-            generation = Generation(state, http, _requests(state, body, prompts, completion_id), completion_id)
+            generation = SubmittedRequests(state, http, _requests(state, body, prompts, completion_id), completion_id)
             writer = _CompletionWriter(state, body, prompts, completion_id)
             if body.stream:
                 response: Response = await generation.events(

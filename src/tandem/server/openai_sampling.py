@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.parameters import Dialect
 from tandem.errors import RequestError
 from tandem.server.chat.answer_grammar import grammar_of
@@ -23,7 +23,7 @@ def new_id(prefix: str) -> str:
 def sampling_of(body: SamplingBody, defaults: dict[str, float], **chosen: Any) -> SamplingSettings:
     """Fields that the body leaves out are the model's `defaults`, or else `SamplingSettings`'; `chosen` are decided by
     the route."""
-    return SamplingParams(
+    return SamplingSettings(
         **(defaults | sent_parameters(body, Dialect.OPENAI)),
         stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -40,12 +40,12 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-class _Encoder(Protocol):
+class _TextEncoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 def dry_breakers(
-    texts: Sequence[str] | None, sent: Mapping[str, Any], tokenizer: _Encoder
+    texts: Sequence[str] | None, sent: Mapping[str, Any], tokenizer: _TextEncoder
 ) -> tuple[int, ...]:
     """The token with which each text ends inside of a text; () without DRY. sent: parameters, by name."""
     if not sent.get("dry_multiplier"):

@@ -44,6 +44,6 @@ def rows_of(dialect: Dialect) -> Iterator[Row]:
 
 
 def sent_parameters(body: msgspec.Struct, dialect: Dialect) -> dict[str, Any]:
-    """Values of the parameters that the body has, by their names in `SamplingParams`; None is left out."""
+    """Values of the parameters that the body has, by their names in `SamplingSettings`; None is left out."""
     fields = ((row.name, getattr(body, row.parameter.name_in(dialect, row.name))) for row in rows_of(dialect))
     return {name: sent for name, sent in fields if sent is not None}

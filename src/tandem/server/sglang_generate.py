@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from tandem.engine.protocol import GenerateRequest, SamplingSettings, TokenOutput
 from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import json_response, read_fields
@@ -139,7 +139,7 @@ def _sampling(
     if isinstance(limit, msgspec.UnsetType):
         limit = max(1, min(DEFAULT_MAX_NEW_TOKENS, state.answer_room(prompt_tokens)))
     same = sent_parameters(p, Dialect.SGLANG)
-    return SamplingParams(
+    return SamplingSettings(
         **same,
         max_tokens=limit,
         logit_bias=logit_bias(p.logit_bias),

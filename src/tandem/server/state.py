@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tandem.engine import limits as engine_limits
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.vision.spans import check_images
 from tandem.errors import RequestError
 from tandem.flags.engine_config import EngineConfig

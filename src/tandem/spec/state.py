@@ -115,7 +115,7 @@ class StateLayout:
     def window_pages(self, running: int, step_tokens: int) -> int:
         """Pages that so many sequences need of layers with a window at once, whatever their length. They hold what each
         keeps between steps, guesses included, and a step's tokens, wherever these begin in a page."""
-        each = -(-(self.window + KEY_BLOCK + self.page + self.guesses) // self.page) + 2
+        each = -(-(self.window + KEY_BLOCK + self.page + self.draft_tokens) // self.page) + 2
         return running * each + -(-step_tokens // self.page)
 
     @cached_property

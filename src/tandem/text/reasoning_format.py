@@ -83,7 +83,7 @@ class _FormatFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def reasoning_formats() -> tuple[ReasoningFormat, ...]:
     file = resources.files("tandem.text") / "reasoning.toml"
-    return tuple(msgspec.toml.decode(file.read_bytes(), type=_File).format)
+    return tuple(msgspec.toml.decode(file.read_bytes(), type=_FormatFile).format)
 
 
 def detect_reasoning_format(template: str) -> ReasoningFormat | None:

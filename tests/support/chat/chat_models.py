@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.server.chat.conversation import Conversation
 from tandem.server.chat.model import ChatModel, PreparedChat
 from tandem.server.prompts.reader import PromptReader

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import httpx
 
-from tandem.bench.load_client import Answer, LoadClient, LoadError, ask, body_of, some_ids
+from tandem.bench.load_client import LoadClient, LoadError, SentRequest, ask, body_of, some_ids
 from tandem.process.garbage import loaded_is_kept
 
 POLL_SECONDS = 0.02

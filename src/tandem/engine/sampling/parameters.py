@@ -1,4 +1,4 @@
-"""The table of sampling parameters: the fields of `SamplingParams`, a line each. No other place lists them.
+"""The table of sampling parameters: the fields of `SamplingSettings`, a line each. No other place lists them.
 
 A line has the name, the type, the default and a `Parameter`: the range, where it is computed, and the dialects. What
 comes from it: bodies of requests (`server/sampling_bodies.py`), checks (`engine/limits.py`), which defaults a model may
@@ -51,7 +51,7 @@ class Place(StrEnum):
     ROW = "row"  # on the CPU, for which the whole row is copied
 
 
-class Range(NamedTuple):
+class ParameterRange(NamedTuple):
     """inclusive: the lowest value itself is allowed."""
 
     lowest: float
@@ -63,7 +63,7 @@ class Parameter(NamedTuple):
     """names: in dialects that have another name for it. by_route: a route converts its value, or has a default of its
     own; else bodies get the field, and its value goes to the engine as it is."""
 
-    range: Range | None
+    range: ParameterRange | None
     place: Place
     dialects: frozenset[Dialect]
     names: Mapping[Dialect, str] = {}
@@ -83,7 +83,7 @@ NONE = frozenset[Dialect]()
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters whose defaults are the same for all models; `SamplingParams` has the others.
+    """Parameters whose defaults are the same for all models; `SamplingSettings` has the others.
 
     `logit_bias` maps token id to an addend. `logprobs` = number of top alternatives to report per token (0: only the
     chosen one), None: none. Fields without a `Parameter` are no client's: routes make them.
@@ -92,23 +92,23 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[
         int | None,
         Parameter(
-            Range(1, INF), NOWHERE, ALL,
+            ParameterRange(1, INF), NOWHERE, ALL,
             {SGLANG: "max_new_tokens", OLLAMA: "num_predict", RESPONSES: "max_output_tokens"}, by_route=True,
         ),
     ] = None  # up to the context length
-    min_tokens: Annotated[int, Parameter(Range(0, INF), ROW, BOTH, {SGLANG: "min_new_tokens"})] = 0
-    xtc_probability: Annotated[float, Parameter(Range(0.0, 1.0), BEST, BOTH)] = 0.0  # with which XTC acts on a token
-    xtc_threshold: Annotated[float, Parameter(Range(0.0, 1.0), BEST, BOTH)] = 0.1
-    dry_multiplier: Annotated[float, Parameter(Range(0.0, 100.0), ROW, BOTH)] = 0.0  # 0: no DRY
-    dry_base: Annotated[float, Parameter(Range(1.0, 100.0), ROW, BOTH)] = 1.75
-    dry_allowed_length: Annotated[int, Parameter(Range(1, 2**31), ROW, BOTH)] = 2
-    dry_penalty_last_n: Annotated[int, Parameter(Range(-1, INF), ROW, BOTH)] = -1  # tokens that DRY looks at; -1: all
+    min_tokens: Annotated[int, Parameter(ParameterRange(0, INF), ROW, BOTH, {SGLANG: "min_new_tokens"})] = 0
+    xtc_probability: Annotated[float, Parameter(ParameterRange(0.0, 1.0), BEST, BOTH)] = 0.0  # with which XTC acts on a token
+    xtc_threshold: Annotated[float, Parameter(ParameterRange(0.0, 1.0), BEST, BOTH)] = 0.1
+    dry_multiplier: Annotated[float, Parameter(ParameterRange(0.0, 100.0), ROW, BOTH)] = 0.0  # 0: no DRY
+    dry_base: Annotated[float, Parameter(ParameterRange(1.0, 100.0), ROW, BOTH)] = 1.75
+    dry_allowed_length: Annotated[int, Parameter(ParameterRange(1, 2**31), ROW, BOTH)] = 2
+    dry_penalty_last_n: Annotated[int, Parameter(ParameterRange(-1, INF), ROW, BOTH)] = -1  # tokens that DRY looks at; -1: all
     dry_breakers: Annotated[
         tuple[int, ...], Parameter(None, ROW, BOTH, dict.fromkeys(BOTH, "dry_sequence_breakers"), by_route=True)
     ] = ()  # tokens that a repetition does not reach over
-    presence_penalty: Annotated[float, Parameter(Range(-100.0, 100.0), ROW, THREE)] = 0.0
-    frequency_penalty: Annotated[float, Parameter(Range(-100.0, 100.0), ROW, THREE)] = 0.0
-    seed: Annotated[int | None, Parameter(Range(-(2**63), 2**64 - 1), NOWHERE, THREE, {SGLANG: "sampling_seed"})] = None
+    presence_penalty: Annotated[float, Parameter(ParameterRange(-100.0, 100.0), ROW, THREE)] = 0.0
+    frequency_penalty: Annotated[float, Parameter(ParameterRange(-100.0, 100.0), ROW, THREE)] = 0.0
+    seed: Annotated[int | None, Parameter(ParameterRange(-(2**63), 2**64 - 1), NOWHERE, THREE, {SGLANG: "sampling_seed"})] = None
     logit_bias: Annotated[dict[int, float], Parameter(None, ROW, BOTH, by_route=True)] = {}
     stop: Annotated[
         tuple[str, ...],
@@ -120,28 +120,28 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ] = False  # keep the matched stop string in the text
     ignore_eos: Annotated[bool, Parameter(None, NOWHERE, BOTH)] = False
     skip_special_tokens: Annotated[bool, Parameter(None, NOWHERE, BOTH)] = True
-    n: Annotated[int, Parameter(Range(1, MAX_ANSWERS), NOWHERE, BOTH)] = 1
-    logprobs: Annotated[int | None, Parameter(Range(0, MAX_LOGPROBS), BEST, NONE, by_route=True)] = None
-    prompt_logprobs: Annotated[int | None, Parameter(Range(0, MAX_LOGPROBS), ROW, NONE, by_route=True)] = None
+    n: Annotated[int, Parameter(ParameterRange(1, MAX_ANSWERS), NOWHERE, BOTH)] = 1
+    logprobs: Annotated[int | None, Parameter(ParameterRange(0, MAX_LOGPROBS), BEST, NONE, by_route=True)] = None
+    prompt_logprobs: Annotated[int | None, Parameter(ParameterRange(0, MAX_LOGPROBS), ROW, NONE, by_route=True)] = None
     show_tokens: tuple[int, ...] = ()  # special tokens that are not skipped: a parser needs their text
     grammar: Grammar | None = None
     grammar_prefix: str = ""  # what the prompt ends with, and the grammar has to match before the answer
 
 
-class SamplingParams(SamplingFields, frozen=True, kw_only=True):
+class SamplingSettings(SamplingFields, frozen=True, kw_only=True):
     """How tokens are chosen and when to stop. `validate` (engine/limits.py) checks the ranges.
 
     The fields here are those that a model's generation_config.json may recommend. temperature 0 is greedy. top_k 0 or
     -1 means all.
     """
 
-    temperature: Annotated[float, Parameter(Range(0.0, 100.0), GPU, ALL)] = 1.0
-    top_p: Annotated[float, Parameter(Range(0.0, 1.0, inclusive=False), BEST, ALL)] = 1.0
-    top_k: Annotated[int, Parameter(Range(-1, INF), BEST, THREE | {ANTHROPIC})] = 0
-    min_p: Annotated[float, Parameter(Range(0.0, 1.0), GPU, THREE)] = 0.0
-    typical_p: Annotated[float, Parameter(Range(0.0, 1.0, inclusive=False), BEST, THREE)] = 1.0
+    temperature: Annotated[float, Parameter(ParameterRange(0.0, 100.0), GPU, ALL)] = 1.0
+    top_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0, inclusive=False), BEST, ALL)] = 1.0
+    top_k: Annotated[int, Parameter(ParameterRange(-1, INF), BEST, THREE | {ANTHROPIC})] = 0
+    min_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0), GPU, THREE)] = 0.0
+    typical_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0, inclusive=False), BEST, THREE)] = 1.0
     # below 0.01 logits leave float32's range
-    repetition_penalty: Annotated[float, Parameter(Range(0.01, 100.0), ROW, THREE, {OLLAMA: "repeat_penalty"})] = 1.0
+    repetition_penalty: Annotated[float, Parameter(ParameterRange(0.01, 100.0), ROW, THREE, {OLLAMA: "repeat_penalty"})] = 1.0
 
 
 class Row(NamedTuple):
@@ -160,8 +160,8 @@ def table() -> Mapping[str, Row]:
 
 
 def _rows() -> Iterator[Row]:
-    hints = get_type_hints(SamplingParams, include_extras=True)
-    for field in msgspec.structs.fields(SamplingParams):
+    hints = get_type_hints(SamplingSettings, include_extras=True)
+    for field in msgspec.structs.fields(SamplingSettings):
         kind, *notes = get_args(hints[field.name]) or (None,)
         for parameter in (note for note in notes if isinstance(note, Parameter)):
             yield Row(field.name, kind, field.default, parameter)
@@ -169,11 +169,11 @@ def _rows() -> Iterator[Row]:
 
 def recommended() -> tuple[str, ...]:
     """Names of the parameters that a model's generation_config.json may recommend."""
-    return tuple(name for name in SamplingParams.__struct_fields__ if name not in SamplingFields.__struct_fields__)
+    return tuple(name for name in SamplingSettings.__struct_fields__ if name not in SamplingFields.__struct_fields__)
 
 
 @cache
-def ranges() -> Mapping[str, Range]:
+def ranges() -> Mapping[str, ParameterRange]:
     return {name: row.parameter.range for name, row in table().items() if row.parameter.range is not None}
 
 

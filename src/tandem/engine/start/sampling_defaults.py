@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.checkpoint import read_generation
 from tandem.engine.limits import validate
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.sampling.parameters import recommended
 from tandem.errors import CheckpointError, RequestError
 from tandem.flags.engine_config import EngineConfig

@@ -29,7 +29,7 @@ class MeanWeights(NamedTuple):
 class ChooseBlocks(Protocol):
     """An indexer behind its matrix."""
 
-    def __call__(self, q: Tensor, k: Tensor, step: Step, cache: PooledKeys) -> Chosen:
+    def __call__(self, q: Tensor, k: Tensor, step: StepContext, cache: PooledKeys) -> SelectedKeys:
         """q [T, heads * dim] and k [T, dim], before norm and rotation → each row's choice. It has the tokens of the
         blocks with the highest scores, and those behind the last whole block. Of equal scores the earliest count.
         Scores are float32; a row's choice depends on its own sequence only, not on how that was cut. Of `cache` the

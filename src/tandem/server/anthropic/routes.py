@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.server.anthropic.request import conversation_of, left_out
 from tandem.server.anthropic.schema import CountRequest, MessageResponse, MessagesRequest, TokenCountBody
@@ -96,7 +96,7 @@ def _format(body: CountRequest) -> ResponseFormat | None:
     return ResponseFormat("json_schema", NamedSchema(output.format.schema))
 
 
-def _sampling(state: ServerState, body: MessagesRequest) -> SamplingParams:
+def _sampling(state: ServerState, body: MessagesRequest) -> SamplingSettings:
     same = sent_parameters(body, Dialect.ANTHROPIC)
     sampling = SamplingBody(stop=body.stop_sequences, response_format=_format(body), **same)
     return sampling_of(sampling, state.sampling_defaults, max_tokens=body.max_tokens)

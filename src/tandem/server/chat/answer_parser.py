@@ -20,8 +20,8 @@ from tandem.server.chat.formats.tool_format import ToolFormat
 from tandem.server.chat.reading.answer_reader import AnswerReader
 from tandem.server.chat.reading.calls import CallWriter
 from tandem.server.chat.reading.channel_reader import ChannelReader
-from tandem.server.chat.reading.said import Said
-from tandem.server.chat.reading.source import Reading, Source
+from tandem.server.chat.reading.said import ShownText
+from tandem.server.chat.reading.source import AnswerSource, Reading
 from tandem.text.reasoning_format import ReasoningFormat
 
 log = logging.getLogger("tandem.server")

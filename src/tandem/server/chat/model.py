@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tandem.engine.images.placeholders import with_rows
-from tandem.engine.protocol import SamplingParams
+from tandem.engine.protocol import SamplingSettings
 from tandem.engine.vision.spans import ImageSpan
 from tandem.errors import TandemError
 from tandem.server.chat.answer_parser import AnswerParser, AnswerRules

@@ -18,7 +18,7 @@ from tandem.server.chat.turns import TurnOrders, as_taken, shown_by_user
 from tandem.server.limits import MAX_TEXT_CHARS
 from tandem.text.chat_template import ChatTemplate
 from tandem.text.markers import MarkerGuard
-from tandem.text.prompt import Draft, Prompt, draft
+from tandem.text.prompt import Prompt, UnrenderedPrompt, draft
 from tandem.text.reasoning_format import ReasoningFormat
 
 _RESERVED = frozenset(("messages", "self", "tools"))

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tandem.engine.limits import validate
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.planner.forecast.ledger import VRAM
 from tandem.server.body import answers, body_schema, json_response

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
 
 from tandem.engine.limits import TOO_LONG
-from tandem.engine.protocol import GenerateRequest, SamplingParams
+from tandem.engine.protocol import GenerateRequest, SamplingSettings
 from tandem.engine.sampling.parameters import Dialect, names_in
 from tandem.errors import RequestError
 from tandem.server.body import answers, body_schema, json_response
@@ -165,7 +165,7 @@ def _format(text: TextBody | None) -> ResponseFormat | None:
     return ResponseFormat(form.type, NamedSchema(form.schema, form.name))
 
 
-def _sampling(state: ServerState, body: ResponsesRequest) -> SamplingParams:
+def _sampling(state: ServerState, body: ResponsesRequest) -> SamplingSettings:
     same = sent_parameters(body, Dialect.RESPONSES)
     sampling = SamplingBody(response_format=_format(body.text), **same)
     return sampling_of(sampling, state.sampling_defaults, max_tokens=body.max_output_tokens)
