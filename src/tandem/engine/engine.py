@@ -175,26 +175,35 @@ class Engine:
         requests of this step, with finish_reason "error", and leaves the others alone. Raises EngineError when no later
         step could work either; then the process has to end. has_new_request: a long step asks it, and shrinks."""
         outputs, self._notices = self._notices, []
-        outputs += self._take_grammars()
+        if self.grammars.waiting:
+            outputs += self._take_grammars()
         started = perf_counter()
         pauses = self._may_pause and not (self._recorder is not None and self._recorder.recording)
         if self._encoder is not None:
             self._encoder.hand_out(self._scheduler.running)
         chunks = self._scheduler.next(pauses)
         drawing = perf_counter() - started  # guesses
-        if pauses:
+        if pauses and any(chunk.prefills for chunk in chunks):
             chunks = self._overlap.take(chunks)
+        prefill = self._step_overlap(chunks, pauses)
+        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
+        step_outputs = self._run(step, prefill, drawing) if chunks else []
+        outputs += [*([] if prefill is None else prefill.outputs), *step_outputs]
+        if self._encoder is not None:
+            outputs += self._encoded(self._encoder, idle=not chunks and prefill is None)
+        if self.grammars.waiting and not (chunks or outputs or prefill is not None or self._encodes):
+            self.grammars.wait()
+        return outputs
+
+    def _step_overlap(self, chunks: list[Chunk], pauses: bool) -> StepOverlap | None:
+        """The work of the prefill task under way in this step, if there is one. It is done now, unless a device is to
+        compute the step meanwhile."""
+        if not self._scheduler.in_flight:
+            return None
         prefill = self._overlap.step_overlap(chunks, partial(self._tried, counts=False), pauses)
         if not prefill.waits:
             prefill()
-        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
-        step_outputs = self._run(step, prefill, drawing) if chunks else []
-        outputs += [*prefill.outputs, *step_outputs]
-        if self._encoder is not None:
-            outputs += self._encoded(self._encoder, idle=not chunks and not prefill.under_way)
-        if self.grammars and not (chunks or outputs or prefill.under_way or self._encodes):
-            self.grammars.wait()
-        return outputs
+        return prefill
 
     @property
     def _encodes(self) -> bool:
@@ -216,19 +225,27 @@ class Engine:
         shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
-    def _run(self, step: Step, prefill: StepOverlap, drawing: float) -> list[TokenOutput]:
+    def _run(self, step: Step, prefill: StepOverlap | None, drawing: float) -> list[TokenOutput]:
         """The seconds that it takes tell the pace and the guesses' governor."""
         started, has_prefill = perf_counter(), step.has_prefill
-        outcome = self._tried(step.chunks, lambda: self._runner.run(step, prefill))
-        seconds = perf_counter() - started - prefill.overtook
+        outcome = self._tried(step.chunks, partial(self._computed, step, prefill))
+        seconds = perf_counter() - started - (0.0 if prefill is None else prefill.overtook)
         _tell(self._speculation, outcome.turns, seconds + drawing)
         if has_prefill:
             self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, overlapped=prefill.under_way)
+            self._scheduler.pace.decoded(seconds, overlapped=prefill is not None)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return outcome.outputs
+
+    def _computed(self, step: Step, prefill: StepOverlap | None) -> StepOutput:
+        """The step, and meanwhile a slice of the prefill task where a device computes."""
+        overlaps = prefill is not None and prefill.waits
+        with self._runner.start(step, overlaps) as running:
+            if prefill is not None and overlaps:
+                prefill()
+            return running.result()
 
     def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> Ran:
         """Outputs of these chunks; none while `run` has no result yet. An error fails them all, whatever it was: the
