@@ -63,8 +63,10 @@ class Replayed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, step: Any, *rest: Any) -> Any:
-        output = self._runner.run(step, *rest)
+    def start(self, step: Any, *rest: Any) -> Any:
+        return self._runner.start(step, *rest).then(self._replaying)
+
+    def _replaying(self, output: Any) -> Any:
         logits = output.logits
         chosen = logits.chosen
 

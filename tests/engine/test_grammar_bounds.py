@@ -512,7 +512,7 @@ def test_an_answer_that_has_ended_uses_no_grammar(model) -> None:
     for change in ({}, {"max_tokens": 1}, {"stop": ("1",), "logit_bias": {ord("1"): 99.0}}):
         run(model, request("x", DIGITS, n=3, **change))
     model.add(request("gone", DIGITS, n=2))
-    model.grammars._waiting[0][1].future.result(240)
+    model.grammars.waiting[0][1].future.result(240)
     model.step()
     known = model.grammars._compiler._known[DIGITS]
     assert len(known.compiled.users) == 2 and not known.idle

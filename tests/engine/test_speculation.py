@@ -323,14 +323,14 @@ def test_a_step_s_distinct_experts_are_read_once(tiny_models, tmp_path: Path) ->
     parts = replace(engine_parts(engine), plan=replace(engine.plan, speculation=SpeculationPlan("made up", 3, False)))
     answers = {key: token_ids(outputs) for key, outputs in run(engine, *asks).items()}
     engine = Engine.from_parts(replace(parts, drafter=Foretold(answers, 1.0, 256)))
-    before, spans, run_model = engine.stats().experts.cpu_bytes, [], engine._runner.run
+    before, spans, run_model = engine.stats().experts.cpu_bytes, [], engine._runner.start
     engine.record_experts("start").result()
 
     def noted(step, *rest):
         spans.append([(c.sequence.arrival[0], c.sequence.computed_len, c.length) for c in step.chunks])
         return run_model(step, *rest)
 
-    engine._runner.run = noted
+    engine._runner.start = noted
     run(engine, *asks)
     record = read_usage(Path(engine.record_experts("dump").result(60).file))
     chosen = {(r, p): ids for r, p, ids in zip(record.requests.tolist(), record.positions.tolist(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,7 +14,7 @@ from tandem.engine.sampling.logits import HostLogits
 from tandem.engine.sequence import Chunk
 from tandem.engine.step.batch import BatchArrays, regions
 from tandem.engine.step.prefill import PausingModel, PrefillTask, host_task
-from tandem.engine.step.step import Step, StepOutput
+from tandem.engine.step.step import Running, Step, StepOutput
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.models.batch import ForwardBatch
 
@@ -50,9 +49,12 @@ class CpuRunner:
         own, paused = regions(images_from, max_step_tokens)
         self._arrays, self._paused = arrays(images_from=own), arrays(images_from=paused)
 
-    def run(self, step: Step, host_work: Callable[[], None] | None = None) -> StepOutput:
-        """Logits rows of all chunks, in order. host_work: of no use here: no device computes while the host does
-        something else."""
+    def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
+        """Computes when the result is wanted: no device does while the host does something else."""
+        return Running(partial(self._output, step))
+
+    def _output(self, step: Step) -> StepOutput:
+        """Logits rows of all chunks, in order."""
         batch = self._arrays.fill(step.chunks)
         with torch.inference_mode():
             if self._usage is not None:

@@ -9,17 +9,14 @@ from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 
-from torch import Tensor
-
 from tandem.engine.answer import Answers
 from tandem.engine.counters import Counters
 from tandem.engine.expert_statistics import ExpertMeter, count_step, perform
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.grammar.waiting import GrammarQueue
 from tandem.engine.limits import answer_limit, check_prompt_ids, validate
-from tandem.engine.pace import PrefillPace
 from tandem.engine.protocol import EngineStats, ExpertsRecorded, ExpertTraffic, GenerateRequest, TokenOutput
-from tandem.engine.runners import layout_of, runner_of, states_of
+from tandem.engine.runners import layout_of, pace_of, runner_of, states_of, store_of
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.sampling.logprobs import score_prompt
 from tandem.engine.sampling.sampler import Sampled, fresh_seed
@@ -29,12 +26,8 @@ from tandem.engine.speculation.made import speculation_of
 from tandem.engine.speculation.speculation import Speculation
 from tandem.engine.start.parts import EngineParts
 from tandem.engine.state.kv_cache import KVCache
-from tandem.engine.state.slots import SlotPool
-from tandem.engine.state.store import StateStore
-from tandem.engine.state.windows import WindowPages
 from tandem.engine.step.executor import Executor
 from tandem.engine.step.overlap import PrefillOverlap, StepOverlap
-from tandem.engine.step.prefill import PausingModel
 from tandem.engine.step.step import (
     HasNewRequest,
     SequenceOutput,
@@ -51,7 +44,6 @@ from tandem.experts.usage.recorder import ExpertRecorder
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.free_memory import return_free_memory
 from tandem.kernels.kernel_loads import kernel_loads
-from tandem.spec.gpu_scratch import MOST_SHARED_SECONDS
 
 _log = logging.getLogger(__name__)
 
@@ -60,25 +52,6 @@ _NO_TOKEN = (
     "no token can come next: min_tokens forbids all that the grammar of the answer allows, or the model returned NaN "
     "or infinite logits"
 )
-
-
-def _store(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
-    layout, count = layout_of(parts), parts.plan.num_window_pages
-    windows, pool = WindowPages(layout, count) if count else None, SlotPool(slots) if layout.slot_bytes else None
-    if pool is not None and parts.leader is not None:
-        pool.on_copy = parts.leader.lists.copied
-    return StateStore(layout, pages, pool, windows)
-
-
-def _pace(parts: EngineParts) -> PrefillPace:
-    """Where all experts travel in a step, others wait for it if it is short enough."""
-    seconds, most = parts.stream_seconds, parts.plan.max_step_tokens
-    one_rank = parts.handoff is None and parts.leader is None
-    pieces = parts.model.depth if one_rank and isinstance(parts.model, PausingModel) else 1
-    whole = seconds is not None and seconds <= MOST_SHARED_SECONDS
-    gpu = parts.plan.gpu  # with a ring, and without `seconds`, the CPU has a part in prompts
-    rows = 0 if gpu is None or gpu.ring_bytes else max(gpu.prompt_sizes, default=0)
-    return PrefillPace(most, seconds is not None, whole, pieces, rows, 0 if gpu is None else gpu.shared_tokens)
 
 
 def _sequences(request: GenerateRequest, max_len: int, arrival: int, page_size: int) -> list[Sequence]:
@@ -119,10 +92,10 @@ class Engine:
         self._runner = runner_of(parts, states.arrays)
         self._speculation = speculation_of(parts, states, self._kv)
         self._scheduler = Scheduler(
-            _store(parts, self._kv, states.slots),
+            store_of(parts, self._kv, states.slots),
             max_step_tokens=plan.max_step_tokens,
             max_running=plan.max_running_requests,
-            pace=_pace(parts),
+            pace=pace_of(parts),
             proposer=self._speculation,
         )
         slotless = not layout_of(parts).slot_bytes
@@ -183,26 +156,35 @@ class Engine:
         requests of this step, with finish_reason "error", and leaves the others alone. Raises EngineError when no later
         step could work either; then the process has to end. has_new_request: a long step asks it, and shrinks."""
         outputs, self._notices = self._notices, []
-        outputs += self._take_grammars()
+        if self.grammars.waiting:
+            outputs += self._take_grammars()
         started = perf_counter()
         pauses = self._may_pause and not (self._recorder is not None and self._recorder.recording)
         if self._encoder is not None:
             self._encoder.hand_out(self._scheduler.running)
         chunks = self._scheduler.next(pauses)
         drawing = perf_counter() - started  # guesses
-        if pauses:
+        if pauses and any(chunk.prefills for chunk in chunks):
             chunks = self._overlap.take(chunks)
+        prefill = self._step_overlap(chunks, pauses)
+        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
+        step_outputs = self._run(step, prefill, drawing) if chunks else []
+        outputs += [*([] if prefill is None else prefill.outputs), *step_outputs]
+        if self._encoder is not None:
+            outputs += self._encoded(self._encoder, idle=not chunks and prefill is None)
+        if self.grammars.waiting and not (chunks or outputs or prefill is not None or self._encodes):
+            self.grammars.wait()
+        return outputs
+
+    def _step_overlap(self, chunks: list[Chunk], pauses: bool) -> StepOverlap | None:
+        """The work of the prefill task under way in this step, if there is one. It is done now, unless a device is to
+        compute the step meanwhile."""
+        if not self._scheduler.in_flight:
+            return None
         prefill = self._overlap.step_overlap(chunks, partial(self._tried, counts=False), pauses)
         if not prefill.waits:
             prefill()
-        step = Step(tuple(chunks), self._shared_tokens(chunks) if pauses else 0, has_new_request)
-        step_outputs = self._run(step, prefill, drawing) if chunks else []
-        outputs += [*prefill.outputs, *step_outputs]
-        if self._encoder is not None:
-            outputs += self._encoded(self._encoder, idle=not chunks and not prefill.under_way)
-        if self.grammars and not (chunks or outputs or prefill.under_way or self._encodes):
-            self.grammars.wait()
-        return outputs
+        return prefill
 
     @property
     def _encodes(self) -> bool:
@@ -224,19 +206,27 @@ class Engine:
         shared = gpu.shared_tokens if gpu is not None and gpu.prompt_sizes else 0
         return shared if len(chunks) == 1 and chunks[0].length > shared else 0
 
-    def _run(self, step: Step, prefill: StepOverlap, drawing: float) -> list[TokenOutput]:
+    def _run(self, step: Step, prefill: StepOverlap | None, drawing: float) -> list[TokenOutput]:
         """The seconds that it takes tell the pace and the guesses' governor."""
         started, has_prefill = perf_counter(), step.has_prefill
-        outcome = self._tried(step.chunks, lambda: self._runner.run(step, prefill))
-        seconds = perf_counter() - started - prefill.overtook
+        outcome = self._tried(step.chunks, partial(self._computed, step, prefill))
+        seconds = perf_counter() - started - (0.0 if prefill is None else prefill.overtook)
         _tell(self._speculation, outcome.turns, seconds + drawing)
         if has_prefill:
             self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, overlapped=prefill.under_way)
+            self._scheduler.pace.decoded(seconds, overlapped=prefill is not None)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return outcome.outputs
+
+    def _computed(self, step: Step, prefill: StepOverlap | None) -> StepOutput:
+        """The step, and meanwhile a slice of the prefill task where a device computes."""
+        overlaps = prefill is not None and prefill.waits
+        with self._runner.start(step, overlaps) as running:
+            if prefill is not None and overlaps:
+                prefill()
+            return running.result()
 
     def _tried(self, chunks: Rows[Chunk], run: Callable[[], StepOutput | None], counts: bool = True) -> StepResult:
         """Outputs of these chunks; none while `run` has no result yet. An error fails them all, whatever it was: the

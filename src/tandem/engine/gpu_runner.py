@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from tandem.engine.step.prefill import (
     PrefillTask,
     in_layers,
 )
-from tandem.engine.step.step import ShrinkingStep, Step, StepOutput
+from tandem.engine.step.step import Running, ShrinkingStep, Step, StepOutput
 from tandem.engine.step.streams import Feeder, Streams
 from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
@@ -69,7 +69,7 @@ def _begun(batch: ForwardBatch, begin: BeginStep, device: torch.device) -> Forwa
 
 
 def _nothing() -> None:
-    """Where masks are made before the step, and where no pass goes on meanwhile."""
+    """Where masks are made before the step, and where nothing is done beside it."""
 
 
 @contextmanager
@@ -131,15 +131,15 @@ class GpuRunner:
             self._graphs.capture_decode(graphs, capture)
             self._capture_prompts()
 
-    def run(self, step: Step, host_work: Callable[[], None] = _nothing) -> StepOutput:
-        """Logits rows of all chunks, in order. host_work: as `logits`."""
+    def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
+        """Starts a step, as `Executor.start`. A graph is replayed here, and the CPU does its part; other steps are
+        computed when their result is wanted."""
         batch = self._arrays.fill(step.chunks)
         self._speculative = step.has_drafts
-        with torch.inference_mode():
-            make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
-            shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
-            logits = self.logits(batch, _masks(step.chunks), make, host_work, shrinking)
-            return StepOutput(step if shrinking is None else shrinking.step, logits)
+        make = partial(make_masks, [chunk.sequence for chunk in step.chunks])
+        shrinking = ShrinkingStep(step) if step.shrinks and isinstance(self._model, PausingModel) else None
+        running = self._start_batch(batch, _masks(step.chunks), make, overlaps, shrinking)
+        return running.then(lambda logits: StepOutput(step if shrinking is None else shrinking.step, logits))
 
     @contextmanager
     def unseen(self, model: StepModel) -> Iterator[None]:
@@ -192,16 +192,28 @@ class GpuRunner:
         host_work: Callable[[], None] = _nothing,
         shrinking: ShrinkingStep | None = None,
     ) -> DeviceLogits:
-        """masks: of each row's next token, where it is known; `make` makes them, while the GPU computes. They count
-        where a graph is replayed; `DeviceLogits.chosen` wants them anyway. host_work: called once a graph runs and the
-        CPU has done its part."""
+        """A batch, started and ended. masks: of each row's next token, where it is known; `make` makes them, while the
+        GPU computes. They count where a graph is replayed; `DeviceLogits.chosen` wants them anyway. host_work: called
+        between the two."""
+        with self._start_batch(batch, masks, make, host_work is not _nothing, shrinking) as running:
+            host_work()
+            return running.result()
+
+    def _start_batch(
+        self,
+        batch: ForwardBatch,
+        masks: RowMasks,
+        make: Callable[[], None],
+        overlaps: bool,
+        shrinking: ShrinkingStep | None,
+    ) -> Running[DeviceLogits]:
         choice = path_of(batch, self._graphs, shrinks=shrinking is not None)
         choice.log(len(batch.input_ids))
         if choice.decode is not None:
-            return self._replayed(choice.decode, batch, masks, make, host_work)
+            return self._replayed(choice.decode, batch, masks, make, overlaps)
         if choice.prefill is not None:
-            return self._prefilled(choice, batch, make)
-        return self._eager(batch, make, shrinking)
+            return Running(partial(self._prefilled, choice, batch, make))
+        return Running(partial(self._eager, batch, make, shrinking))
 
     def _replayed(
         self,
@@ -209,26 +221,40 @@ class GpuRunner:
         batch: ForwardBatch,
         masks: RowMasks,
         make: Callable[[], None],
-        overlapped: Callable[[], None],
-    ) -> DeviceLogits:
-        rows, let_end = batch.seq_lens.shape[0], partial(self._let_end, graph, self._handoff.finish)
-        self._replay(graph, batch, masks)
-        with _or_else(let_end):
-            graph.masks.make(make)  # before any call of the driver: it may wait for what waits for the masks
-            self._end.mark()
-            self._move_experts()
-        with nullcontext() if self._feeder is None else self._feeder.opened():  # until the GPU has ended, too
+        overlaps: bool,
+    ) -> Running[DeviceLogits]:
+        """A replayed graph. The CPU has answered its posts; the GPU may still compute."""
+        rows, masked, feeding = batch.seq_lens.shape[0], bool(masks), ExitStack()
+        let_end = partial(self._let_end, graph, self._handoff.finish)
+        with torch.inference_mode():
+            self._replay(graph, batch, masks)
             with _or_else(let_end):
+                # Before any call of the driver: it may wait for what waits for the masks.
+                graph.masks.make(make) if masked else make()
+                self._end.mark()
+                self._move_experts()
+            with _or_else(feeding.close), _or_else(let_end):
+                if overlaps and self._feeder is not None:
+                    feeding.enter_context(self._feeder.opened())  # until the GPU has ended, too
                 self._handoff.finish()
-                with torch.inference_mode(False):  # what begins and ends in it is no part of the step
-                    overlapped()
-            return self._done(graph.logits[:rows], graph.best[:rows], rows, graph.masks, masks)
+
+        def finish() -> DeviceLogits:
+            with feeding, torch.inference_mode():
+                graph_masks = graph.masks if masked else None
+                return self._done(graph.logits[:rows], graph.best[:rows], rows, graph_masks, masks)
+
+        def cancel() -> None:
+            with feeding:
+                let_end()
+
+        return Running(finish, cancel)
 
     def _replay(self, graph: DecodeGraph, batch: ForwardBatch, masks: RowMasks) -> None:
         try:
             self._handoff.begin(graph.posts)  # first: who answers needs a while to wake up
             graph.inputs.fill(batch)
-            graph.masks.send(masks)
+            if masks or graph.masks.sent:
+                graph.masks.send(masks)
             self._begin_step(graph.inputs.image, True)
             graph.graph.replay()
         except BaseException:  # it may have begun
@@ -247,7 +273,7 @@ class GpuRunner:
         self, batch: ForwardBatch, make: Callable[[], None], shrinking: ShrinkingStep | None = None
     ) -> DeviceLogits:
         """Kernel by kernel, while no pass is under way."""
-        with self._streams.side_stream():
+        with torch.inference_mode(), self._streams.side_stream():
             device_batch = _begun(batch, self._begin_step, self._device)
             logits = self._forward(device_batch, len(batch.input_ids), shrinking)
             best = self._best.fetch(logits)
@@ -262,13 +288,10 @@ class GpuRunner:
         """Prompts in the graph of their path, while no pass is under way."""
         task = self.paused(batch, choice.prefill, choice.path is Path.SHARED_PREFILL_GRAPH)
         assert task is not None, "graphs of prompts are captured only where passes can be paused"
-        try:
+        with torch.inference_mode(), _or_else(task.drop):  # or later steps would find it under way
             task.go_on(0.0, whole=True)
             make()
             logits = task.logits()
-        except BaseException:
-            task.drop()  # or later steps would find it under way
-            raise
         assert isinstance(logits, DeviceLogits)
         return logits
 

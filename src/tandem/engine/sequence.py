@@ -72,6 +72,7 @@ class Sequence:
         "slots_taken",
         "started_at",
         "status",
+        "takes_best",
         "token_counts",
         "tokens",
         "window_end",
@@ -121,6 +122,7 @@ class Sequence:
         self.leader: Sequence | None = None  # whose prompt pages this one shares (n > 1)
         self.siblings: list[Sequence] = []  # parked until this leader's prompt is computed
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.takes_best: bool | None = None  # whether its tokens are the best of their rows; None: not known yet
         self.token_counts: dict[int, int] | None = None  # penalties only, see engine/sampling/penalties.py
         self.repetitions: Repetitions | None = None  # DRY only
         self.matcher: GrammarMatcher | None = None  # of the answer's grammar, if it has one

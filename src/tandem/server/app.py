@@ -54,7 +54,7 @@ _SCHEMA_TYPES = [
     anthropic_schema.TokenCountBody, anthropic_schema.AnthropicError, info_schema.Tokens, info_schema.Text,
     info_schema.Load, info_schema.Loads, info_schema.Props, info_schema.LmStudioModel, info_schema.LmStudioModels,
     responses_schema.Response, responses_schema.InputTokens, responses_schema.Deleted, ollama_schema.StreamLine,
-    ollama_schema.Tags, ollama_schema.Running, ollama_schema.Show, ollama_schema.OllamaError,
+    ollama_schema.Tags, ollama_schema.RunningModels, ollama_schema.Show, ollama_schema.OllamaError,
 ]  # fmt: skip
 _BODIES = (
     "ChatRequest", "CompletionRequest", "SglangSampling", "MessagesRequest", "ResponsesRequest", "Options",

@@ -90,10 +90,10 @@ def test_a_layer_with_a_window_makes_up_for_no_more_than_that(made, tmp_path: Pa
     seen = []
     for most in (widest, 0, widest, 0):
         speculation._most = most
-        engine._runner.run, run_model = _noting(seen, engine._runner.run), engine._runner.run
+        engine._runner.start, run_model = _noting(seen, engine._runner.start), engine._runner.start
         for _ in range(10):
             engine.step()
-        engine._runner.run = run_model
+        engine._runner.start = run_model
     assert max(rows) == window and rows.count(window) == 2 and len(seen) > 10
     assert all(list(draft_tokens) == model.chain(tokens, len(draft_tokens)) for tokens, draft_tokens in seen)
 

@@ -266,8 +266,14 @@ def test_layers_of_a_prompt_may_be_given_until_the_gpu_has_ended_a_step(monkeypa
     runner, opened = engine._runner, list[bool]()
     wait = runner._end.wait
     monkeypatch.setattr(runner._end, "wait", lambda: [opened.append(runner._feeder._open.is_set()), wait()])
-    engine.add(request("a", PROMPTS["a"], max_tokens=3))
+    engine.add(request("a", PROMPTS["a"], max_tokens=9))
     engine.step()
+    opened.clear()
+    engine.step()  # no prompt is under way
+    assert opened == [False]
+    engine.add(request("b", PROMPTS["b"], max_tokens=3))
+    engine.step()
+    assert engine._scheduler.in_flight
     opened.clear()
     engine.step()
     assert opened == [True] and not runner._feeder._open.is_set()

@@ -24,7 +24,7 @@ from tandem.bench.told.rows import ScriptedFlags, _config
 from tandem.bench.told.turns import Guesses, ScriptedLoad, TimedTurns
 from tandem.engine.engine import Engine
 from tandem.engine.sampling.logits import DeviceLogits, HostRows, best_of
-from tandem.engine.step.step import StepOutput
+from tandem.engine.step.step import Running, StepOutput
 
 SMALL = {
     "hidden_size": 256, "num_attention_heads": 2, "head_dim": 64, "q_lora_rank": 64, "qk_rope_head_dim": 16,
@@ -68,15 +68,15 @@ def as_on_gpu(engine: Engine, ends: Ends) -> None:
     )  # fmt: skip
     recording(stand_in, (1,))
     runner, rows = engine._runner, HostRows(CPU)
-    run: Any = runner.run
+    start: Any = runner.start
 
-    def logits(*args: Any) -> StepOutput:
-        output = run(*args)
+    def started(*args: Any) -> Running[StepOutput]:
+        output = start(*args).result()
         made = torch.from_numpy(output.logits._array)
-        return StepOutput(output.step, DeviceLogits(made, best_of(made), rows))
+        return Running(lambda: StepOutput(output.step, DeviceLogits(made, best_of(made), rows)))
 
-    runner.run = logits  # type: ignore[method-assign, assignment]
-    watched(runner, "run", "step", ends)
+    runner.start = started  # type: ignore[method-assign]
+    watched(runner, "start", "step", ends)
     chains = drafter._layer._chain
     watched(chains, "_replayed", "draft_tokens", ends)
     for chain, *_ in chains._recorded:

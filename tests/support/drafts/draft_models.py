@@ -165,13 +165,13 @@ def chunks_of(engine: Engine, *asks) -> Iterator[tuple[list[int], tuple[int, ...
     """Of every step: what a sequence had, and what was guessed behind it. Runs the engine."""
     for ask in asks:
         engine.add(ask)
-    told, run_model = [], engine._runner.run
+    told, run_model = [], engine._runner.start
 
     def noted(step, *others):
         told.extend((list(c.sequence.tokens), c.draft_tokens) for c in step.chunks if c.draft_tokens)
         return run_model(step, *others)
 
-    engine._runner.run = noted
+    engine._runner.start = noted
     while engine.has_work():
         engine.step()
         yield from told

@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.engine.protocol import SamplingSettings, TokenLogprob
 from tandem.engine.sampling.narrowing import narrowed, narrows
 from tandem.engine.sampling.penalties import FloatRow
-from tandem.engine.sampling.sampler import Sampled, coin_of, invert, is_greedy, largest, number_of
+from tandem.engine.sampling.sampler import Sampled, best_token, coin_of, invert, is_greedy, largest, number_of
 from tandem.engine.sequence import Sequence
 
 # Of a row: more than any usual top_k and nearly every nucleus. A row that needs more is fetched whole.
@@ -62,11 +62,6 @@ def choose(
         for r, row in zip(rows, candidates, strict=True):
             chosen[r] = _chosen(row, sequences[r])
     return chosen
-
-
-def best_token(token_id: float, logit: float) -> Sampled:
-    """Sampled token of a row, from a row of `logits.best_of`; token -1 where the logit is not finite."""
-    return Sampled(int(token_id), None) if math.isfinite(logit) else Sampled(-1, None)
 
 
 def needs_more(params: SamplingSettings) -> bool:

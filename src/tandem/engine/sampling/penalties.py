@@ -24,10 +24,13 @@ def uses_penalties(params: SamplingSettings) -> bool:
     return not neutral
 
 
+def adjusts(params: SamplingSettings) -> bool:
+    """Whether penalties or a bias change each row."""
+    return uses_penalties(params) or params.dry_multiplier > 0.0 or bool(params.logit_bias)
+
+
 def changes_logits(sequence: Sequence) -> bool:
-    params = sequence.sampling
-    penalised = uses_penalties(params) or params.dry_multiplier > 0.0
-    return penalised or bool(params.logit_bias) or sequence.answer_len < params.min_tokens
+    return adjusts(sequence.sampling) or sequence.answer_len < sequence.sampling.min_tokens
 
 
 def adjust(logits: FloatRow, sequence: Sequence, eos_ids: Collection[int]) -> FloatRow:

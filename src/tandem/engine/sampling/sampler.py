@@ -62,6 +62,11 @@ def coin_of(sequence: Sequence) -> float:
     return uniform(sequence.seed, sequence.index, sequence.total_len, b"xtc")
 
 
+def best_token(token_id: float, logit: float) -> Sampled:
+    """Sampled token of a row, from a row of `logits.best_of`; token -1 where the logit is not finite."""
+    return Sampled(int(token_id), None) if math.isfinite(logit) else Sampled(-1, None)
+
+
 def is_greedy(params: SamplingSettings) -> bool:
     return params.temperature < _GREEDY_BELOW or params.top_k == 1
 

@@ -1,5 +1,5 @@
-"""`Step`: chunks that the model runs at once. `StepOutput`: the chunks as they were run, and their logits.
-`SequenceOutput`: the tokens that one sequence gets in one step.
+"""`Step`: chunks that the model runs at once. `Running`: a step that was started. `StepOutput`: the chunks as they were
+run, and their logits. `SequenceOutput`: the tokens that one sequence gets in one step.
 
 The rule that chooses a token sees the sequence as it is when that token's turn comes, all tokens before it appended. So
 a guess decides only whether the row is there already: whatever a request asks for is done as without guesses.
@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from tandem.engine.protocol import TokenOutput
 from tandem.engine.sampling.logits import Logits
 from tandem.engine.sequence import Chunk, Sequence
+
+Output = TypeVar("Output")
+Changed = TypeVar("Changed")
 
 HasNewRequest = Callable[[], bool]
 """Says whether a request has arrived that waits for the step under way."""
@@ -63,6 +67,44 @@ class StepOutput(NamedTuple):
 
     step: Step
     logits: Logits
+
+
+def _nothing() -> None:
+    """Cancels a step that computes nothing before its result is wanted."""
+
+
+class Running(Generic[Output]):
+    """A step under way. As a context: where an error leaves it before the result, the step is cancelled, so that no
+    device waits for what does not come."""
+
+    __slots__ = ("_cancel", "_finish")
+
+    def __init__(self, finish: Callable[[], Output], cancel: Callable[[], None] = _nothing) -> None:
+        """finish: waits for the device, and returns the output. cancel: lets the device end, without a result."""
+        self._finish, self._cancel = finish, cancel
+
+    def result(self) -> Output:
+        """Output of the step, once. Raises what ended it."""
+        self._cancel = _nothing
+        return self._finish()
+
+    def then(self, change: Callable[[Output], Changed]) -> Running[Changed]:
+        """The same step with another form of its output."""
+        return Running(lambda: change(self.result()), self.cancel)
+
+    def cancel(self) -> None:
+        """Ends it. Nothing happens where the result has been asked for."""
+        cancel, self._cancel = self._cancel, _nothing
+        cancel()
+
+    def __enter__(self) -> Running[Output]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.cancel()
 
 
 class ShrinkingStep:

@@ -27,8 +27,8 @@ from tandem.server.ollama.schema import (
     Details,
     GenerateBody,
     Options,
-    Running,
     RunningModel,
+    RunningModels,
     Said,
     Show,
     ShowBody,
@@ -70,9 +70,9 @@ def routes(state: ServerState) -> APIRouter:
     async def tags() -> Response:
         return json_response(Tags([_tag(state)]))
 
-    @router.get("/api/ps", openapi_extra=answers(Running))
+    @router.get("/api/ps", openapi_extra=answers(RunningModels))
     async def ps() -> Response:
-        return json_response(Running([] if state.client.sleep.asleep else [_running(state)]))
+        return json_response(RunningModels([] if state.client.sleep.asleep else [_running(state)]))
 
     @router.post("/api/show", openapi_extra=body_schema(ShowBody) | answers(Show))
     async def show(http: Request) -> Response:

@@ -162,7 +162,7 @@ class RunningModel(msgspec.Struct, frozen=True):
     context_length: int
 
 
-class Running(msgspec.Struct, frozen=True):
+class RunningModels(msgspec.Struct, frozen=True):
     models: list[RunningModel]
 
 
