@@ -97,18 +97,22 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None  # up to the context length
     min_tokens: Annotated[int, Parameter(ParameterRange(0, INF), ROW, BOTH, {SGLANG: "min_new_tokens"})] = 0
-    xtc_probability: Annotated[float, Parameter(ParameterRange(0.0, 1.0), BEST, BOTH)] = 0.0  # with which XTC acts on a token
+    # with which XTC acts on a token
+    xtc_probability: Annotated[float, Parameter(ParameterRange(0.0, 1.0), BEST, BOTH)] = 0.0
     xtc_threshold: Annotated[float, Parameter(ParameterRange(0.0, 1.0), BEST, BOTH)] = 0.1
     dry_multiplier: Annotated[float, Parameter(ParameterRange(0.0, 100.0), ROW, BOTH)] = 0.0  # 0: no DRY
     dry_base: Annotated[float, Parameter(ParameterRange(1.0, 100.0), ROW, BOTH)] = 1.75
     dry_allowed_length: Annotated[int, Parameter(ParameterRange(1, 2**31), ROW, BOTH)] = 2
-    dry_penalty_last_n: Annotated[int, Parameter(ParameterRange(-1, INF), ROW, BOTH)] = -1  # tokens that DRY looks at; -1: all
+    # tokens that DRY looks at; -1: all
+    dry_penalty_last_n: Annotated[int, Parameter(ParameterRange(-1, INF), ROW, BOTH)] = -1
     dry_breakers: Annotated[
         tuple[int, ...], Parameter(None, ROW, BOTH, dict.fromkeys(BOTH, "dry_sequence_breakers"), by_route=True)
     ] = ()  # tokens that a repetition does not reach over
     presence_penalty: Annotated[float, Parameter(ParameterRange(-100.0, 100.0), ROW, THREE)] = 0.0
     frequency_penalty: Annotated[float, Parameter(ParameterRange(-100.0, 100.0), ROW, THREE)] = 0.0
-    seed: Annotated[int | None, Parameter(ParameterRange(-(2**63), 2**64 - 1), NOWHERE, THREE, {SGLANG: "sampling_seed"})] = None
+    seed: Annotated[
+        int | None, Parameter(ParameterRange(-(2**63), 2**64 - 1), NOWHERE, THREE, {SGLANG: "sampling_seed"})
+    ] = None
     logit_bias: Annotated[dict[int, float], Parameter(None, ROW, BOTH, by_route=True)] = {}
     stop: Annotated[
         tuple[str, ...],
@@ -141,7 +145,9 @@ class SamplingSettings(SamplingFields, frozen=True, kw_only=True):
     min_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0), GPU, THREE)] = 0.0
     typical_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0, inclusive=False), BEST, THREE)] = 1.0
     # below 0.01 logits leave float32's range
-    repetition_penalty: Annotated[float, Parameter(ParameterRange(0.01, 100.0), ROW, THREE, {OLLAMA: "repeat_penalty"})] = 1.0
+    repetition_penalty: Annotated[
+        float, Parameter(ParameterRange(0.01, 100.0), ROW, THREE, {OLLAMA: "repeat_penalty"})
+    ] = 1.0
 
 
 class Row(NamedTuple):
