@@ -25,7 +25,7 @@ from tandem.flags.engine_config import EngineConfig  # noqa: E402
 from tandem.machine.machine import Core, Machine  # noqa: E402
 from tandem.planner.forecast.advice import PlanQuestion  # noqa: E402
 from tandem.planner.forecast.machine_spec import MachineWish, wished_machine, wished_speeds  # noqa: E402
-from tandem.planner.forecast.prediction import Limits  # noqa: E402
+from tandem.planner.forecast.prediction import Range  # noqa: E402
 from tandem.planner.forecast.report import Report, report  # noqa: E402
 
 PAGE = ROOT / "docs" / "plans.md"
@@ -121,7 +121,7 @@ def cells(name: str, place: str) -> tuple[str, str]:
     return f"no: {needed(report(name, asked))}", "no"
 
 
-def shown(found: Limits) -> str:
+def shown(found: Range) -> str:
     return f"{short(found.low)}–{short(found.high)}"
 
 
