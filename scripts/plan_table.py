@@ -94,8 +94,14 @@ TWELVE = f"""## Twelve models on six machines
 
 Two tables have tokens per second: of one answer at 1,024 tokens, and of a prompt of 2,048. Experts are as the model's
 first release stores them: bf16 for Qwen, GLM-4.5-Air and GLM-4.6. Their FP8 releases need half of the bytes: see
-[each model's page](models/README.md). Where only the lossy INT4 fits, the field begins with it. `no: 72.0 GiB of RAM`
-means that the model does not fit, and would with so much RAM and INT4.
+[each model's page](models/README.md).
+
+| a cell | meaning |
+| --- | --- |
+| 20–27 | between 20 and 27 tokens per second |
+| INT4: 12–17 | the model fits only with `--kt-method INT4`, which is lossy |
+| needs 72 GiB | the model does not fit; with INT4 and so much RAM it would |
+
 Every line has `--mem-fraction-static {FLAGS["mem_fraction_static"]} --max-total-tokens {TOKENS}`.
 """
 
@@ -118,7 +124,7 @@ def cells(name: str, place: str) -> tuple[str, str]:
             continue
         lossy = "" if method is None else "INT4: "
         return f"{lossy}{shown(found.decode[1])}", f"{lossy}{shown(found.prompt)}"
-    return f"no: {needed(report(name, asked))}", "no"
+    return f"needs {needed(report(name, asked))}", "–"
 
 
 def shown(found: Range) -> str:
@@ -133,7 +139,7 @@ def short(value: float) -> str:
 def needed(found: Report) -> str:
     """Memory that it would take, of all ways to make it fit."""
     memory = [way.change for way in found.to_fit if way.change.endswith("of RAM")]
-    return memory[-1] if memory else found.reasons[0].partition(";")[0]
+    return memory[-1].replace(".0 GiB of RAM", " GiB") if memory else found.reasons[0].partition(";")[0]
 
 
 def lines(name: str) -> tuple[str, ...]:
@@ -159,16 +165,16 @@ def page() -> str:
 
 def questions() -> list[str]:
     """The lines that people with some machine paste, and what comes of them."""
-    head = "| machine | paste | tokens/s of one answer, of a prompt; context | given up for room |"
+    head = "| machine | paste | answer, tokens/s | prompt, tokens/s | context, tokens | given up for room |"
     asked = ["## What runs on …", "", head]
     rows = [question_line(name) for name in QUESTIONS]
     how = (
-        "30–42 means 30 to 42 tokens per second. These plans are `kt serve`'s own: no flag about memory is "
+        "These plans are `kt serve`'s own: no flag about memory is "
         "needed. The last column is what the plan gives up so that the GPU is used and a context of 16,384 tokens "
         "fits ([what each means](commands.md#what-is-given-up-for-room))."
     )
     end = ["", *textwrap.wrap(how, 118), "", TWELVE]
-    return [*asked, "| --- | --- | --- | --- |", *rows, *end]
+    return [*asked, "| --- | --- | --: | --: | --: | --- |", *rows, *end]
 
 
 def question_of(name: str) -> PlanQuestion:
@@ -190,7 +196,7 @@ def question_line(name: str) -> str:
     plan = asked.plan()
     found = asked.predicted(plan)
     given = next((each.value for each in plan.decisions if each.name == "made to fit"), "nothing")
-    rates = f"{shown(found.decode[1])}, {shown(found.prompt)}; {plan.context_length:,}"
+    rates = f"{shown(found.decode[1])} | {shown(found.prompt)} | {plan.context_length:,}"
     return f"| {name} | `{command(name)}` | {rates} | {given} |"
 
 

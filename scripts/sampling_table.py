@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from tandem.engine.sampling.parameters import Dialect, ParameterRange, Row, recommended, table
+from tandem.engine.sampling.parameters import Bounds, Dialect, Row, recommended, table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "http.md"
 BEGIN, END = "<!-- sampling: scripts/sampling_table.py writes this -->", "<!-- /sampling -->"
@@ -36,7 +36,7 @@ def _default(row: Row) -> str:
     return "–" if nothing else str(row.default).lower() if isinstance(row.default, bool) else f"{row.default:g}"
 
 
-def _range(bounds: ParameterRange | None) -> str:
+def _range(bounds: Bounds | None) -> str:
     if bounds is None:
         return ""
     lowest = "−2⁶³" if bounds.lowest == -(2**63) else f"{bounds.lowest:g}".replace("-", "−")

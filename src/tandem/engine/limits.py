@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tandem.engine.grammar.sources import check
 from tandem.engine.protocol import GenerateRequest, SamplingSettings
-from tandem.engine.sampling.parameters import ParameterRange, ranges
+from tandem.engine.sampling.parameters import Bounds, ranges
 from tandem.errors import RequestError
 
 MAX_STOP_STRINGS = 256
@@ -33,9 +33,9 @@ def validate(params: SamplingSettings, vocab_size: int) -> None:
     _validate_token_ids("show_tokens", params.show_tokens, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("dry_breakers", params.dry_breakers, MAX_STOP_TOKENS, vocab_size)
     _validate_token_ids("logit_bias", params.logit_bias, MAX_LOGIT_BIAS, vocab_size)
-    for setting in params.logit_bias.values():
-        if not _within(setting, ParameterRange(-100.0, 100.0)):
-            raise RequestError(f"logit_bias values must be within -100 and 100, not {setting}", "logit_bias")
+    for value in params.logit_bias.values():
+        if not _within(value, Bounds(-100.0, 100.0)):
+            raise RequestError(f"logit_bias values must be within -100 and 100, not {value}", "logit_bias")
 
 
 class TokenLimit(NamedTuple):
@@ -87,12 +87,12 @@ def check_prompt_ids(prompt_ids: list[int], vocab_size: int) -> None:
         raise RequestError(f"prompt token ids must be within 0 and {vocab_size - 1}", "prompt")
 
 
-def _within(value: float, limits: ParameterRange) -> bool:
+def _within(value: float, limits: Bounds) -> bool:
     above = limits.lowest <= value if limits.inclusive else limits.lowest < value
     return above and value <= limits.highest
 
 
-def _range_text(field: str, value: float, limits: ParameterRange) -> str:
+def _range_text(field: str, value: float, limits: Bounds) -> str:
     bound = f"at least {limits.lowest:g}" if limits.inclusive else f"greater than {limits.lowest:g}"
     most = "" if limits.highest == math.inf else f" and at most {limits.highest:g}"
     return f"{field} must be {bound}{most}, not {value:g}"

@@ -51,7 +51,7 @@ class Place(StrEnum):
     ROW = "row"  # on the CPU, for which the whole row is copied
 
 
-class ParameterRange(NamedTuple):
+class Bounds(NamedTuple):
     """inclusive: the lowest value itself is allowed."""
 
     lowest: float
@@ -63,7 +63,7 @@ class Parameter(NamedTuple):
     """names: in dialects that have another name for it. by_route: a route converts its value, or has a default of its
     own; else bodies get the field, and its value goes to the engine as it is."""
 
-    range: ParameterRange | None
+    range: Bounds | None
     place: Place
     dialects: frozenset[Dialect]
     names: Mapping[Dialect, str] = {}
@@ -92,26 +92,24 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[
         int | None,
         Parameter(
-            ParameterRange(1, INF), NOWHERE, ALL,
+            Bounds(1, INF), NOWHERE, ALL,
             {SGLANG: "max_new_tokens", OLLAMA: "num_predict", RESPONSES: "max_output_tokens"}, by_route=True,
         ),
     ] = None  # up to the context length
-    min_tokens: Annotated[int, Parameter(ParameterRange(0, INF), ROW, BOTH, {SGLANG: "min_new_tokens"})] = 0
-    # with which XTC acts on a token
-    xtc_probability: Annotated[float, Parameter(ParameterRange(0.0, 1.0), BEST, BOTH)] = 0.0
-    xtc_threshold: Annotated[float, Parameter(ParameterRange(0.0, 1.0), BEST, BOTH)] = 0.1
-    dry_multiplier: Annotated[float, Parameter(ParameterRange(0.0, 100.0), ROW, BOTH)] = 0.0  # 0: no DRY
-    dry_base: Annotated[float, Parameter(ParameterRange(1.0, 100.0), ROW, BOTH)] = 1.75
-    dry_allowed_length: Annotated[int, Parameter(ParameterRange(1, 2**31), ROW, BOTH)] = 2
-    # tokens that DRY looks at; -1: all
-    dry_penalty_last_n: Annotated[int, Parameter(ParameterRange(-1, INF), ROW, BOTH)] = -1
+    min_tokens: Annotated[int, Parameter(Bounds(0, INF), ROW, BOTH, {SGLANG: "min_new_tokens"})] = 0
+    xtc_probability: Annotated[float, Parameter(Bounds(0.0, 1.0), BEST, BOTH)] = 0.0  # with which XTC acts on a token
+    xtc_threshold: Annotated[float, Parameter(Bounds(0.0, 1.0), BEST, BOTH)] = 0.1
+    dry_multiplier: Annotated[float, Parameter(Bounds(0.0, 100.0), ROW, BOTH)] = 0.0  # 0: no DRY
+    dry_base: Annotated[float, Parameter(Bounds(1.0, 100.0), ROW, BOTH)] = 1.75
+    dry_allowed_length: Annotated[int, Parameter(Bounds(1, 2**31), ROW, BOTH)] = 2
+    dry_penalty_last_n: Annotated[int, Parameter(Bounds(-1, INF), ROW, BOTH)] = -1  # tokens that DRY looks at; -1: all
     dry_breakers: Annotated[
         tuple[int, ...], Parameter(None, ROW, BOTH, dict.fromkeys(BOTH, "dry_sequence_breakers"), by_route=True)
     ] = ()  # tokens that a repetition does not reach over
-    presence_penalty: Annotated[float, Parameter(ParameterRange(-100.0, 100.0), ROW, THREE)] = 0.0
-    frequency_penalty: Annotated[float, Parameter(ParameterRange(-100.0, 100.0), ROW, THREE)] = 0.0
+    presence_penalty: Annotated[float, Parameter(Bounds(-100.0, 100.0), ROW, THREE)] = 0.0
+    frequency_penalty: Annotated[float, Parameter(Bounds(-100.0, 100.0), ROW, THREE)] = 0.0
     seed: Annotated[
-        int | None, Parameter(ParameterRange(-(2**63), 2**64 - 1), NOWHERE, THREE, {SGLANG: "sampling_seed"})
+        int | None, Parameter(Bounds(-(2**63), 2**64 - 1), NOWHERE, THREE, {SGLANG: "sampling_seed"})
     ] = None
     logit_bias: Annotated[dict[int, float], Parameter(None, ROW, BOTH, by_route=True)] = {}
     stop: Annotated[
@@ -124,9 +122,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ] = False  # keep the matched stop string in the text
     ignore_eos: Annotated[bool, Parameter(None, NOWHERE, BOTH)] = False
     skip_special_tokens: Annotated[bool, Parameter(None, NOWHERE, BOTH)] = True
-    n: Annotated[int, Parameter(ParameterRange(1, MAX_ANSWERS), NOWHERE, BOTH)] = 1
-    logprobs: Annotated[int | None, Parameter(ParameterRange(0, MAX_LOGPROBS), BEST, NONE, by_route=True)] = None
-    prompt_logprobs: Annotated[int | None, Parameter(ParameterRange(0, MAX_LOGPROBS), ROW, NONE, by_route=True)] = None
+    n: Annotated[int, Parameter(Bounds(1, MAX_ANSWERS), NOWHERE, BOTH)] = 1
+    logprobs: Annotated[int | None, Parameter(Bounds(0, MAX_LOGPROBS), BEST, NONE, by_route=True)] = None
+    prompt_logprobs: Annotated[int | None, Parameter(Bounds(0, MAX_LOGPROBS), ROW, NONE, by_route=True)] = None
     show_tokens: tuple[int, ...] = ()  # special tokens that are not skipped: a parser needs their text
     grammar: Grammar | None = None
     grammar_prefix: str = ""  # what the prompt ends with, and the grammar has to match before the answer
@@ -139,15 +137,13 @@ class SamplingSettings(SamplingFields, frozen=True, kw_only=True):
     -1 means all.
     """
 
-    temperature: Annotated[float, Parameter(ParameterRange(0.0, 100.0), GPU, ALL)] = 1.0
-    top_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0, inclusive=False), BEST, ALL)] = 1.0
-    top_k: Annotated[int, Parameter(ParameterRange(-1, INF), BEST, THREE | {ANTHROPIC})] = 0
-    min_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0), GPU, THREE)] = 0.0
-    typical_p: Annotated[float, Parameter(ParameterRange(0.0, 1.0, inclusive=False), BEST, THREE)] = 1.0
+    temperature: Annotated[float, Parameter(Bounds(0.0, 100.0), GPU, ALL)] = 1.0
+    top_p: Annotated[float, Parameter(Bounds(0.0, 1.0, inclusive=False), BEST, ALL)] = 1.0
+    top_k: Annotated[int, Parameter(Bounds(-1, INF), BEST, THREE | {ANTHROPIC})] = 0
+    min_p: Annotated[float, Parameter(Bounds(0.0, 1.0), GPU, THREE)] = 0.0
+    typical_p: Annotated[float, Parameter(Bounds(0.0, 1.0, inclusive=False), BEST, THREE)] = 1.0
     # below 0.01 logits leave float32's range
-    repetition_penalty: Annotated[
-        float, Parameter(ParameterRange(0.01, 100.0), ROW, THREE, {OLLAMA: "repeat_penalty"})
-    ] = 1.0
+    repetition_penalty: Annotated[float, Parameter(Bounds(0.01, 100.0), ROW, THREE, {OLLAMA: "repeat_penalty"})] = 1.0
 
 
 class Row(NamedTuple):
@@ -179,7 +175,7 @@ def recommended() -> tuple[str, ...]:
 
 
 @cache
-def ranges() -> Mapping[str, ParameterRange]:
+def ranges() -> Mapping[str, Bounds]:
     return {name: row.parameter.range for name, row in table().items() if row.parameter.range is not None}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from tandem.engine.sampling.parameters import Dialect, ParameterRange, names_in, ranges
+from tandem.engine.sampling.parameters import Bounds, Dialect, names_in, ranges
 from tandem.server.guard.shape import is_defaulted, parts
 
 # Fields by the names that dialects have for them.
@@ -37,7 +37,7 @@ def _numbers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield one
 
 
-def _keywords(bounds: ParameterRange, number: dict[str, Any]) -> dict[str, Any]:
+def _keywords(bounds: Bounds, number: dict[str, Any]) -> dict[str, Any]:
     """JSON schema keywords of a number's limits. Narrower limits of the schema itself stay."""
     least = max(bounds.lowest, number.get("minimum", -math.inf))
     most = min(bounds.highest, number.get("maximum", math.inf))
