@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tandem.engine.sequence import Chunk
@@ -33,10 +32,6 @@ class Executor(Protocol):
 
     def step_ended(self) -> bool:
         """Whether the device has computed the step that was given last."""
-        ...
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Around what a device computes while steps go on."""
         ...
 
     def after_failure(self) -> None:
