@@ -36,7 +36,7 @@ def image(shade: int, older: bool = False, data: str | None = None) -> Image:
 
 @pytest.fixture
 def reader() -> Iterator[ImageReader]:
-    made = ImageReader(TOWER, 4096)
+    made = ImageReader(TOWER, 4096, 1 << 30)
     yield made
     made.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -77,9 +76,6 @@ class CpuRunner:
 
     def step_ended(self) -> bool:
         return True
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def after_failure(self) -> None:
         """Nothing that a step leaves behind keeps the next one from working."""

@@ -91,19 +91,20 @@ class Engine:
         self._kv = KVCache(plan.num_pages, plan.page_size, prefix_cache=plan.radix_cache)
         self._runner = runner_of(parts, states.arrays)
         self._speculation = speculation_of(parts, states, self._kv)
+        self._encoder = encoder_of(parts)
         self._scheduler = Scheduler(
             store_of(parts, self._kv, states.slots),
             max_step_tokens=plan.max_step_tokens,
             max_running=plan.max_running_requests,
             pace=pace_of(parts),
             proposer=self._speculation,
+            on_admit=None if self._encoder is None else self._encoder.hand_to,
         )
         slotless = not layout_of(parts).slot_bytes
         # A draft layer runs between steps, where a pass may have its experts on the way. Nobody has shown yet that a
         # GPU changes a sequence's slot for graphs and a pass at once.
         self._may_pause = not plan.drafts and (slotless or plan.gpu is None)
         self._overlap = PrefillOverlap(self._scheduler, self._runner, slotless)
-        self._encoder = encoder_of(parts, self._runner.side_stream)
         return_free_memory()  # what loading and compiling took
         self._recorder = parts.recorder
         self._meter: ExpertMeter | None = None
@@ -192,7 +193,7 @@ class Engine:
 
     def _encoded(self, encoder: Encoder, idle: bool) -> list[TokenOutput]:
         """A slice of an image; outputs of those whose image cannot be read."""
-        seconds = self._scheduler.pace.slice_seconds()
+        seconds = self._scheduler.pace.slice_seconds(encoder.pace.share)
         failed = encoder.go_on(self._scheduler.running, seconds, idle)
         if failed:
             _log.error("an image of %d answers was not read: %s", len(failed), failed[0][1])
@@ -211,11 +212,14 @@ class Engine:
         started, has_prefill = perf_counter(), step.has_prefill
         outcome = self._tried(step.chunks, partial(self._computed, step, prefill))
         seconds = perf_counter() - started - (0.0 if prefill is None else prefill.overtook)
+        delay = 0.0 if self._encoder is None else self._encoder.pace.delay()
+        if delay:  # drawing comes first, and so waits first
+            seconds, drawing = max(0.0, seconds - max(0.0, delay - drawing)), max(0.0, drawing - delay)
         _tell(self._speculation, outcome.turns, seconds + drawing)
         if has_prefill:
             self._scheduler.pace.observe(outcome.num_tokens, seconds, step.chunks[0].sure == 1)  # 0: it failed
         else:
-            self._scheduler.pace.decoded(seconds, overlapped=prefill is not None)
+            self._scheduler.pace.decoded(seconds, overlapped=prefill is not None or delay > 0)
         self._counters.steps += 1
         self._counters.step_seconds += seconds + drawing
         return outcome.outputs

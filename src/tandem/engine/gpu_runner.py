@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -336,10 +336,6 @@ class GpuRunner:
 
     def step_ended(self) -> bool:
         return self._end.passed()
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Pieces of images, which no step waits for."""
-        return self._streams.side_stream()
 
     def runs_beside(self, chunks: list[Chunk]) -> bool:
         """Only what is replayed."""

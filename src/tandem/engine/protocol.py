@@ -151,7 +151,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     steps: int = 0
     step_seconds: float = 0.0
     images: int = 0  # that the tower has read
-    image_seconds: float = 0.0  # of the engine's thread for them
+    image_seconds: float = 0.0  # that the tower computed them
     late_kernels: int = 0  # of a GPU, compiled or loaded from a cache after the engine was ready
     experts: ExpertStats | None = None  # None: a dense model
     speculation: SpeculationStats | None = None  # None: nothing is guessed

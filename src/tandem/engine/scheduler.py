@@ -54,14 +54,16 @@ class Scheduler:
         max_running: int,
         pace: PrefillPace | None = None,
         proposer: Proposer | None = None,
+        on_admit: Callable[[Sequence], None] | None = None,
     ) -> None:
         """pace: None for that of steps which take as long as they have tokens. proposer: None where nothing is
-        guessed."""
+        guessed. on_admit: called before a sequence's first chunk is cut."""
         self._store = store
         self.pace = pace or PrefillPace(max_step_tokens)
         # Each running sequence needs at least one row of a step, or the youngest could starve.
         self._max_running = min(max_running, max_step_tokens)
         self._proposer, self._most_draft_rows = proposer, min(max_step_tokens, MAX_PROMPT_LOGITS_ROWS)
+        self._on_admit = on_admit
         self._blocked: tuple[Sequence, int] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -254,6 +256,8 @@ class Scheduler:
             sequence.cached_prompt_len = sequence.computed_len
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_by_arrival)
+        if self._on_admit is not None:
+            self._on_admit(sequence)
         return True
 
     def _wake_siblings(self, leader: Sequence) -> None:

@@ -17,7 +17,7 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
 from tandem.planner.choices.speculation import DRAFT_ALGORITHMS, most_draft_tokens
 from tandem.planner.forecast.ledger import RAM, Ledger, LedgerEntry, ledger
-from tandem.planner.vision_costs import image_entries
+from tandem.planner.vision_costs import image_entries, pixel_entries
 from tandem.spec.model_config import STORED, ModelConfig, rope_bytes, why_alone
 from tandem.spec.state import page_tokens
 from tandem.spec.stored import UNQUANTISED, StoredFormats
@@ -185,8 +185,9 @@ class MemoryRequest:
         return 0 if hyper is None else 5 * self.step_tokens * hyper.streams * self.model.hidden * 2
 
     def image_entries(self, gpu: bool) -> list[LedgerEntry]:
-        """Ledger entries of images, on the device that computes steps."""
-        return image_entries(self.config, self.model, self.dtype, self.step_tokens, gpu)
+        """Ledger entries of images, on the device that computes steps. Their pixels lie in CPU memory."""
+        pixels = [] if gpu else pixel_entries(self.model, self.machine.available_memory)
+        return image_entries(self.config, self.model, self.dtype, self.step_tokens, gpu) + pixels
 
     @property
     def kv_room_bytes(self) -> int:

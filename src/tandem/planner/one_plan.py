@@ -92,7 +92,7 @@ def one_plan(wish: PlanRequest, device: Device, tight: Tight) -> Plan:
         pages = -(-memory.context_length // page)
         host = _beside_gpu(request, gpu_plan, len(threads.cpus), step_tokens, pages, 2 if window_pages else 1)
         log.append(Decision("CPU memory", *host.texts()))
-        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, config, machine))
+        ledgers = (gpu_ledger(request, gpu, gpu_plan, memory, kv_bytes), host_ledger(host, config, model, machine))
     return Plan(
         dtype=dtype,
         expert_format=expert_format,

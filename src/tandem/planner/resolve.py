@@ -43,7 +43,7 @@ def resolve(
     if refused:
         kind = DoesNotFit if isinstance(refused[-1], DoesNotFit) else ConfigError
         raise kind(*(reason for error in refused for reason in error.reasons))
-    return with_images(told(plan, model, machine), config, model)
+    return with_images(told(plan, model, machine), config, model, machine)
 
 
 def fits(

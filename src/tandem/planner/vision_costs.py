@@ -7,11 +7,13 @@ from tandem.planner.forecast.ledger import LedgerEntry
 from tandem.planner.forecast.speeds import CORE_FLOPS, GPU_FLOPS, gpu_model
 from tandem.spec.model_config import ModelConfig
 from tandem.spec.state import DTYPE_BYTES
-from tandem.spec.vision import CPU_PATCHES, Tower, image_turns
+from tandem.spec.vision import CPU_PATCHES, GPU_PATCHES, Tower, image_turns
 
 FEATURE_BYTES = 256 << 20  # of images that were seen, for whoever sends them again
 GPU_IMAGE_TOKENS, CPU_IMAGE_TOKENS = 4096, 1024  # of an image, where nothing was asked
 MEGAPIXEL = 1 << 20
+PIXEL_SHARE = 32  # of free CPU memory, for pixels of requests
+LEAST_PIXEL_BYTES, MOST_PIXEL_BYTES = 256 << 20, 2 << 30
 GPU_SHARE = 0.5  # of what the maker says, that a tower gets
 CORE_ATTENTION = {"scalar": 1e9, "avx2": 3e10}  # operations per second of a core
 LATER_ATTENTION = 6e10  # of later tiers: 2 Zen 5 cores have 1.3e11
@@ -40,6 +42,17 @@ def image_entries(
     ]
 
 
+def pixel_bytes(free: int) -> int:
+    """Bytes of the resized images of requests that the server keeps, at most. free: CPU memory."""
+    return min(MOST_PIXEL_BYTES, max(LEAST_PIXEL_BYTES, free // PIXEL_SHARE))
+
+
+def pixel_entries(model: ModelConfig, free: int) -> list[LedgerEntry]:
+    """Ledger entry of CPU memory for them, whatever computes steps; [] where no image is read."""
+    words = "of requests, resized, at most; the server's"
+    return [] if model.vision is None else [LedgerEntry("images of requests", pixel_bytes(free), words)]
+
+
 def tower_params(tower: Tower) -> int:
     """Weights, without learned positions, which stay float32."""
     p, hidden, width = tower.processor, tower.hidden, tower.width
@@ -59,11 +72,11 @@ def feature_bytes(tower: Tower, dtype: str) -> int:
 def scratch_bytes(tower: Tower, tokens: int, dtype: str, gpu: bool) -> int:
     """Scratch bytes of an image's pass at its widest: as pixels, in a block's attention, or in its feed-forward.
 
-    A GPU computes all patches at once, a CPU a tile of them.
+    Both compute a tile of patches at once.
     """
     p, each, hidden = tower.processor, DTYPE_BYTES[dtype], tower.hidden
     patches, pixel = tokens * p.merge**2, 3 * p.patch**2
-    tile = patches if gpu else min(patches, CPU_PATCHES)
+    tile = min(patches, GPU_PATCHES if gpu else CPU_PATCHES)
     pixels = tile * pixel * (12 + p.temporal * (4 + each)) + patches * each * hidden
     attention = patches * 11 * each * hidden + tile * 12 * hidden  # float32 where rows are turned
     feeding = patches * 7 * each * hidden + tile * 2 * each * tower.width

@@ -162,7 +162,7 @@ class ImageCollector:
         yield CounterMetricFamily("tandem_image_decode_seconds", text, counts.seconds)
         stats, text = self._stats(), "Images that the tower has read: those whose rows were in no cache"
         yield CounterMetricFamily("tandem_tower_images", text, stats.images)
-        text = "Time of the engine's thread for them"
+        text = "Time that the tower computed them"
         yield CounterMetricFamily("tandem_tower_seconds", text, stats.image_seconds)
 
 

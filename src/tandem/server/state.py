@@ -94,7 +94,8 @@ class ServerState:
             self._prompts = PromptReader(self._tokenizer)
             self._prompts.start()
             parsers = self.config.tool_call_parser, self.config.reasoning_parser
-            reader = None if ready.vision is None else ImageReader(ready.vision, ready.plan.image_tokens)
+            limits = ready.plan.image_tokens, ready.plan.image_pixel_bytes
+            reader = None if ready.vision is None else ImageReader(ready.vision, *limits)
             self._chat = ChatModel(self._tokenizer, self._prompts, *parsers, images=reader)
             self.images = reader if self._chat.sees else None
         self._prompts.limit = engine_limits.token_limit(*_room(ready.plan))

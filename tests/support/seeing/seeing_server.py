@@ -109,9 +109,10 @@ async def seeing(
     state = ServerState(EngineConfig(model="echo", **flags), lambda path: tokenizer)
     one = tower(tokenizer)
     plan = fake_plan(context_length=context, num_pages=4096, max_running_requests=64, max_step_tokens=512)
+    plan = replace(plan, image_tokens=1024, image_pixel_bytes=1 << 30)
     state.engine_ready(
         EngineReady(
-            plan=replace(plan, image_tokens=1024), model_path="echo", model_type="echo", vocab_size=300,
+            plan=plan, model_path="echo", model_type="echo", vocab_size=300,
             vision=one if sees else None,
         )
     )  # fmt: skip

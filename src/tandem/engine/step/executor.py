@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tandem.engine.sequence import Chunk
@@ -32,10 +31,6 @@ class Executor(Protocol):
 
     def step_ended(self) -> bool:
         """Whether the device has computed the step that was given last."""
-        ...
-
-    def side_stream(self) -> AbstractContextManager[None]:
-        """Around what a device computes while steps go on."""
         ...
 
     def after_failure(self) -> None:

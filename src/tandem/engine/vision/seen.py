@@ -17,10 +17,11 @@ from tandem.models.batch import ImageRowBatch
 class SequenceImages:
     """Features [rows, levels, hidden] of those that are ready and that rows still to be computed may ask for."""
 
-    __slots__ = ("features", "rows")
+    __slots__ = ("features", "least_rows", "rows")
 
     def __init__(self, rows: ImageRows) -> None:
         self.rows = rows
+        self.least_rows = 0  # fewer than so many are not computed before the next image is ready
         self.features: dict[int, Tensor] = {}  # by the image's number
 
     def missing(self, computed_len: int) -> tuple[int, ImageSpan] | None:
@@ -31,9 +32,13 @@ class SequenceImages:
         return next(((i, image) for i, image in left if image.end > computed_len and i not in self.features), None)
 
     def ready_len(self, computed_len: int, total_len: int) -> int:
-        """Up to where tokens can be computed."""
+        """Up to where tokens can be computed. Few rows in front of a missing image wait for it: a chunk for each of
+        many images would read all weights as often."""
         missing = self.missing(computed_len)
-        return total_len if missing is None else max(missing[1].first, computed_len)
+        if missing is None:
+            return total_len
+        ready = missing[1].first - computed_len
+        return computed_len + ready if ready >= max(1, self.least_rows) else computed_len
 
     def release(self, computed_len: int) -> None:
         """Features that no row behind so many asks for."""

@@ -15,6 +15,7 @@ from tandem.planner.memory import (
     gib,
     ram_fraction,
 )
+from tandem.planner.vision_costs import pixel_entries
 from tandem.spec.model_config import FORMAT_BYTES, ModelConfig, draft_experts, embedding_bytes
 
 LARGER_FRACTIONS = (0.85, 0.9, LARGEST_FRACTION)
@@ -26,11 +27,12 @@ def short_of_ram(request: MemoryRequest, gpu_experts: int, drafts_there: bool) -
     need beside them is not known yet. The default fraction leaves enough for it."""
     fraction = ram_fraction(request.config)
     steps = HOST_STEP_BYTES if fraction > DEFAULT_FRACTION else 0
+    steps += sum(entry.nbytes for entry in pixel_entries(request.model, request.machine.available_memory))
     budget = request.machine.available_memory * fraction - steps
     needed = _needed(request, gpu_experts, drafts_there)
     if needed <= budget:
         return ""
-    reserve = f", less {gib(steps)} for steps" if steps else ""
+    reserve = f", less {gib(steps)} for steps and images" if steps else ""
     return (
         f"the experts that stay in CPU memory take {gib(needed)}, but {gib(budget)} may be used "
         f"({fraction:g} of what is free{reserve})"
