@@ -438,7 +438,7 @@ def test_flags_and_gpus_that_change_nothing_are_named(tmp_path: Path) -> None:
     two = with_gpu()
     two = replace(two, gpus=(two.gpus[0], replace(two.gpus[0], number=1, name="L40")))
     (line,) = plan(two).notices
-    assert line.startswith("GPU 1 (L40) not used: a model is not divided among unequal GPUs, as H100 and these are")
+    assert line.startswith("GPU 1 (L40) not used: one is used; --pipeline-parallel-size 2 gives unequal GPUs")
     (line,) = plan(with_gpu(), kt_num_gpu_experts=1000).notices
     assert line == "--kt-num-gpu-experts 1000: the model has 32 per layer, so all of them are meant"
     (line,) = plan(with_gpu(), init_expert_location=str(tmp_path / "x.pt")).notices

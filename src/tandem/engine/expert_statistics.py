@@ -38,10 +38,11 @@ def expert_usage(
     device: torch.device | None = None,
     gpu_experts: Tensor | None = None,
 ) -> ExpertUsage | None:
-    """device: the GPU, gpu_experts: its experts, bool [MoE layers, experts]. None for a dense model."""
+    """device: the GPU, gpu_experts: its experts, bool [MoE layers, experts], of the layers that are counted. None for a
+    dense model."""
     if not model.moe_layers:
         return None
-    router, layers = model.moe.router, len(model.moe_layers)
+    router, layers = model.moe.router, len(model.moe_layers if gpu_experts is None else gpu_experts)
     # Rows of wrong guesses are taken back by their ids.
     by_row = config.expert_distribution_recorder_mode == "per_token" or plan.speculation is not None
     graphs = () if plan.gpu is None else plan.gpu.graph_sizes

@@ -125,11 +125,13 @@ class GpuRunner:
         self._feeder = Feeder(partial(_on, self._device)) if overlaps else None
         self._streams.enter()
         with torch.inference_mode(), nothing_collected():
-            capture = DecodeCapture(
-                graphs, self._device, handoff, self._streams, self._begin_step, self._forward
-            )
-            self._graphs.capture_decode(graphs, capture)
+            self._graphs.capture_decode(graphs, self._decode_capture())
             self._capture_prompts()
+
+    @property
+    def device(self) -> torch.device:
+        """GPU that chooses tokens, the current one of the thread that runs steps."""
+        return self._device
 
     def start(self, step: Step, overlaps: bool = False) -> Running[StepOutput]:
         """Starts a step, as `Executor.start`. A graph is replayed here, and the CPU does its part; other steps are
@@ -378,6 +380,11 @@ class GpuRunner:
             self._model, batch, self._states, shrinking,
             lambda step: _begun(self._arrays.fill(step.chunks), self._begin_step, self._device),
         )  # fmt: skip
+
+    def _decode_capture(self) -> DecodeCapture:
+        return DecodeCapture(
+            self._plan, self._device, self._handoff, self._streams, self._begin_step, self._forward
+        )
 
     def _capture_prompts(self) -> None:
         """Where passes can be overtaken."""

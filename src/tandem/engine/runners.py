@@ -11,8 +11,10 @@ from tandem.engine.cpu_runner import CpuRunner
 from tandem.engine.gpu_runner import GpuRunner
 from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.pace import PrefillPace
+from tandem.engine.stages.runner import StagedRunner
+from tandem.engine.stages.states import allocate_stages
 from tandem.engine.start.parts import EngineParts
-from tandem.engine.state.arrays import StateArrays, allocate
+from tandem.engine.state.arrays import SlotMemory, StateArrays, allocate
 from tandem.engine.state.kv_cache import KVCache
 from tandem.engine.state.slots import SlotPool
 from tandem.engine.state.store import StateStore
@@ -29,10 +31,12 @@ def layout_of(parts: EngineParts) -> StateLayout:
 
 def states_of(parts: EngineParts) -> StateArrays:
     plan, device = parts.plan, None if parts.handoff is None else parts.handoff.device
+    if parts.stages:
+        return allocate_stages(plan, parts.model_config, parts.stages)
     return allocate(layout_of(parts), plan.num_pages, device, plan.num_slots, plan.num_window_pages)
 
 
-def store_of(parts: EngineParts, pages: KVCache, slots: Tensor) -> StateStore:
+def store_of(parts: EngineParts, pages: KVCache, slots: SlotMemory) -> StateStore:
     layout, count = layout_of(parts), parts.plan.num_window_pages
     windows, pool = WindowPages(layout, count) if count else None, SlotPool(slots) if layout.slot_bytes else None
     if pool is not None and parts.leader is not None:
@@ -54,6 +58,8 @@ def pace_of(parts: EngineParts) -> PrefillPace:
 def runner_of(parts: EngineParts, states: list[tuple[Tensor, ...]]) -> CpuRunner | GpuRunner:
     """It tells the other ranks each step, where this is the first of several."""
     make: Any = CpuRunner if parts.handoff is None or parts.plan.gpu is None else GpuRunner
+    if parts.stages:
+        make = StagedRunner
     if parts.leader is not None:
         from tandem.engine.ranks.ranked_runner import ranked  # and sockets, which one rank has no use for
 
@@ -88,7 +94,8 @@ def _gpu_runner(make: Any, parts: EngineParts, states: list[tuple[Tensor, ...]])
         plan.gpu.graph_sizes, -(-plan.context_length // plan.page_size), plan.gpu.settled_sizes, drafting=plan.drafts,
         windowed=plan.num_window_pages > 0, prompts=plan.gpu.prompt_sizes, alone=parts.prompts_alone,
         splits=parts.split_prompts, each_row=plan.deterministic, speculative=plan.draft_tokens > 0,
-        reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None, images_from=_images_from(parts),
+        reserved_sms=plan.gpu.reserved_sms, one_stream=parts.group is not None or bool(parts.stages),
+        images_from=_images_from(parts),
     )  # fmt: skip
     runner: GpuRunner = make(
         parts.model, states, parts.handoff, graphs, StepShape(plan.page_size, plan.max_step_tokens),

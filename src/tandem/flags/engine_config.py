@@ -254,6 +254,10 @@ class EngineConfig:
         1, "Processes that share the model, each on a GPU of its own.", group=HOSTS, aliases=["--tp", "--tp-size"],
         minimum=1,
     )  # fmt: skip
+    pipeline_parallel_size: int = flag(
+        1, "GPUs that each have some of the layers; they may be unequal.", group=HOSTS, aliases=["--pp", "--pp-size"],
+        minimum=1,
+    )  # fmt: skip
     nnodes: int = flag(
         1, "Hosts that share the model.", group=HOSTS, minimum=1, later=_ONE_PROCESS,
         neutral=[1], idle="one host serves the model",

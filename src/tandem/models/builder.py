@@ -73,6 +73,9 @@ class Builder:
         self._read_ahead(0)
         self._read_ahead(1)
 
+    def place(self, layer: int) -> None:
+        """Whatever is built from now on is computed where decoder layer `layer` is: on one device, all layers."""
+
     def rope(self, shape: config_rope.Rope) -> RopeTables:
         """Its tables for every position of the plan's context; layers that turn alike share them."""
         halves = replace(shape, pairs="halves")

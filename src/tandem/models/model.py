@@ -40,12 +40,14 @@ class Model:
     def __init__(self, b: Builder) -> None:
         config = b.config
         self.config, self.ops, self.dtype = config, b.ops, b.dtype
+        b.place(len(config.layers) - 1)
         self.head = head_of(b)
         self.final_norm = final_norm_of(b)
         names = names_of(b)
         self.ending = end_of(b, names)
         self.layers: list[DecoderLayer] = []
         for index in range(len(config.layers)):
+            b.place(index)
             self.layers.append(decoder_layer(b, index, names))
             b.layer_done(index)
         _join_late(b.ops, self.layers, self.ending)
@@ -60,6 +62,7 @@ class Model:
         self._recorded_cache: Tensor | None = None
         b.all_done()
         self._turning, self._streams = b.turning, b.config.layers[0].hyper
+        b.place(0)
         # Stays in the mapped file, as it is stored: a step reads a few rows of it.
         self.embedding = embedding_of(b)
 

@@ -89,6 +89,8 @@ def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) ->
     attention = config.attention_backend in ("auto", "triton")
     if config.enable_deterministic_inference:  # every row is a sequence of its own
         return ()
+    if config.pipeline_parallel_size > 1:  # stages' prompts are computed kernel by kernel
+        return ()
     if model.shard.ranks > 1:  # passes beside steps would sum in another order on each rank
         return ()
     if config.disable_cuda_graph or model.foreign is not None or not plain or drafts or not attention:

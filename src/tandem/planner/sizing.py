@@ -84,8 +84,9 @@ class GpuRoom:
 
     @cached_property
     def workspace(self) -> int:
-        """Bytes of the workspace, in long steps where no chunk size was asked for."""
-        return workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
+        """Bytes of the workspace, in long steps where no chunk size was asked for; of all stages."""
+        each = workspace_bytes(self.request) + self._unpacking(long_step_tokens(self.request.model))
+        return each * self.request.config.pipeline_parallel_size
 
     @cached_property
     def scratch(self) -> int:
@@ -100,7 +101,8 @@ class GpuRoom:
     @cached_property
     def left_by_short_steps(self) -> int:
         """Bytes of the workspace: steps of the usual length have fewer experts' rows."""
-        return self._unpacking(long_step_tokens(self.request.model)) - self._unpacking(GPU_PREFILL_TOKENS)
+        less = self._unpacking(long_step_tokens(self.request.model)) - self._unpacking(GPU_PREFILL_TOKENS)
+        return less * self.request.config.pipeline_parallel_size
 
     def _unpacking(self, tokens: int) -> int:
         return unpacking_bytes(self.gpu, self.request.model, step_rows(self.request, tokens))

@@ -22,8 +22,12 @@ class Captures:
 
     device = CPU
 
-    def __init__(self) -> None:
+    def __init__(self, plan: GraphPlan) -> None:
+        self.plan = plan
         self.order: list[tuple[Any, ...]] = []
+
+    def inputs(self, size: int) -> GraphInputs:
+        return GraphInputs(size, self.plan, self.device)
 
     def captured(self, inputs: GraphInputs, memory: Any, *, plain: bool = False) -> Any:
         rows = len(inputs.batch.seq_lens)
@@ -45,7 +49,7 @@ class PrefillCaptures:
 
 
 def pool_of(plan: GraphPlan) -> tuple[GraphPool, Captures]:
-    pool, captures = GraphPool(), Captures()
+    pool, captures = GraphPool(), Captures(plan)
     pool.capture_decode(plan, cast(DecodeCapture, captures))
     return pool, captures
 

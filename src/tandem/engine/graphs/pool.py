@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from tandem.engine.graphs.decode_graphs import DecodeCapture, DecodeGraph
-from tandem.engine.graphs.inputs import GraphInputs, GraphPlan
+from tandem.engine.graphs.inputs import GraphPlan
 from tandem.engine.graphs.prefill_graphs import PrefillCapture, PromptGraph, PromptGraphs
 from tandem.models.batch import ForwardBatch
 
@@ -36,7 +36,7 @@ class GraphPool:
         graphs, plain = dict[int, DecodeGraph](), dict[int, DecodeGraph]()
         memory: Any = None
         for size in reversed(plan.sizes):
-            graph = capture.captured(GraphInputs(size, plan, capture.device), memory)
+            graph = capture.captured(capture.inputs(size), memory)
             memory = memory or graph.graph.pool()
             graphs[size] = graph
             if size in plan.settled:

@@ -12,7 +12,7 @@ import torch
 
 from tandem.engine.expert_statistics import expert_placement
 from tandem.engine.start.gpu_device import planned_device
-from tandem.errors import EngineError
+from tandem.errors import ConfigError, EngineError
 from tandem.experts.deferral import who_defers
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
@@ -65,6 +65,9 @@ class GpuSide:
 def gpu_side(plan: Plan, model: ModelConfig, cpu: CpuOps) -> GpuSide:
     """Raises ConfigError when PyTorch cannot use the GPU, or the placement's statistics do not fit the model."""
     assert plan.gpu is not None
+    if plan.gpu.stages:
+        why = "this measures one GPU; leave --pipeline-parallel-size out"
+        raise ConfigError(why, fields=("pipeline_parallel_size",))
     device = planned_device(plan.gpu)
     placement = expert_placement(plan.gpu, model)
     attention = attention_of(plan.gpu.attention, attention_shape(plan, model), device)

@@ -212,9 +212,11 @@ class Start:
     def cpu_parts(self) -> EngineParts:
         usage = expert_usage(self.config, self.plan, self.model_config)
         model = self.packed.built(lambda: self._model(self.ops, self.cpu_store(), usage))
-        return self._parts(model, usage)
+        return self.parts(model, usage)
 
     def gpu_parts(self) -> EngineParts:
+        if self.plan.gpu is not None and self.plan.gpu.stages:
+            return self.staged_parts()
         from tandem.engine.start.gpu_side import (  # Triton is there only where a GPU is
             begin_step,
             expert_stream,
@@ -231,7 +233,7 @@ class Start:
         gpu_experts = gpu.placement.gpu_experts
         usage = expert_usage(self.config, self.plan, self.model_config, gpu.ops.device, gpu_experts)
         self.packed.confirm()  # experts are copied to where they live
-        parts = self._parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
+        parts = self.parts(self._model(gpu.ops, self.gpu_store(gpu.store, gpu.handoff), usage), usage)
         order_posts(self.plan, gpu)
         copies = registered(self.plan, gpu, self.progress)
         live = live_experts(self.plan, gpu, usage, copies)
@@ -243,6 +245,24 @@ class Start:
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))
         return replace(parts, stream_seconds=stream.step_seconds)
+
+    def staged_parts(self) -> EngineParts:
+        """Likewise, of layers on several GPUs."""
+        from tandem.engine.stages.sides import (  # which imports Triton
+            staged_parts,
+            staged_sides,
+            staged_usage,
+        )
+        from tandem.models.staged import StagedBuilder, StagedModel
+
+        sides = staged_sides(self.plan, self.model_config, self.ops)
+        usage = staged_usage(self.config, self.plan, self.model_config, sides)
+        self.packed.confirm()
+        builder = StagedBuilder(
+            sides.stages, self.model_config, self.plan, self.checkpoint, sides.stages[0].ops, self.progress,
+            sides.store, self.packed.cache, usage,
+        )  # fmt: skip
+        return staged_parts(self.parts(StagedModel(builder), usage), sides)
 
     def cpu_store(self) -> ExpertStore | None:
         """Where routed experts live without a GPU; None: where the operations compute. Benches have their own."""
@@ -258,7 +278,8 @@ class Start:
             self.model_config, self.plan, self.checkpoint, ops, self.progress, store, cache, usage
         )
 
-    def _parts(self, model: models.AnyModel, usage: ExpertUsage | None) -> EngineParts:
+    def parts(self, model: models.AnyModel, usage: ExpertUsage | None) -> EngineParts:
+        """Parts that every engine has."""
         recorder = expert_recorder(self.config, self.model_config, usage)
         return EngineParts(
             self.plan, self.model_config, model, self.tokenizer, self.ops.pool, usage, recorder

@@ -12,6 +12,7 @@ from tandem.experts.handoff import Handoff
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.experts.usage.recorder import DETAILED, ExpertRecorder
+from tandem.models.staged import Stage
 from tandem.planner.cuda_graphs import split_sizes
 from tandem.planner.plan import Plan
 from tandem.spec.model_config import ModelConfig
@@ -41,6 +42,7 @@ class EngineParts:
 
     leader: Leader | None = None  # of other ranks; None: this process has all of the model, or is not the first rank
     group: GpuGroup | None = None  # of the GPUs of several ranks
+    stages: tuple[Stage, ...] = ()  # of a model whose layers are divided among GPUs; (): they are not
 
     @property
     def prompts_alone(self) -> bool:

@@ -27,6 +27,7 @@ from tandem.engine.step.prefill import PausingModel
 from tandem.kernels.kernel_loads import kernel_loads
 from tandem.mechanisms.cost import cost_of
 from tandem.models.batch import ForwardBatch
+from tandem.models.staged import StagedModel, stage_of
 
 MOST_SECONDS = 3.0  # of a start, for kernels that a cache has
 STEP = 1.25  # between two numbers of rows
@@ -70,12 +71,14 @@ class SomeLayers:
 
 
 def kinds_of_layers(model: Any, described: Rows[object]) -> list[int]:
-    """The first layer of each kind, and those whose choice of tokens it takes. described: layers' configurations."""
+    """The first layer of each kind on each GPU, and those whose choice of tokens it takes. described: layers'
+    configurations."""
     first: dict[object, int] = {}
     for index, layer in enumerate(described):
         experts = getattr(getattr(model.layers[index], "moe", None), "experts", None)
         sides = [getattr(experts, side, None) is None for side in ("gpu", "cpu")]
-        first.setdefault((_kind(layer), *sides), index)
+        device = model.stages[stage_of(model.stages, index)].device if isinstance(model, StagedModel) else None
+        first.setdefault((_kind(layer), *sides, device), index)
     sources = (_source(described[index]) for index in first.values())
     return sorted({*first.values(), *(each for each in sources if each is not None)})
 

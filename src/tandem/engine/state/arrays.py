@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,13 +14,21 @@ from torch import Tensor
 from tandem.spec.state import Array, Pages, State, StateLayout
 
 
+class SlotMemory(Protocol):
+    """Slots of sequences, by their numbers: each can be copied into another."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, slot: int, /) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StateArrays:
     """arrays: for each state a tensor for each of its arrays; slots: uint8 [slots, bytes], all of a sequence's in one
     row, so that a snapshot is one copy. Page arrays are [pages, rows, …], slot arrays [slots, …] with a stride."""
 
     arrays: list[tuple[Tensor, ...]]
-    slots: Tensor
+    slots: SlotMemory
 
 
 def allocate(

@@ -15,13 +15,14 @@ from tandem.planner.cuda_graphs import captured_sizes, graph_reason, settled_siz
 from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan
 from tandem.planner.memory import MemoryPlan, MemoryRequest
 from tandem.planner.sizing import size_gpu
+from tandem.planner.stages.sized import in_stages
 from tandem.spec.model_config import draft_experts
 
 
 def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[MemoryPlan, GpuPlan]:
     """Plan the GPU's memory and its use; the reasons go to `log`. Raises GpuTooSmall, ConfigError."""
     config, model = request.config, request.model
-    m = size_gpu(request, gpu)
+    m, stages = in_stages(request, size_gpu(request, gpu), log)
     everyone = model.routed_experts
     log.append(Decision("GPU experts", f"{m.experts} of {everyone}", m.expert_reason))
     if 0 < m.experts < everyone:
@@ -64,7 +65,7 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
         gpu.name, m.experts, strategy, statistics, sizes, patience, live, gpu.uuid, kernels, foresight,
         threshold if m.ring_bytes else 0, m.ring_bytes, deferred, m.prompt_sizes if sizes else (), m.draft_experts,
         settled_sizes(config, model, running, request.draft_tokens) if sizes else (), reserved_sms,
-        m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped,
+        m.step_tokens, m.step_reason, m.shared_tokens, request.embedding_in_ram, m.cramped, stages,
     )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ def why_blind(config: EngineConfig, model: ModelConfig) -> str:
         return f"{FLAG} was given"
     if config.tensor_parallel_size > 1:
         return "ranks read no images yet; leave --tp out"
+    if config.pipeline_parallel_size > 1:
+        return "stages read no images yet; leave --pipeline-parallel-size out"
     return ""
 
 

@@ -17,6 +17,8 @@ from tandem.spec.gpu_scratch import (
 from tandem.spec.model_config import STORED, ModelConfig
 from tandem.spec.stored import StoredFormats
 
+NO_STREAMS = "stages bring no experts to their GPUs yet"
+
 
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
     """Why no expert can be on the GPU; "" where they can."""
@@ -30,6 +32,8 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
     experts, channels = request.model.moe.experts, request.model.expert_channels
+    if request.config.pipeline_parallel_size > 1:
+        return NO_STREAMS
     if request.config.enable_deterministic_inference:
         return "an expert's place decides its last bits"
     if request.config.kt_gpu_prefill_token_threshold == 0:

@@ -31,7 +31,8 @@ LEAST_KEPT = 0.95  # of a speed that advice about the other may cost
 GPU_SIZES = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # GB that are sold
 # Flags whose absence may fit or be faster: the planner then chooses by itself.
 LEFT_OUT = (
-    "tensor_parallel_size", "mem_fraction_static", "max_total_tokens", "context_length", "max_running_requests",
+    "tensor_parallel_size", "pipeline_parallel_size", "mem_fraction_static", "max_total_tokens",
+    "context_length", "max_running_requests",
     "chunked_prefill_size", "max_prefill_tokens", "kt_gpu_experts_ratio", "kt_num_gpu_experts",
     "kt_gpu_prefill_token_threshold", "kt_method", "kv_cache_dtype", "device", "disable_cuda_graph",
     "cuda_graph_bs", "kernel_tier", "kt_cpuinfer", "enable_deterministic_inference",
@@ -190,8 +191,13 @@ def _fitting_changes(question: PlanQuestion) -> Iterator[tuple[dict[str, Any], b
 
 
 def _other_ranks(question: PlanQuestion) -> Iterator[dict[str, Any]]:
-    """Among the GPUs that equal the first one; those that the model cannot be divided among have no plan."""
+    """Among the GPUs that equal the first one, or layers over all; those that the model cannot be divided among have no
+    plan."""
     gpus, now = question.machine.gpus, question.config.tensor_parallel_size
+    if question.config.pipeline_parallel_size > 1:
+        return
+    if now == 1 and len(gpus) > 1 and question.config.device != "cpu":
+        yield {"pipeline_parallel_size": len(gpus)}
     equal = sum(equals(gpu, gpus[0]) for gpu in gpus) if question.config.device != "cpu" else 0
     yield from ({"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if now != ranks <= equal)
 
