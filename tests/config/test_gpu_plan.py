@@ -16,6 +16,7 @@ from tandem.flags.engine_config import EngineConfig
 from tandem.machine.machine import Machine
 from tandem.mechanisms.cost import cost_of
 from tandem.mechanisms.experts.shape import Experts
+from tandem.planner.choices import live_placement
 from tandem.planner.cuda_graphs import (
     CHUNK_KERNELS,
     GRAPH_BYTES,
@@ -335,6 +336,45 @@ def test_experts_move_only_between_two_sides(ratio: float, live: bool, why: str)
     assert why in reason(p, "live placement")
     still = plan(with_gpu(), kt_gpu_experts_ratio=ratio).gpu
     assert still is not None and not still.live
+
+
+@pytest.mark.parametrize(
+    ("flags", "live", "why"),
+    [
+        ({}, True, "where it pays; an expert's side decides its last bits"),
+        ({"disable_dynamic_expert_update": True}, False, "--disable-dynamic-expert-update"),
+        ({"enable_deterministic_inference": True}, False, "an expert's side decides"),
+        ({"map_experts": "always"}, False, "where the checkpoint has them"),
+    ],
+)
+def test_where_nobody_asks_experts_move_where_nothing_speaks_against_it(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, object], live: bool, why: str
+) -> None:
+    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+    p = plan(with_gpu(), kt_gpu_experts_ratio=0.5, **flags)
+    assert p.gpu is not None and p.gpu.live == live and why in reason(p, "live placement")
+
+
+def test_a_spare_place_is_nobodys_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where moving was not asked for, it yields to memory that lacks the places."""
+    monkeypatch.setattr(live_placement, "WHERE_IT_PAYS", True)
+    per_expert = MODEL.expert_bytes("bf16")
+    for spare, live in ((15, False), (31, True)):
+        machine = replace(with_gpu(), available_memory=int((30 * 16 + spare) * per_expert / DEFAULT_FRACTION))
+        p = plan(machine, kt_gpu_experts_ratio=0.5)
+        assert p.gpu is not None and p.gpu.live == live
+        assert live or "no room for a spare place" in reason(p, "live placement")
+
+
+def test_moving_cannot_be_asked_for_and_forbidden() -> None:
+    with pytest.raises(ConfigError, match="opposites; leave one of the two out"):
+        plan(with_gpu(), kt_enable_dynamic_expert_update=True, disable_dynamic_expert_update=True)
+
+
+def test_moving_experts_leave_prompts_their_graphs() -> None:
+    p, still = (plan(with_gpu(), kt_gpu_experts_ratio=0.5, kt_enable_dynamic_expert_update=on) for on in (True, False))
+    assert p.gpu is not None and still.gpu is not None and p.gpu.live
+    assert p.gpu.ring_bytes and p.gpu.prompt_sizes == still.gpu.prompt_sizes != ()
 
 
 def test_moving_experts_takes_a_spare_place_per_layer() -> None:

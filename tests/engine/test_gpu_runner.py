@@ -167,14 +167,14 @@ def test_experts_move_after_wrong_guesses_are_no_longer_counted() -> None:
         HostRows(torch.device("cpu")),
         cast(Any, SimpleNamespace(check=lambda: None)),
     )
-    runner._live = cast(Any, SimpleNamespace(after_step=lambda tokens, over: calls.append(("moved", tokens))))
+    runner._live = cast(Any, SimpleNamespace(after_step=lambda over: calls.append(("moved", 0))))
     for speculative, tokens in ((False, 4), (True, 3)):
         runner._speculative = speculative
-        runner._done(torch.zeros(4, VOCAB), torch.zeros(4, 2), 4)
+        runner._done(torch.zeros(4, VOCAB), torch.zeros(4, 2))
         calls.append(("done", 4))
         runner.settled(tokens)
         runner.settled(tokens)
-    assert calls == [("moved", 4), ("done", 4), ("done", 4), ("moved", 3)]
+    assert calls == [("moved", 0), ("done", 4), ("done", 4), ("moved", 0)]
 
 
 def runner_on(device: str) -> GpuRunner:

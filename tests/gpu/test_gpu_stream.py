@@ -23,7 +23,7 @@ from tandem.errors import EngineError
 from tandem.experts.handoff import Handoff
 from tandem.experts.handoff_counts import HandoffSizes
 from tandem.experts.live.exchange import LiveExchange
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.virtual import Exchange
 from tandem.experts.placement import ExpertPlacement
 from tandem.formats.reference import stored
 from tandem.kernels.cpu_ops import CpuOps

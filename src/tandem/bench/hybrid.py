@@ -47,6 +47,7 @@ from tandem.engine.step.batch import SequenceRows, StepShape, host_batch
 from tandem.engine.step.hooks import StepHooks
 from tandem.errors import ConfigError
 from tandem.experts.hybrid_store import HybridStore
+from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.streams.stream import ExpertStream
@@ -235,7 +236,7 @@ def _gpu_experts_per_step(built: Built, batch: int, cpu_experts: float) -> float
     return max(0.0, distinct - cpu_experts) if built.side.placement.total else 0.0
 
 
-MakeLive = Callable[[Plan, GpuSide, ExpertUsage], LiveExperts | None]
+MakeLive = Callable[[Plan, GpuSide, ExpertUsage, CudaCopies | None], LiveExperts | None]
 
 
 def build(
@@ -254,7 +255,8 @@ def build(
     computed instead, as in `SyntheticStore`. placement: instead of what flags say; CPU memory then has a place for
     every expert. flags: more of `EngineConfig`'s; experts travel for long prompts where these say so."""
     meeting = request.place.meeting
-    flags = {"kt_gpu_prefill_token_threshold": 0} | flags
+    still = not flags.get("kt_enable_dynamic_expert_update", False)
+    flags = {"kt_gpu_prefill_token_threshold": 0, "disable_dynamic_expert_update": still} | flags
     config = named_config(request.config, request.layers)
     positions = max(config.max_positions, request.context + 1024)  # of made-up weights, any
     config = dataclasses.replace(config, max_positions=positions)
@@ -285,13 +287,13 @@ def build(
     usage = usage if counted else None
     checkpoint: Any = SyntheticCheckpoint(request.dense, experts_of(fmt), FAR if request.prompts else 1.0)
     model = models.build(config, plan, checkpoint, side.ops, None, store, usage=usage)
-    moving = None if live is None or usage is None else live(plan, side, usage)
-    copies = registered(plan, side) if plan.gpu and plan.gpu.ring_bytes else None
-    stream = expert_stream(plan, side, copies, usage=usage)
+    copies = registered(plan, side)
+    moving = None if live is None or usage is None else live(plan, side, usage, copies)
+    stream = expert_stream(plan, side, copies, moving, usage)
     sizes = plan.gpu.prompt_sizes if request.prompts and plan.gpu is not None else ()
     prompts: dict[str, Any] = {"one_stream": meeting is not None}
     prompts |= {"prompts": sizes} if stream is None else {"alone": False, "splits": split_sizes(sizes)}
-    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream), prompts)
+    runner = partial(_runner, plan, config, model, side, usage, moving, begin_step(side, stream, moving), prompts)
     return Built(plan, config, side, runner(), workers, usage, expert_bytes(config, fmt), runner, stream)
 
 

@@ -248,7 +248,7 @@ def prefill(
     cached: Annotated[int, typer.Option(min=0, help="tokens before the prompt, which are cached")] = 0,
     way: Annotated[
         list[str] | None,
-        typer.Option(help="who has the experts in CPU memory: auto (default), cpu or bus alone; several in turn"),
+        typer.Option(help="experts in CPU memory: auto (default), cpu or bus alone, live (they move); several in turn"),
     ] = None,
     explain: ExplainSteps = False,
     out: Annotated[Path | None, typer.Option(help="write the rows as JSON")] = None,
@@ -341,7 +341,7 @@ def experts(
     routing: Annotated[
         str,
         typer.Option(
-            help="zipf (drifts), uniform, adversarial (shuffled every 100 tokens), or a recorded file"
+            help="zipf (drifts), mild (less skew), steady (and less drift), uniform, adversarial (shuffled), or a file"
         ),
     ] = "zipf",
     shares: Annotated[

@@ -119,7 +119,7 @@ class GpuRunner:
         self._rows, self._best = HostRows(handoff.device), BestRows(shape.max_tokens, handoff.device)
         self._end = StepEnd(handoff.device)
         self._graphs = GraphPool()
-        overlaps = live is None and self._start is not None and self._start.pausable()
+        overlaps = self._start is not None and self._start.pausable()
         overlaps = overlaps and not graphs.drafting and not graphs.one_stream
         self._streams = Streams(handoff.device, overlaps, graphs.reserved_sms if graphs.prompts else 0)
         self._feeder = Feeder(partial(_on, self._device)) if overlaps else None
@@ -168,12 +168,12 @@ class GpuRunner:
             logits = self._forward(device_batch, len(batch.input_ids))
             best = self._best.fetch(logits)
             self._end.mark()
-            return self._done(logits, best, len(batch.input_ids))
+            return self._done(logits, best)
 
     def settled(self, tokens: int) -> None:
         """The last step's rows were so many tokens, and nothing else is counted any more."""
         if self._speculative and self._live is not None:
-            self._live.after_step(tokens, self._end.passed)
+            self._live.after_step(self._end.passed)
         self._speculative = False
 
     def after_failure(self) -> None:
@@ -243,7 +243,7 @@ class GpuRunner:
         def finish() -> DeviceLogits:
             with feeding, torch.inference_mode():
                 graph_masks = graph.masks if masked else None
-                return self._done(graph.logits[:rows], graph.best[:rows], rows, graph_masks, masks)
+                return self._done(graph.logits[:rows], graph.best[:rows], graph_masks, masks)
 
         def cancel() -> None:
             with feeding:
@@ -281,8 +281,10 @@ class GpuRunner:
             best = self._best.fetch(logits)
             self._end.mark()
             make()
-            self._move_experts()
-            return self._done(logits, best, len(batch.input_ids))
+        if self._live is not None:
+            self._streams.join()  # exchanges write in the order of the first stream
+        self._move_experts()
+        return self._done(logits, best)
 
     def _prefilled(
         self, choice: Choice[DecodeGraph, PromptGraph], batch: ForwardBatch, make: Callable[[], None]
@@ -313,8 +315,8 @@ class GpuRunner:
         choice = background_path_of(batch, self._graphs) if graph is None else None
         reserve_sms = choice is not None and choice.prefill is not None
         # A graph that runs now writes nothing that this pass reads, so the pass does not wait for it. Pieces of images
-        # were put together on that stream.
-        after = choice is None or batch.seen is not None
+        # were put together on that stream, and experts have changed places there.
+        after = choice is None or batch.seen is not None or (self._live is not None and self._live.settling)
         with torch.inference_mode(), self._streams.side_stream(after, reserve_sms):
             gpu_only = start.hold(batch, split)
             try:
@@ -347,7 +349,6 @@ class GpuRunner:
         self,
         logits: Tensor,
         best: Tensor,
-        tokens: int,
         graph_masks: GraphMasks | None = None,
         masked: RowMasks = (),
     ) -> DeviceLogits:
@@ -355,7 +356,7 @@ class GpuRunner:
         experts may change places while the GPU does the rest of its own: their copies come after it. After rows of
         guesses they wait until wrong ones are no longer counted (`settled`)."""
         if self._live is not None and not self._speculative:
-            self._live.after_step(tokens, self._end.passed)
+            self._live.after_step(self._end.passed)
         device_logits = DeviceLogits(logits, best, self._rows, masked=[mask is not None for mask in masked])
         self._end.wait()
         self._handoff.check()

@@ -106,7 +106,7 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
     cpu_bytes: list[int]
     hit_rate: float = 0.0  # share of the tokens whose expert was on the GPU
     swaps: int = 0  # experts that came to the GPU while serving
-    swap_rests: int = 0  # how often that was paused because it did not pay
+    swap_rests: int = 0  # how often all went back because it did not pay
     swap_seconds: float = 0.0  # of the engine's thread for swaps and deciding on them
     swap_wait_seconds: float = 0.0  # of these, what the GPU may have waited for
     handoff_posts: int = 0  # batches that the GPU handed to the CPU

@@ -239,6 +239,7 @@ class EngineConfig:
     kt_enable_dynamic_expert_update: bool = flag(
         False, "Experts move to the GPU, and back, as the traffic uses them.", group=GPU
     )
+    disable_dynamic_expert_update: bool = flag(False, "Experts stay where they are.", group=GPU)
     disable_expert_foresight: bool = flag(
         False, "Fetch no expert weights before they are asked for.", group=GPU
     )

@@ -95,8 +95,6 @@ def prompt_sizes(config: EngineConfig, model: ModelConfig, streamed: int = 0) ->
         return ()
     if config.disable_cuda_graph or model.foreign is not None or not plain or drafts or not attention:
         return ()
-    if streamed and config.kt_enable_dynamic_expert_update:  # steps and passes take turns there
-        return ()
     chunk, context = config.chunked_prefill_size or streamed or PROMPT_SIZES[-1], config.context_length
     most = min(context or model.max_positions, chunk if chunk > 0 else model.max_positions)
     return (min(streamed, most),) if streamed else tuple(size for size in PROMPT_SIZES if size <= most)

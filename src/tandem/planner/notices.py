@@ -97,6 +97,8 @@ def _idle_on_cpu(config: EngineConfig, no_gpu: str) -> Iterator[str]:
         )
     if config.kt_enable_dynamic_expert_update:
         yield f"--kt-enable-dynamic-expert-update changes nothing: there is no GPU to move to ({no_gpu})"
+    if config.disable_dynamic_expert_update:
+        yield f"--disable-dynamic-expert-update changes nothing: no expert is on a GPU ({no_gpu})"
     if config.kt_gpu_prefill_token_threshold:
         yield f"--kt-gpu-prefill-token-threshold changes nothing: there is no GPU to compute prompts ({no_gpu})"
     if config.record_kt_gpu_expert_distribution:

@@ -18,6 +18,7 @@ from tandem.planner.choices.deferral import deferral_notices
 from tandem.planner.choices.deterministic import deterministic, tier_reason
 from tandem.planner.choices.gpu_choices import gpu_choices
 from tandem.planner.choices.left_to_ram import expert_bytes
+from tandem.planner.choices.live_placement import check_wish
 from tandem.planner.choices.shared_experts import why_apart
 from tandem.planner.choices.speculation import most_draft_tokens, speculation, speculation_texts
 from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, where_tables
@@ -192,6 +193,7 @@ def _check_last_bits(
     config: EngineConfig, model: ModelConfig, expert_format: str, tier: str, log: list[Decision]
 ) -> None:
     """Checks the flags for rounding and order."""
+    check_wish(config)
     _check_activations(config, expert_format, log)
     log += [Decision("last bits", *entry) for entry in deterministic(config, model, tier)]
 

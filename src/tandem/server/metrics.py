@@ -37,7 +37,7 @@ _COUNTERS = {
 
 _HANDOFF = {
     "swaps": ("expert_swaps", "Experts that came to the GPU while serving"),
-    "swap_rests": ("expert_swap_rests", "Times that this was paused because it did not pay"),
+    "swap_rests": ("expert_swap_rests", "Times that all went back because it did not pay"),
     "swap_seconds": (
         "expert_swap_seconds",
         "Time that the engine's thread took to decide on swaps and make them",

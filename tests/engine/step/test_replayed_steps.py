@@ -4,6 +4,7 @@ of what is done."""
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,10 +86,31 @@ def test_a_prompt_that_is_alone_takes_its_path(monkeypatch, caplog, flags: dict[
         Path.SHARED_PREFILL_GRAPH: [
             "aside after", "hold split", "back", *[each for p in pieces for each in ("aside", p, "back")], "release",
             "streams end"],
-        Path.EAGER: ["aside after", "begin kernels of 16", "check", "back"],
-        Path.EAGER_SHRINKING: ["aside after", "begin kernels of 16", "check", "back"],
+        Path.EAGER: ["aside after", "begin kernels of 16", "back", "check"],
+        Path.EAGER_SHRINKING: ["aside after", "begin kernels of 16", "back", "check"],
     }  # fmt: skip
     assert calls == order[path]
+
+
+@pytest.mark.parametrize("settling", [False, True])
+def test_a_pass_waits_for_experts_that_have_changed_places(monkeypatch, settling: bool) -> None:
+    """They did so in the order of steps, on another stream. What is computed kernel by kernel comes before the next
+    ones: their stream waits for it."""
+    engine, calls = replayed_engine(monkeypatch, num_pages=200)
+    live = SimpleNamespace(
+        settling=settling, beside_step=lambda: calls.append("beside"), after_step=lambda over: calls.append("moves")
+    )
+    engine._runner._live = live
+    engine.add(request("a", PROMPTS["a"], max_tokens=20))
+    engine.step()
+    engine.add(request("c", PROMPTS["c"], max_tokens=20))
+    calls.clear()
+    engine.step()
+    assert calls[calls.index("hold") - 1] == ("aside after" if settling else "aside")
+    calls.clear()
+    while engine.has_work():
+        engine.step()
+    assert "beside" in calls and "moves" in calls
 
 
 def test_a_shorter_chunk_is_begun_anew(monkeypatch) -> None:

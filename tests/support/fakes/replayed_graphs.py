@@ -103,6 +103,9 @@ class NotedStreams:
     def finish(self) -> None:
         self.calls.append("streams end")
 
+    def join(self) -> None:
+        self.calls.append("join")
+
 
 class NotedHandoff(Handoff):
     def __init__(self, calls: list[str]) -> None:

@@ -27,8 +27,9 @@ from tandem.bench.placement.turns import (
     rows_in_turn,
 )
 from tandem.bench.step_bound import StepCeilings, TimedTokens
-from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
+from tandem.engine.start.gpu_side import GpuSide, live_experts
 from tandem.engine.start.loader import use_one_torch_thread
+from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.planner.plan import Plan
@@ -65,9 +66,11 @@ def _row(
     usages: list[TraceUsage] = []
     moving: list[LiveExperts | None] = []
 
-    def follow(plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
+    def follow(
+        plan: Plan, side: GpuSide, usage: ExpertUsage, copies: CudaCopies | None
+    ) -> LiveExperts | None:
         usages.append(TraceUsage(usage, trace, side.placement.gpu_experts))
-        moving.append(live_experts(plan, side, usages[0], registered(plan, side)))
+        moving.append(live_experts(plan, side, usages[0], copies))
         return moving[0]
 
     built = bench_hybrid.build(

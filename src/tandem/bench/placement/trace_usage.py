@@ -15,9 +15,9 @@ class _AskedOfTrace(NamedTuple):
     counts: Counted
     real: CopiedCounts
 
-    def tokens(self) -> Counted:
-        self.real.tokens()
-        return self.counts
+    def reads(self) -> Counted:
+        self.real.reads()
+        return self.counts  # a step is a token, whose experts of a layer are distinct
 
 
 class TraceUsage:

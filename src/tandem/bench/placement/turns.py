@@ -22,7 +22,8 @@ from tandem.bench.placement.request import MEASURED, PlacementFlags, Traffic, sh
 from tandem.bench.placement.trace_usage import TraceUsage
 from tandem.bench.step_bound import StepCeilings, TimedTokens
 from tandem.bench.stored import expert_bytes
-from tandem.engine.start.gpu_side import GpuSide, live_experts, registered
+from tandem.engine.start.gpu_side import GpuSide, live_experts
+from tandem.experts.live.copies import CudaCopies
 from tandem.experts.live.exchange import LiveLayer
 from tandem.experts.live.live_experts import LiveExperts
 from tandem.experts.placement import ExpertPlacement, place
@@ -115,13 +116,26 @@ class Switched:
     def __init__(self, live: LiveExperts) -> None:
         self.live, self.on = live, False
 
+    def moves(self) -> int | None:
+        return self.live.moves()
+
+    @property
+    def settling(self) -> bool:
+        return self.live.settling
+
+    def hold(self) -> None:
+        self.live.hold()
+
+    def release(self) -> None:
+        self.live.release()
+
     def beside_step(self) -> None:
         if self.on:
             self.live.beside_step()
 
-    def after_step(self, tokens: int, over: Callable[[], bool]) -> None:
+    def after_step(self, over: Callable[[], bool]) -> None:
         if self.on:
-            self.live.after_step(tokens, over)
+            self.live.after_step(over)
 
 
 @dataclasses.dataclass(slots=True)
@@ -151,12 +165,14 @@ class OneModel:
         self._sides = Sides([side for side in sides if side is not None], traffic.counts.shape[1])
         self._step = bench_hybrid.decoder(self.built, 1, request.context)
 
-    def _follow(self, plan: Plan, side: GpuSide, usage: ExpertUsage) -> LiveExperts | None:
+    def _follow(
+        self, plan: Plan, side: GpuSide, usage: ExpertUsage, copies: CudaCopies | None = None
+    ) -> LiveExperts | None:
         for name, placement in self._made.items():
             traced, switched = TraceUsage(usage, self._trace, placement.gpu_experts), None
             if name == "dynamic":
                 placed = dataclasses.replace(side, placement=placement)
-                live = live_experts(plan, placed, traced, registered(plan, placed))
+                live = live_experts(plan, placed, traced, copies)
                 switched = None if live is None else Switched(live)
             slots = torch.stack([placement.slots(layer) for layer in range(len(placement.gpu_experts))])
             self._contestants[name] = Contestant(slots, traced, switched)

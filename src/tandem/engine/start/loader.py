@@ -241,7 +241,9 @@ class Start:
         if self.meeting is not None and not self.meeting.agree("streams", stream is not None):
             without_stream(gpu)  # steps are as long as all ranks take them
             stream = None
-        parts = replace(parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream), group=group)
+        parts = replace(
+            parts, live=live, handoff=gpu.handoff, begin_step=begin_step(gpu, stream, live), group=group
+        )
         if stream is None:
             return replace(parts, plan=without_streams(self.config, self.plan))
         return replace(parts, stream_seconds=stream.step_seconds)

@@ -63,6 +63,12 @@ class Streams:
         with torch.cuda.stream(stream):
             yield
 
+    def join(self) -> None:
+        """The first stream goes on after all that was computed aside."""
+        for stream in (self._others, self._passes):
+            if stream is not None and self.steps is not None:
+                self.steps.wait_stream(stream)
+
     def cut(self, reserve_sms: bool) -> AbstractContextManager[None]:
         """Around the capture of what is replayed there: products are cut for its multiprocessors."""
         return products_leave(self._reserved_sms if reserve_sms else 0)

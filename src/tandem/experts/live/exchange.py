@@ -34,7 +34,7 @@ from torch import Tensor
 
 from tandem import _core
 from tandem.experts.live.copies import ExchangeCopies
-from tandem.experts.live.policy import Exchange
+from tandem.experts.live.virtual import Exchange
 from tandem.kernels.packed.experts import PackedExperts
 
 _log = logging.getLogger(__name__)

@@ -87,6 +87,12 @@ class CopiedCounts:
         counted: Counted = self.arrays()[_TOKENS]
         return counted
 
+    def reads(self) -> Counted:
+        """Steps since the start in which each expert got any token, passes beside steps left out; as `tokens`."""
+        arrays = self.arrays()
+        counted: Counted = arrays[_READS] + arrays[_SEEN]
+        return counted
+
 
 class ExpertUsage:
     """Counts of one model. One thread runs steps and reads.
@@ -132,7 +138,7 @@ class ExpertUsage:
         self._beside: tuple[Tensor, Tensor, Tensor | None, list[Tally]] | None = None
         self.expert_bytes = torch.zeros(layers, dtype=torch.int64)
         self.swaps = 0
-        self.swap_rests = 0  # how often live placement paused because it did not pay
+        self.swap_rests = 0  # how often live placement went home because it did not pay
 
     @property
     def shape(self) -> tuple[int, int]:

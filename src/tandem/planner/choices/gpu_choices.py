@@ -10,7 +10,7 @@ from tandem.machine.gpus import Gpu
 from tandem.planner.attention_backend import attention_backend
 from tandem.planner.choices.decision import Decision
 from tandem.planner.choices.deferral import deferred_experts
-from tandem.planner.choices.left_to_ram import live_placement
+from tandem.planner.choices.live_placement import live_placement
 from tandem.planner.cuda_graphs import captured_sizes, graph_reason, settled_sizes
 from tandem.planner.gpu_plan import MAX_PATIENCE_SECONDS, GpuPlan
 from tandem.planner.memory import MemoryPlan, MemoryRequest
@@ -50,8 +50,8 @@ def gpu_choices(request: MemoryRequest, gpu: Gpu, log: list[Decision]) -> tuple[
     log.append(Decision("attention", kernels, origin))
     patience = min(MAX_PATIENCE_SECONDS, config.watchdog_timeout / 3)
     strategy, foresight = config.kt_expert_placement_strategy, not config.disable_expert_foresight
-    live, reason = live_placement(config, m.experts, model)
-    if config.kt_enable_dynamic_expert_update:
+    live, reason = live_placement(request, m.experts, bool(m.draft_experts))
+    if config.kt_enable_dynamic_expert_update or 0 < m.experts < everyone:
         log.append(Decision("live placement", "on" if live else "off", reason))
     threshold = config.kt_gpu_prefill_token_threshold
     if m.experts < everyone:
