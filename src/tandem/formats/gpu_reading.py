@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 GPU_CODES = ("bf16", "int8", "int4", "fp8", "fp4")
-EXPERT_CODES = (*GPU_CODES, "uint4", "int6", "uint2", "int3", "nl4")
+CODEBOOKS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1")
+EXPERT_CODES = (*GPU_CODES, "uint4", "int6", "uint2", "int3", "nl4", *CODEBOOKS)
 GPU_SCALES = ("f32", "bf16", "f16", "e8m0", "e4m3")
-EXPERT_SCALES = (*GPU_SCALES, "bytes8", "bytes16", "nibbles16")
+EXPERT_SCALES = (*GPU_SCALES, "bytes8", "bytes16", "nibbles16", "odd8", "odd16")
 SHIFTS = {"zeros": "zero points", "offsets": "offsets"}  # what may stand behind a scale type and "+"
 
 MMA_CODES = ("int8", "int4", "fp8", "fp4")  # that few rows take to tensor cores
