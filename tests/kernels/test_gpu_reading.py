@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 import kernel_cases as cases
 import stored_formats as formats
 from tandem.checkpoint import open_checkpoint
+from tandem.checkpoint.gguf_file import BLOCK_TYPES
 from tandem.checkpoint.survey import stored_formats
 from tandem.formats.codes import Weight, WeightCodes
 from tandem.formats.gguf_blocks import GGUF_CODES
@@ -56,7 +56,7 @@ def test_checkpoints(name: str, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in BITS if kind.startswith(("q", "iq", "tq"))])
 def test_gguf_files(kind: str) -> None:
-    weights, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
+    [(weights, block_bytes)] = [sizes for name, *sizes in BLOCK_TYPES.values() if name == kind.upper()]
     raw = torch.zeros(SIZE, SIZE // weights * block_bytes, dtype=torch.uint8)
     codes, fmt = GGUF_CODES[kind.upper()](raw), QuantFormat(kind, "gguf")
     assert fmt.gpu_expert and accepted(codes)
