@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu import AVAILABLE, DEVICE, INTERPRETED, needs_triton
-from kernel_cases import F32_UNIT, GGUF_BLOCKS, gguf_codes
+from kernel_cases import CODEBOOKS, F32_UNIT, GGUF_BLOCKS, gguf_codes
 from paged_batches import Batch, make_batch, random_tables
 from tandem import _core
 from tandem.engine.sampling.graph_masks import GraphMasks
@@ -608,7 +608,7 @@ def test_experts_read_ggufs_blocks(ops: Ops, kind: str, tokens: int) -> None:
     check_experts(ops, case, matrices, "bf16")
 
 
-@pytest.mark.parametrize("kind", ["q2_k", "q3_k", "q5_k"])
+@pytest.mark.parametrize("kind", ["q2_k", "q3_k", "q5_k", *CODEBOOKS])
 def test_tiles_read_each_row_of_a_panel(ops: Ops, kind: str) -> None:
     """Rows of a panel may share bytes: what a tile reads has to know which row it is. Small enough for CI."""
     case = expert_case(FEW_TOKENS + 1, 256, 256, 4)

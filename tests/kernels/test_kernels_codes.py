@@ -172,7 +172,7 @@ def _power(code: Tensor) -> float:
     return 2.0 ** (int(code) - 127)
 
 
-# Where the halves of a block lie.
+# Where the halves of a block lie, of each type that the `gguf` package reads.
 GGUF_HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
@@ -183,7 +183,7 @@ GGUF_HALVES = {
 
 # Weights of up to some hundreds, of a model's size, and too small for AMX's halves.
 @pytest.mark.parametrize(
-    ("name", "tier", "size"), cases.pairwise(gguf_blocks.GGUF_CODES, cases.TIERS, [1.0, 2.0**-13, 2.0**-20])
+    ("name", "tier", "size"), cases.pairwise(GGUF_HALVES, cases.TIERS, [1.0, 2.0**-13, 2.0**-20])
 )
 def test_gguf_weights_equal_ggufs_own_reading(name: str, tier: str, size: float) -> None:
     """Random bytes, with sane halves, some of them 0: every layout of scales and codes, every code."""

@@ -69,8 +69,7 @@ def test_every_format_has_an_answer(fmt: str) -> None:
     ]
     assert all(row.kernel.why for row in rows)
     refused = {row.fmt for row in rows if row.kernel.name == "none"}
-    codebooks = {each for each in FORMATS if each.startswith(("iq1", "iq2", "iq3"))}  # the CPU's alone
-    assert refused == {fmt} & {"f32", *codebooks}
+    assert refused == {fmt} & {"f32"}
 
 
 def test_twelve_rows_of_int4_are_explained() -> None:

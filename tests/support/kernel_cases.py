@@ -165,7 +165,11 @@ GGUF_BLOCKS = {
     "q3_k": (256, 110, {108: 1.5e-3}), "q4_k": (256, 144, {0: 2e-4, 2: 2e-4}),
     "q5_k": (256, 176, {0: 1e-4, 2: 1e-4}), "q6_k": (256, 210, {208: 4e-5}),
     "iq4_nl": (32, 18, {0: 6e-4}), "iq4_xs": (256, 136, {0: 3e-5}), "tq2_0": (256, 66, {64: 4e-2}),
+    "iq2_xxs": (256, 66, {0: 9e-4}), "iq2_xs": (256, 74, {0: 9e-4}), "iq2_s": (256, 82, {0: 9e-4}),
+    "iq3_xxs": (256, 98, {0: 3e-4}), "iq3_s": (256, 110, {0: 3e-4}), "iq1_s": (256, 50, {0: 7e-3}),
+    "iq1_m": (256, 56, {}),
 }  # fmt: skip
+CODEBOOKS = [kind for kind in GGUF_BLOCKS if kind.startswith(("iq1", "iq2", "iq3"))]
 
 
 def gguf_codes(kind: str, columns: int, depth: int, seed: int = 1) -> WeightCodes:
@@ -176,6 +180,8 @@ def gguf_codes(kind: str, columns: int, depth: int, seed: int = 1) -> WeightCode
     for at, size in halves.items():
         values = (torch.rand(*raw.shape[:2], 1, generator=generator) + 0.5) * size
         raw[..., at : at + 2] = values.half().view(torch.uint8)
+    if kind == "iq1_m":  # of 2^-7: a quarter of the half ends each of the last four words
+        raw[..., 49::2] = raw[..., 49::2] & 15 | torch.tensor([0, 0, 0, 0x20], dtype=torch.uint8)
     return GGUF_CODES[kind.upper()](raw.flatten(1))
 
 

@@ -30,6 +30,11 @@ HEADER_LIMIT = 64 << 20  # bytes of metadata and tensor list; the largest vocabu
 MOST_ELEMENTS = 4 << 20  # of one array; the largest vocabularies have 0.3 M tokens and 0.6 M merges
 MOST_DIMENSIONS = 4  # ggml's own limit
 DEFAULT_ALIGNMENT = 32
+Q2_0 = "Q2_0"  # llama.cpp's, which the `gguf` package does not know
+BLOCK_TYPES = {
+    int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES
+} | {42: (Q2_0, 64, 18)}
+"""By number: ggml's name of a block type, weights and bytes of a block."""
 STRING, ARRAY, FLOAT32, BOOL = 8, 9, 6, 7
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", FLOAT32: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8",
@@ -114,14 +119,20 @@ class GGUFFile:
             raise header.broken(f"tensor {name} is there twice")
         kind, nbytes = _kind_and_bytes(info, header)
         if start + nbytes > self.size:
-            raise header.broken(f"tensor {name} ends {start + nbytes - self.size} bytes after the file does")
+            rest = start + nbytes - self.size
+            raise header.broken(f"tensor {name} ends {rest} bytes after the file does{_of_fork(kind)}")
         self.tensors[name] = GGUFTensor(name, kind, info.shape, start, nbytes)
 
     def _check_overlaps(self, header: _Header) -> None:
         ordered = sorted(self.tensors.values(), key=lambda tensor: tensor.start)
         for first, second in pairwise(ordered):
             if first.start + first.nbytes > second.start:
-                raise header.broken(f"tensors {first.name} and {second.name} overlap")
+                raise header.broken(f"tensors {first.name} and {second.name} overlap{_of_fork(first.kind)}")
+
+
+def _of_fork(kind: str) -> str:
+    """Why a tensor of that kind may be smaller than it should be."""
+    return " (Q2_0 has blocks of 64 weights in llama.cpp, of 128 in a fork)" if kind == Q2_0 else ""
 
 
 class _TensorInfo(NamedTuple):
@@ -222,11 +233,9 @@ class _Header:
 
 def _kind_and_bytes(info: _TensorInfo, header: _Header) -> tuple[str, int]:
     """ggml's name of the tensor's block type and the bytes that it takes."""
-    try:
-        kind = GGMLQuantizationType(info.kind)
-    except ValueError:
-        raise header.broken(f"tensor {info.name} is of unknown type {info.kind}") from None
-    weights, size = GGML_QUANT_SIZES[kind]
+    if info.kind not in BLOCK_TYPES:
+        raise header.broken(f"tensor {info.name} is of unknown type {info.kind}")
+    name, weights, size = BLOCK_TYPES[info.kind]
     if (width := info.shape[-1]) % weights:
-        raise header.broken(f"tensor {info.name}: rows of {width} are no multiple of {kind.name}'s {weights}")
-    return kind.name, math.prod(info.shape) // weights * size
+        raise header.broken(f"tensor {info.name}: rows of {width} are no multiple of {name}'s {weights}")
+    return name, math.prod(info.shape) // weights * size

@@ -199,12 +199,21 @@ def gguf_tq2_0(data: Tensor) -> WeightCodes:
     return WeightCodes(codes, scales, "uint2", 256, codes.shape[1], zeros=torch.ones_like(scales, dtype=torch.int8))
 
 
+def gguf_q2_0(data: Tensor) -> WeightCodes:
+    """Q2_0 [N, K / 64 * 18]: a half and 64 codes of 2 bits, k after k, of which 1 stands for 0."""
+    blocks = gguf_rows(data, 18)
+    codes = torch.stack([blocks[..., 2:] >> shift & 3 for shift in _PAIRS], -1).flatten(1)
+    scales = half_at(blocks, 0)
+    return WeightCodes(codes, scales, "uint2", 64, codes.shape[1], zeros=torch.ones_like(scales, dtype=torch.int8))
+
+
 GGUF_CODES: dict[str, Callable[[Tensor], WeightCodes]] = {
     **GRID_CODES,
     "IQ4_NL": gguf_iq4_nl,
     "IQ4_XS": gguf_iq4_xs,
     "MXFP4": gguf_mxfp4,
     "NVFP4": gguf_nvfp4,
+    "Q2_0": gguf_q2_0,
     "Q2_K": gguf_q2_k,
     "Q3_K": gguf_q3_k,
     "Q4_0": gguf_q4_0,

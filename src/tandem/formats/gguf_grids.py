@@ -18,6 +18,7 @@ from tandem.formats.gguf_raw import gguf_rows, half_at
 
 BYTES = 4  # of 8 weights
 EIGHT = 8
+IQ1_ENTRIES = 2048
 _THREES, _SEVENS, _PAIRS, _NIBBLES = (0, 3, 6, 9), (0, 7, 14, 21), (0, 2, 4, 6), (0, 4)
 _GRIDS = {  # and what their values are multiplied by here
     "iq2_xxs": (quants.IQ2_XXS, 1), "iq2_xs": (quants.IQ2_XS, 1), "iq2_s": (quants.IQ2_S, 1),
@@ -136,6 +137,15 @@ def _grid(fmt: str) -> Tensor:
     assert quant.grid is not None
     values = torch.from_numpy(quant.grid[0, 0].copy()).float() * times
     return torch.cat((values + 1, values - 1)) if fmt == "iq1" else values
+
+
+def grid_entries(fmt: str) -> Tensor:
+    """int16 [entries]: of each entry the places of its values among the grid's own, k after k, in 2 bits each (IQ3: 3).
+    An IQ1 entry is the same with values above and below its codes."""
+    grid = _grid(fmt)[: IQ1_ENTRIES if fmt == "iq1" else None]
+    places = torch.searchsorted(grid.unique(), grid)
+    bits = 2 if grid.shape[1] == EIGHT else 3
+    return (places << torch.arange(grid.shape[1]) * bits).sum(1).to(torch.int16)
 
 
 def grid_values(codes: WeightCodes) -> Tensor:

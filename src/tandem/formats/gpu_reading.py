@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 GPU_CODES = ("bf16", "int8", "int4", "fp8", "fp4")
-EXPERT_CODES = (*GPU_CODES, "uint4", "int6", "uint2", "int3", "nl4")
+CODEBOOKS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1")
+EXPERT_CODES = (*GPU_CODES, "uint4", "int6", "uint2", "int3", "nl4", *CODEBOOKS)
 GPU_SCALES = ("f32", "bf16", "f16", "e8m0", "e4m3")
-EXPERT_SCALES = (*GPU_SCALES, "bytes8", "bytes16", "nibbles16")
+EXPERT_SCALES = (*GPU_SCALES, "bytes8", "bytes16", "nibbles16", "odd8", "odd16")
 SHIFTS = {"zeros": "zero points", "offsets": "offsets"}  # what may stand behind a scale type and "+"
 
 MMA_CODES = ("int8", "int4", "fp8", "fp4")  # that few rows take to tensor cores
@@ -21,7 +22,8 @@ PACKED_KINDS = {
     "q5_1": ("int6", "f16+offsets"), "q8_0": ("int8", "f16"), "q2_k": ("uint2", "nibbles16+offsets"),
     "q3_k": ("int3", "bytes16"), "q4_k": ("uint4", "bytes8+offsets"), "q5_k": ("int6", "bytes8+offsets"),
     "q6_k": ("int6", "bytes16"), "iq4_nl": ("nl4", "f16"), "iq4_xs": ("nl4", "bytes8"),
-    "tq2_0": ("uint2", "f16+zeros"), "iq1_s": ("iq1", "odd8"), "iq1_m": ("iq1", "odd16"),
+    "q2_0": ("uint2", "f16+zeros"), "tq2_0": ("uint2", "f16+zeros"),
+    "iq1_s": ("iq1", "odd8"), "iq1_m": ("iq1", "odd16"),
     "iq2_xxs": ("iq2_xxs", "odd8"), "iq2_xs": ("iq2_xs", "odd16"), "iq2_s": ("iq2_s", "odd16"),
     "iq3_xxs": ("iq3_xxs", "odd8"), "iq3_s": ("iq3_s", "odd8"),
 }  # fmt: skip

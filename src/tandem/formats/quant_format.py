@@ -10,7 +10,7 @@ BITS = {
     "f32": 32, "f16": 16, "bf16": 16, "int8": 8, "fp8": 8, "mxfp8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4,
     "q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6,
     "iq1_s": 1, "iq1_m": 1, "iq2_xxs": 2, "iq2_xs": 2, "iq2_s": 2, "iq3_xxs": 3, "iq3_s": 3, "iq4_nl": 4, "iq4_xs": 4,
-    "tq2_0": 2,
+    "q2_0": 2, "tq2_0": 2,
 }  # fmt: skip
 """Kinds of stored numbers and their width. mx and nv kinds have a fixed group of 32 or 16; q, iq and tq kinds are
 GGUF's blocks, which are described by their name alone."""
@@ -20,7 +20,7 @@ GGUF_BYTES = {
     "q2_k": 0.328125, "q3_k": 0.4453125, "q4_k": 0.578125, "q5_k": 0.828125, "q6_k": 0.8203125,
     "iq1_s": 0.2109375, "iq1_m": 0.2265625, "iq2_xxs": 0.2734375, "iq2_xs": 0.2890625, "iq2_s": 0.3203125,
     "iq3_xxs": 0.3984375, "iq3_s": 0.4296875, "iq4_nl": 0.5625, "iq4_xs": 0.5390625, "tq2_0": 0.26171875,
-    "nvfp4": 0.5625,
+    "q2_0": 0.296875, "nvfp4": 0.5625,
 }  # fmt: skip
 """Bytes per weight of GGUF's blocks, once packed."""
 GGUF_FILE_BYTES = {
@@ -28,7 +28,7 @@ GGUF_FILE_BYTES = {
     "q2_k": 84 / 256, "q3_k": 110 / 256, "q4_k": 144 / 256, "q5_k": 176 / 256, "q6_k": 210 / 256,
     "iq1_s": 50 / 256, "iq1_m": 56 / 256, "iq2_xxs": 66 / 256, "iq2_xs": 74 / 256, "iq2_s": 82 / 256,
     "iq3_xxs": 98 / 256, "iq3_s": 110 / 256, "iq4_nl": 18 / 32, "iq4_xs": 136 / 256, "tq2_0": 66 / 256,
-    "nvfp4": 36 / 64,
+    "q2_0": 18 / 64, "nvfp4": 36 / 64,
 }  # fmt: skip
 """As they are in the file."""
 SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E8M0": 1, "F8_E4M3": 1}
@@ -68,7 +68,7 @@ class QuantFormat:
         if not self.quantised or self.ordered:
             return 1
         if self.packing == "gguf":
-            return 64 if self.kind == "nvfp4" else 32 if self.kind in SMALL_BLOCKS else 256
+            return 64 if self.kind in ("nvfp4", "q2_0") else 32 if self.kind in SMALL_BLOCKS else 256
         if self.group > CUT_GROUP and self.group % CUT_GROUP == 0:
             return CUT_GROUP
         return self.group or 32 // self.bits

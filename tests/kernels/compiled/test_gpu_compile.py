@@ -242,7 +242,10 @@ def test_a_norm_inside_a_product(compiler: Compiler) -> None:
     assert {name: len(variants) for name, variants in compiler.variants.items()} == {"_after_norm": 3}
 
 
-EXPERTS = ["bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros", "q2_k", "q3_k", "q4_k", "q5_1", "q6_k"]
+EXPERTS = [
+    "bf16", "int8", "int4", "fp8", "mxfp4", "nvfp4", "int4_zeros", "q2_k", "q3_k", "q4_k", "q5_1", "q6_k", "iq2_xxs",
+    "iq2_xs", "iq2_s", "iq3_xxs", "iq1_m", "iq3_s",
+]  # fmt: skip
 
 
 def square(fmt: str) -> Weight:

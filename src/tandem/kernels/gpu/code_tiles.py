@@ -78,10 +78,11 @@ def panel_numbers(words, scales, part, blocks, FMT: tl.constexpr, CODES: tl.cons
                   SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0,
                   SHIFT_AT: tl.constexpr = 0):  # fmt: skip
     """Numbers of the panel at `words`, with scales from `scales` on: bfloat16 [16, STEP * CODES], its part-th piece.
-    With ZERO_AT `zeros` points at its zero points, with SHIFT_AT its offsets lie so far behind its scales."""
+    With ZERO_AT `zeros` points at its zero points, of a codebook at its table; with SHIFT_AT its offsets lie so far
+    behind its scales."""
     r, at = tl.arange(0, 16), part * STEP + tl.arange(0, STEP)
     inside = (at < blocks)[None, :] & (r >= 0)[:, None]
-    word, upper = block_words(words, at[None, :], r[:, None], inside, FMT)
+    word, upper = block_words(words, at[None, :], r[:, None], inside, FMT, zeros)
     scale = tl.full([16, STEP], 1.0, tl.float32)
     zero = scale
     shift = scale

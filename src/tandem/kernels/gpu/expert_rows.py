@@ -35,13 +35,13 @@ def dot_panel(x, words, scales, depth, blocks, FMT: tl.constexpr, CODES: tl.cons
               SCALED: tl.constexpr, STEP: tl.constexpr, zeros=None, ZERO_AT: tl.constexpr = 0,
               SHIFT_AT: tl.constexpr = 0):  # fmt: skip
     """x (bfloat16 pairs, [depth / 2]) times one panel: float32 [16]. With ZERO_AT `zeros` points at its zero points,
-    with SHIFT_AT its offsets lie so far behind its scales."""
+    of a codebook at its table; with SHIFT_AT its offsets lie so far behind its scales."""
     r, b = tl.arange(0, 16), tl.arange(0, STEP)
     acc = tl.zeros([STEP, 16], tl.float32)
     for start in range(0, blocks, STEP):
         at = start + b
         inside = (at < blocks)[:, None]
-        word, upper = block_words(words, at[:, None], r[None, :], inside, FMT)
+        word, upper = block_words(words, at[:, None], r[None, :], inside, FMT, zeros)
         part = tl.zeros([STEP, 16], tl.float32)
         total = tl.zeros([STEP], tl.float32)  # of x: an offset is added to every weight of its group
         zero = 0.0

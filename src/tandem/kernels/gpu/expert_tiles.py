@@ -91,8 +91,9 @@ def multiply_tile(acc, x, real, words, scales, lane, depth, blocks, FMT: tl.cons
     b = tl.arange(0, STEP)
     for start in range(0, blocks, STEP):
         at = start + b
-        if FMT == 8:  # two rows share the bytes of a block, so the row has to be known
-            word, upper = block_words((words - lane)[None, :], at[:, None], lane[None, :], (at < blocks)[:, None], FMT)
+        if FMT == 8 or FMT >= 10:  # rows share the bytes of a block, so the row has to be known
+            inside, own = (at < blocks)[:, None], (words - lane)[None, :]
+            word, upper = block_words(own, at[:, None], lane[None, :], inside, FMT, zeros)
         else:
             word, upper = block_words(words[None, :], at[:, None], 0, (at < blocks)[:, None], FMT)
         for pair in tl.static_range(CODES // 2):

@@ -4,7 +4,7 @@ A panel holds 16 output rows. It is read in words: bf16, int4 and fp4 as 32 bits
 bits. A word holds `codes` consecutive k of one row; those of even k are in its low half, those of odd k in its high
 half. A plane is the same code of every word: k = codes * block + plane. int6 has two blocks as int4, then a word of
 upper bits for both; uint2 has such words alone, and int3 has words of 5 and bytes of 2 codes for both,
-whose other bits are the 8th.
+whose other bits are the 8th. Codebooks have indices and signs, from which a word's 8 codes are looked up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.errors import KernelError
-from tandem.formats.gpu_reading import EXPERT_CODES, refusal
+from tandem.formats.gpu_reading import CODEBOOKS, EXPERT_CODES, refusal
+from tandem.kernels.gpu.codebooks import codebook_bytes, table
 
 KINDS = {name: kind for kind, name in enumerate(EXPERT_CODES)}  # what FMT says
 SCALE_TYPES = {
@@ -29,10 +30,15 @@ SCALE_TYPES = {
     "bytes8": torch.int8,
     "bytes16": torch.int8,
     "nibbles16": torch.int8,
+    "odd8": torch.int8,
+    "odd16": torch.int8,
 }
 # what SCALED says: 0 for no scales
-NUMBERS, E8M0, E4M3, BYTES8, BYTES16, NIBBLES16 = 1, 2, 3, 4, 5, 6
-SCALED = {"e8m0": E8M0, "e4m3": E4M3, "bytes8": BYTES8, "bytes16": BYTES16, "nibbles16": NIBBLES16}
+NUMBERS, E8M0, E4M3, BYTES8, BYTES16, NIBBLES16, ODD8, ODD16 = 1, 2, 3, 4, 5, 6, 7, 8
+SCALED = {
+    "e8m0": E8M0, "e4m3": E4M3, "bytes8": BYTES8, "bytes16": BYTES16, "nibbles16": NIBBLES16, "odd8": ODD8,
+    "odd16": ODD16,
+}  # fmt: skip
 # nl4's values, a byte each, the first lowest.
 NL4_0, NL4_1 = tl.constexpr(-1079142271), tl.constexpr(-152379953)
 NL4_2, NL4_3 = tl.constexpr(639175937), tl.constexpr(1901675829)
@@ -77,7 +83,8 @@ class Panels:
     @property
     def codes(self) -> int:
         """Codes of one word."""
-        return 8 if self.fmt in ("int4", "fp4", "uint4", "int6", "uint2", "int3", "nl4") else 2
+        eight = ("int4", "fp4", "uint4", "int6", "uint2", "int3", "nl4", *CODEBOOKS)
+        return 8 if self.fmt in eight else 2
 
     @property
     def word_bytes(self) -> int:
@@ -130,7 +137,9 @@ def views(pool: Tensor, offset: int, panels: Panels) -> tuple[Tensor, Tensor]:
 
 
 def expert_views(pool: Tensor, offset: int, panels: Panels) -> tuple[Tensor, Tensor, Tensor]:
-    """And signed bytes, for kernels that know zero points."""
+    """And signed bytes, for kernels that know zero points; or the table of a codebook, which has none."""
+    if panels.fmt in CODEBOOKS:
+        return *views(pool, offset, panels), table(panels.fmt, pool.device)
     return *views(pool, offset, panels), pool[offset:].view(torch.int8)
 
 
@@ -164,7 +173,12 @@ def scale_value(raw, SCALED: tl.constexpr):
 def group_values(scales, group, lane, inside, SCALED: tl.constexpr):
     """Scales, or offsets that lie as they do, of the rows `lane` of a panel, as float32; e4m3 without its row's factor.
     `scales` points at the panel's table."""
-    if SCALED >= 6:  # two halves of 256 k in front of bytes, whose low halves are scales
+    if SCALED >= 7:  # a half of 256 k in front of bytes of two groups: n stands for (2 n + 1) / 8
+        odd: tl.constexpr = 8 if SCALED == 7 else 16
+        of_half = scales + group // odd * (16 * (2 + odd // 2))
+        byte, half = _nibble_table(of_half, 32 + 16 * (group % odd // 2) + lane, lane, inside)
+        value = ((byte >> (group % 2 * 4) & 15).to(tl.float32) * 0.25 + 0.125) * half
+    elif SCALED >= 6:  # two halves of 256 k in front of bytes, whose low halves are scales
         byte, half = _nibble_table(scales + group // 16 * 320, 64 + 16 * (group % 16) + lane, lane, inside)
         value = (byte & 15).to(tl.float32) * half
     elif SCALED >= 4:  # 256 k share 16 halves, which are in front of their bytes
@@ -207,9 +221,12 @@ def row_factor(scales, lane):
 
 
 @triton.jit
-def block_words(words, at, lane, inside, FMT: tl.constexpr):
-    """The words of blocks `at` of the rows `lane` of the panel at `words`; and what has their codes' upper bits."""
-    if FMT == 6:
+def block_words(words, at, lane, inside, FMT: tl.constexpr, table=None):
+    """The words of blocks `at` of the rows `lane` of the panel at `words`; and what has their codes' upper bits.
+    table: of a codebook."""
+    if FMT >= 10:
+        word, upper = codebook_bytes(words, at, lane, inside, table, FMT)
+    elif FMT == 6:
         own = words + (at // 2 * 48 + lane)
         word = tl.load(own + at % 2 * 16, inside, other=0)
         upper = tl.load(own + 32, inside, other=0) >> (at % 2 * 4)
@@ -234,7 +251,10 @@ def plane(word, upper, j: tl.constexpr, FMT: tl.constexpr):
     """Plane j of a tile of `block_words`: each code's own number, float32, without its scale."""
     shift: tl.constexpr = 4 * (j // 2) + 16 * (j % 2)
     pair: tl.constexpr = 16 * (j % 2) + 8 * (j // 4) + j // 2 % 2 * 2  # of upper bits: those of 4 k lie together
-    if FMT == 0:  # bf16
+    if FMT >= 10:  # codebooks: bytes, plus 128 each
+        four = word if j < 4 else upper
+        value = ((four >> 8 * (j % 4) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    elif FMT == 0:  # bf16
         value = ((word << 16) if j == 0 else (word & -65536)).to(tl.float32, bitcast=True)
     elif FMT == 1:  # int8
         value = ((word.to(tl.int32) << (24 - 8 * j)) >> 24).to(tl.float32)
