@@ -39,11 +39,14 @@ UPWARD_ALLOWED = {
     ("tandem", "tandem.engine.offline.input"): "tandem.SamplingParams, likewise",
 }
 CYCLE_ALLOWED: dict[tuple[str, str], str] = {}
-MAX_FILE_LINES = 400
+# A limit that would bend the code is broken here, with the reason: path or name: why it may be larger.
+MAX_FILE_LINES, MOST_LINES_WITH_A_REASON = 400, 450
 MAX_FUNCTION_LINES = 60
 LARGE_FILES: dict[str, str] = {
-    "src/tandem/cli/bench.py": "the flags of all benches: data, a line or two each",  # path: why it may be larger
+    "src/tandem/cli/bench.py": "the flags of all benches: data, a line or two each",
 }
+LARGE_FOLDERS: dict[str, str] = {}
+LARGE_CLASSES: dict[str, str] = {}
 LARGE_FUNCTIONS: dict[str, str] = {
     "src/tandem/cli/bench.py:decode": "a parameter for each flag is a third of it",
     "src/tandem/cli/bench.py:serve": "likewise half of it",
@@ -76,6 +79,8 @@ ASKS_FOR_SLOTS = re.compile(
 
 # What is larger than the house allows, and how large. No entry may grow; one that fits again must go.
 MAX_METHODS, MAX_PARAMETERS, MAX_FOLDER_FILES = 25, 8, 30  # at 20 and 25 the code was cut where the limit was
+MAX_MEMBERS = 25  # data of a C++ class
+MANY_MEMBERS = {"csrc/experts/handoff/mailbox.h:Mailbox": 26}  # both halves of a hand-off, and what a stop needs
 MANY_PARAMETERS = {
     "src/tandem/flags/flags.py:flag": 11,
     "src/tandem/kernels/packed/experts.py:PackedExperts.__init__": 10,
@@ -234,7 +239,8 @@ def test_names_say_what_a_thing_is(word: str) -> None:
 
 def test_files_are_small() -> None:
     sizes = {p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in [*MODULES, *CPP]}
-    assert not {name: n for name, n in sizes.items() if n > MAX_FILE_LINES and name not in LARGE_FILES}
+    large = {name: n for name, n in sizes.items() if n > MAX_FILE_LINES}
+    assert set(large) == set(LARGE_FILES) and max(large.values()) <= MOST_LINES_WITH_A_REASON
 
 
 def test_functions_are_short() -> None:
@@ -253,7 +259,24 @@ def exceeding(sizes: dict[str, int], limit: int, listed: dict[str, int]) -> dict
 
 def test_classes_have_few_methods() -> None:
     sizes = {name: each.methods for name, each in named_definitions() if each.is_class}
-    assert not {name: count for name, count in sizes.items() if count > MAX_METHODS}
+    assert {name for name, count in sizes.items() if count > MAX_METHODS} == set(LARGE_CLASSES)
+
+
+def members(text: str) -> Iterator[tuple[str, int]]:
+    """(class, number of its data members) of a C++ file. Members end in an underscore."""
+    for name, body in re.findall(r"^(?:class|struct) (\w+)[^;{]*\{(.*?)^\};", text, re.S | re.M):
+        statements = re.findall(r"^  (?!return|using)\w[^(;\n]* \w+_\b[^(;\n]*;", re.sub(r"//.*", "", body), re.M)
+        yield name, sum(len(re.findall(r"(?:^|[ ,*&])\w+_(?= ?[,;={\[])", each)) for each in statements)
+
+
+def test_cpp_classes_have_few_members() -> None:
+    sizes = {f"{p.relative_to(ROOT).as_posix()}:{name}": n for p in CPP for name, n in members(p.read_text())}
+    assert not exceeding(sizes, MAX_MEMBERS, MANY_MEMBERS)
+
+
+def test_members_are_counted() -> None:
+    text = "class A : public B {\n  int f() { return a_; }\n  int a_ = 0, b_;\n  V<int, 2> c_{3};  // d_\n  T e_;\n};\n"
+    assert list(members(text)) == [("A", 4)]
 
 
 def parameters(node: ast.ClassDef | Function) -> int:
@@ -278,7 +301,7 @@ def test_folders_have_few_files() -> None:
     tests = [p for p in (ROOT / "tests").rglob("*") if p.suffix in (".py", ".cc", ".h")]
     files = [*MODULES, *SOURCE.rglob("*.pyi"), *CPP, *tests]
     sizes = Counter(p.parent.relative_to(ROOT).as_posix() for p in files)
-    assert not {name: count for name, count in sizes.items() if count > MAX_FOLDER_FILES}
+    assert {name for name, count in sizes.items() if count > MAX_FOLDER_FILES} == set(LARGE_FOLDERS)
 
 
 def test_no_test_imports_another() -> None:
