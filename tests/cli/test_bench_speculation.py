@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tandem.bench import speculation as bench_speculation
 from tandem.bench.architectures import CONFIGS
-from tandem.bench.told.governed import governed_text
+from tandem.bench.speculation import governed_text
 from tandem.cli.app import app
 from tandem.engine.speculation.nextn import NextN
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from tandem.bench.architectures import NAMES
-from tandem.bench.told.flags import check_flags
 from tandem.cli.other_names import CommandGroup
+from tandem.errors import ConfigError
 from tandem.planner.choices.speculation import check_algorithm, default_draft_tokens
 
 KERNEL_FORMATS = (
@@ -78,19 +78,6 @@ MostDraftTokens = Annotated[
 ]
 Acceptances = Annotated[
     list[float] | None, typer.Option(min=0, max=1, help="with --speculative: so many guesses are right")
-]
-Overlap = Annotated[
-    float | None,
-    typer.Option(min=0, max=1, help="with --speculative and --config: neighbours share so many of their experts"),
-]
-FixedWidths = Annotated[
-    list[int] | None, typer.Option("--fixed", min=1, help="with --overlap: as many guesses in every step, as well")
-]
-DraftTime = Annotated[
-    float | None, typer.Option("--draft-ms", min=0, help="with --overlap: what a guess takes (default: nothing)")
-]
-GainPlot = Annotated[
-    Path | None, typer.Option("--plot", help="with --overlap: draw the gain as PNG (needs matplotlib)")
 ]
 Governed = Annotated[
     bool, typer.Option("--governor/--no-governor", help="with --speculative: as many guesses as pay")
@@ -181,10 +168,6 @@ def decode(
     num_steps: MostDraftTokens = None,
     acceptance: Acceptances = None,
     governor: Governed = True,
-    overlap: Overlap = None,
-    fixed: FixedWidths = None,
-    draft_ms: DraftTime = None,
-    plot: GainPlot = None,
     explain: ExplainSteps = False,
     out: Out = None,
 ) -> None:
@@ -192,7 +175,8 @@ def decode(
 
     Example: kt bench decode --transformers --out decode.json
     """
-    check_flags(locals())
+    if acceptance is not None and speculative is None:
+        raise ConfigError("--acceptance says nothing alone: give --speculative NGRAM, too")
     if explain:
         explain_steps().decode(config, fmt, gpu_share, batch, layers)
         return
@@ -203,11 +187,6 @@ def decode(
         arguments = (config, formats, shares, tuple(batch or [1, 8]), layers, context, steps, repeats)
         more = (threads, tier, dense_format, bench_hybrid.foresight_modes(foresight))
         bench_hybrid.run(bench_hybrid.HybridFlags(*arguments, *more), out)
-        return
-    if speculative is not None and overlap is not None:
-        from tandem.bench.told import rows as told_rows
-
-        told_rows.run(told_rows.request(locals()), out, plot)
         return
     if speculative is not None:
         from tandem.bench import speculation as bench_speculation

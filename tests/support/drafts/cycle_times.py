@@ -16,12 +16,13 @@ from unittest.mock import patch
 
 import torch
 
+import scripted_path  # noqa: F401
 from recorded_chains import CPU, recording
+from scripted_drafts.parts import Told, told_parts
+from scripted_drafts.rows import ScriptedFlags, _config
+from scripted_drafts.turns import Guesses, ScriptedLoad, TimedTurns
 from tandem.bench.architectures import CONFIGS
 from tandem.bench.gaps.made_up import write_folder
-from tandem.bench.told.parts import Told, told_parts
-from tandem.bench.told.rows import ScriptedFlags, _config
-from tandem.bench.told.turns import Guesses, ScriptedLoad, TimedTurns
 from tandem.engine.engine import Engine
 from tandem.engine.sampling.logits import DeviceLogits, HostRows, best_of
 from tandem.engine.step.step import Running, StepOutput

@@ -1,5 +1,5 @@
-"""`kt bench decode --speculative --config --overlap`: what guesses gain, if so many are right and neighbours share so
-many experts; governed, and at fixed widths, each beside decoding without guesses, in turn.
+"""Rows of scripted drafts: what guesses gain, if so many are right and neighbours share so many experts; governed, and
+at fixed widths, each beside decoding without guesses, in turn.
 
 Answers are said in advance, and so are experts: weights are made up. What is computed costs what it costs.
 """
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from scripted_drafts.parts import Told, told_parts
+from scripted_drafts.plot import draw
+from scripted_drafts.turns import Guesses, ScriptedLoad, Timed, TimedPair, TimedTurns
 from tandem.bench.ceilings import DramReader
 from tandem.bench.gaps.made_up import write_folder
 from tandem.bench.placement.plot import check_matplotlib
 from tandem.bench.rows import machine_name, progress, shown, stamp
+from tandem.bench.speculation import governed
 from tandem.bench.step_bound import gpu_step_bytes
 from tandem.bench.stored import expert_bytes, experts_of, format_name, stored_as
-from tandem.bench.told.governed import governed
-from tandem.bench.told.parts import Told, told_parts
-from tandem.bench.told.plot import draw
-from tandem.bench.told.turns import Guesses, ScriptedLoad, Timed, TimedPair, TimedTurns
 from tandem.engine.protocol import SpeculationStats
 from tandem.errors import ConfigError
 from tandem.flags.engine_config import EngineConfig
@@ -74,11 +74,9 @@ class ScriptedFlags:
 
 
 def request(flags: Mapping[str, Any]) -> ScriptedFlags:
-    """Reads a request from the parameters of `kt bench decode`. Raises ConfigError."""
+    """Reads a request from the parameters of the command. Raises ConfigError."""
     algorithm = check_algorithm(flags["speculative"])
     algorithm = "NEXTN" if algorithm == "EAGLE" else algorithm
-    if flags["config"] is None:
-        raise ConfigError("--overlap is of made-up weights: give --config, too")
     if algorithm in DRAFT_ALGORITHMS and flags["draft_ms"]:
         raise ConfigError(
             f"--draft-ms is what a guess takes that no layer draws, and {algorithm}'s layer takes its own time: "

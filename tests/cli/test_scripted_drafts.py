@@ -1,4 +1,4 @@
-"""`kt bench decode --speculative --config --overlap`: answers, routing and right guesses as they are told."""
+"""benchmarks/scripted_drafts: answers, routing and right guesses as they are scripted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import scripted_path  # noqa: F401
+from scripted_drafts import __main__ as command
+from scripted_drafts import rows as told_rows
+from scripted_drafts import turns as told_turns
+from scripted_drafts.paid import Paid
+from scripted_drafts.parts import ToldCopies, told_tokens
+from scripted_drafts.plot import lines
+from scripted_drafts.routing import ToldRouting, chains, distinct
 from tandem.architectures.load import config_from_dict
 from tandem.bench.architectures import CONFIGS
-from tandem.bench.told import rows as told_rows
-from tandem.bench.told import turns as told_turns
-from tandem.bench.told.paid import Paid
-from tandem.bench.told.parts import ToldCopies, told_tokens
-from tandem.bench.told.plot import lines
-from tandem.bench.told.routing import ToldRouting, chains, distinct
 from tandem.cli.app import app
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import TokenOutput
@@ -57,8 +59,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows(tmp_path: Path, line: str) -> list[dict[str, Any]]:
     out = tmp_path / "rows.json"
-    common = "bench decode --speculative NGRAM --threads 1 --repeats 1 --context 40 --speculative-num-steps 3"
-    done = CliRunner().invoke(app, [*common.split(), *line.split(), "--out", str(out)])
+    common = "--speculative NGRAM --threads 1 --repeats 1 --context 40 --speculative-num-steps 3"
+    done = CliRunner().invoke(command.app, [*common.split(), *line.split(), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert ": weights\n" in done.stderr and "first steps without guesses\n" in done.stderr
     return json.loads(out.read_text())
@@ -165,8 +167,13 @@ def test_a_block_s_layers_work_as_they_would(small, tmp_path: Path) -> None:
 
 
 def test_routing_is_told_to_made_up_weights_alone() -> None:
-    done = CliRunner().invoke(app, ["bench", "decode", "--speculative", "NGRAM", "--overlap", "0.5"])
-    assert isinstance(done.exception, ConfigError) and "--config" in str(done.exception)
+    done = CliRunner().invoke(command.app, ["--speculative", "NGRAM", "--overlap", "0.5"])
+    assert done.exit_code == 2 and "--config" in done.output
+
+
+def test_widths_are_needed_without_a_governor() -> None:
+    done = CliRunner().invoke(command.app, "--config glm-4.5-air --overlap 0.3 --no-governor".split())
+    assert isinstance(done.exception, ConfigError) and "give --fixed 3, too" in str(done.exception)
 
 
 def asked(**flags: Any) -> told_rows.ScriptedFlags:
@@ -212,22 +219,10 @@ def test_a_step_of_more_rows_than_a_graph_is_refused(
     told_rows.check_rows(asked(fixed=[3]), gpu.graph_sizes)
 
 
-@pytest.mark.parametrize(
-    ("line", "missing"),
-    [
-        ("--overlap 0.33", "--overlap says nothing alone: give --speculative NGRAM, too"),
-        ("--overlap 0 --config glm-4.5-air", "--overlap says nothing alone: give --speculative NGRAM, too"),
-        ("--acceptance 0.5", "--acceptance says nothing alone: give --speculative NGRAM, too"),
-        ("--speculative NGRAM --fixed 3", "--fixed says nothing alone: give --overlap 0.33, too"),
-        ("--fixed 3", "--fixed says nothing alone: give --speculative NGRAM and --overlap 0.33, too"),
-        ("--speculative NGRAM --plot a.png", "--plot says nothing alone: give --overlap 0.33, too"),
-        ("--speculative NGRAM --draft-ms 1", "--draft-ms says nothing alone: give --overlap 0.33, too"),
-        ("--speculative NGRAM --config glm-4.5-air --overlap 0.3 --no-governor", "give --fixed 3, too"),
-    ],
-)
-def test_flags_that_would_be_ignored_are_refused(line: str, missing: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "decode", *line.split()])
-    assert isinstance(done.exception, ConfigError) and missing in str(done.exception)
+def test_a_share_of_right_guesses_needs_guesses() -> None:
+    done = CliRunner().invoke(app, "bench decode --acceptance 0.5".split())
+    assert isinstance(done.exception, ConfigError)
+    assert "--acceptance says nothing alone: give --speculative NGRAM, too" in str(done.exception)
 
 
 def test_a_draft_layer_guesses_three_tokens_if_nothing_is_said(small) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.bench.told.paid import Paid
-from tandem.bench.told.parts import Told, told_tokens
+from scripted_drafts.paid import Paid
+from scripted_drafts.parts import Told, told_tokens
 from tandem.engine.engine import Engine
 from tandem.engine.protocol import GenerateRequest, SamplingSettings, SpeculationStats
 from tandem.engine.speculation.foretold import Foretold

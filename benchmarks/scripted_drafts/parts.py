@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from scripted_drafts.routing import ToldRouting
 from tandem.bench.gaps.made_up import CopiedExperts, MadeUpStart, made_up_parts
 from tandem.bench.synthetic import SyntheticStore
-from tandem.bench.told.routing import ToldRouting
 from tandem.engine.cpu_runner import StepModel
 from tandem.engine.speculation.chains import DraftingModel
 from tandem.engine.start.parts import EngineParts
