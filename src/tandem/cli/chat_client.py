@@ -111,11 +111,11 @@ class ChatClient:
         """Shows a picture with the next question: here its file is read, for the server opens none. How many there are
         now. Raises ChatError."""
         try:
-            data = Path(path).expanduser().read_bytes()
+            content = Path(path).expanduser().read_bytes()
         except OSError as error:
             raise ChatError(f"{path or 'no file'} cannot be read ({error.strerror}); give a picture's path") from error
         kind = mimetypes.guess_type(path)[0] or "image/png"
-        self.images.append(f"data:{kind};base64,{base64.b64encode(data).decode()}")
+        self.images.append(f"data:{kind};base64,{base64.b64encode(content).decode()}")
         return len(self.images)
 
     def _content(self, question: str) -> str | list[dict[str, Any]]:

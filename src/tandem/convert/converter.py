@@ -180,8 +180,8 @@ class _ConversionRun:
         with self.source.checkpoint.part(name).file.open("rb") as stream:
             stream.seek(begin)
             for offset in range(begin, end, COPIED_AT_A_TIME):
-                data = stream.read(min(COPIED_AT_A_TIME, end - offset))
-                file.put_bytes(output_name, offset - begin, memoryview(data))
+                chunk = stream.read(min(COPIED_AT_A_TIME, end - offset))
+                file.put_bytes(output_name, offset - begin, memoryview(chunk))
 
     def _source_bytes(self, item: OutputTensor) -> int:
         return self.source.stored_bytes(item.module or item.copied)

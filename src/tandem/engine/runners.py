@@ -1,5 +1,5 @@
-"""Parts that an engine is put together from: the store of states, the pace of prompts, and the runner of its steps, on
-the CPU or on a GPU, alone or as the first of several ranks."""
+"""Parts that an engine is put together from: the store of states, the pace of prompts, and the runner of its steps.
+That runs on the CPU or on a GPU, alone or as the first of several ranks."""
 
 from __future__ import annotations
 

@@ -105,10 +105,10 @@ class Mailbox:
     def collect(self, tokens: int) -> Tensor:
         out = torch.empty(tokens, self._sizes.hidden, device=self._device)
         base, patience = self._memory.data_ptr(), np.uint64(self._patience * 1e9)
-        result = base + self._at[3] + self._half(len(self.posted) - 1)
+        answer = base + self._at[3] + self._half(len(self.posted) - 1)
         launch(
             self._kernels[1], -(-out.numel() // 4 // UNITS_PER_BLOCK), COLLECT_THREADS, self._stream(), base,
-            self._state.data_ptr(), result, out.data_ptr(), self._rows(), np.int32(tokens),
+            self._state.data_ptr(), answer, out.data_ptr(), self._rows(), np.int32(tokens),
             np.int32(self._sizes.hidden // 4), patience,
         )  # fmt: skip
         return out

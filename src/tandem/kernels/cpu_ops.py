@@ -116,12 +116,12 @@ class CpuOps(InMemory):
         own, recording = x.clone(), _core.Recording()
         self._views.forget()
         with recording, OnlyAllocations() as torch_calls:
-            result = step(own, batch)
+            computed = step(own, batch)
         refill = self._views.refilled(batch)
         self._views.forget()  # they are the recording's from now on
         if torch_calls.others or refill is None:
-            return result, None
-        return result, RecordedStep(recording, own, result, refill)
+            return computed, None
+        return computed, RecordedStep(recording, own, computed, refill)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -122,11 +122,11 @@ class Machine:
         allowed = set(affinity if affinity is not None else os.sched_getaffinity(0))
         total, available = _memory(root)
         limits = read_cgroup_limits(root)
-        info = _cpuinfo(root)
+        cpuinfo = _cpuinfo(root)
         return cls(
-            cpu_model=info.get("model name", platform.machine()),
+            cpu_model=cpuinfo.get("model name", platform.machine()),
             cores=cores_of(root, allowed),
-            tiers=tiers_of(info.get("flags", "").split()),
+            tiers=tiers_of(cpuinfo.get("flags", "").split()),
             total_memory=_least(total, limits.memory_bytes),
             available_memory=_least(available, limits.memory_free_bytes),
             cpu_quota=limits.cpu_quota,
@@ -153,11 +153,11 @@ def _least(value: int, limit: int | None) -> int:
 
 def _cpuinfo(root: Path) -> dict[str, str]:
     """The first processor's entries."""
-    info: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in (root / "proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():
         key, _, value = line.partition(":")
-        info[key.strip()] = value.strip()
-    return info
+        fields[key.strip()] = value.strip()
+    return fields
 
 
 def _memory(root: Path) -> tuple[int, int]:

@@ -19,11 +19,11 @@ def receive_frame(of: socket.socket) -> bytes:
 
 
 def _receive(of: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
+    received = bytearray(size)
+    view, done = memoryview(received), 0
     while done < size:
         count = of.recv_into(view[done:])
         if count == 0:
             raise EOFError("the connection was closed")
         done += count
-    return data
+    return received

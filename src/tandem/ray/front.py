@@ -99,8 +99,8 @@ class RayApp:
         return json_response({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        data, media_type = self._front.metrics.text(request.headers.get("accept", ""))
-        return Response(data, headers={"Content-Type": media_type})
+        text, media_type = self._front.metrics.text(request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": media_type})
 
     async def _cards(self, request: Request) -> Response:
         cards = [

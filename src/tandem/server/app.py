@@ -118,8 +118,8 @@ def _add_own_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(http: Request) -> Response:
-        data, media_type = state.metrics.render(http.headers.get("accept", ""))
-        return Response(data, headers={"Content-Type": media_type})
+        text, media_type = state.metrics.render(http.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": media_type})
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:

@@ -86,14 +86,14 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     """The four forms of OpenAI's `prompt` → list of strings or id lists. Raises RequestError."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
+    ids = [entry for entry in prompt if isinstance(entry, int)]
     if len(ids) == len(prompt):
         return [ids]
     if ids:
         raise RequestError("prompt mixes token ids with strings or lists", "prompt")
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompt)}", "prompt")
-    return [item for item in prompt if not isinstance(item, int)]
+    return [entry for entry in prompt if not isinstance(entry, int)]
 
 
 async def _read_prompts(

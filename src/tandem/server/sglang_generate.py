@@ -100,14 +100,14 @@ async def _prompts(state: ServerState, body: SglangRequest) -> tuple[list[list[i
         texts = body.text if isinstance(body.text, list) else [body.text]
         return await state.encode_all(texts, add_special_tokens=True), isinstance(body.text, list)
     items = body.input_ids or []
-    flat = [item for item in items if isinstance(item, int)]
+    flat = [entry for entry in items if isinstance(entry, int)]
     if len(flat) == len(items):
         return [flat], False
     if flat:
         raise RequestError("input_ids mixes token ids and lists", "input_ids")
     if len(items) > MAX_PROMPTS:
         raise RequestError(f"at most {MAX_PROMPTS} prompts in one request, not {len(items)}", "input_ids")
-    return [item for item in items if isinstance(item, list)], True
+    return [entry for entry in items if isinstance(entry, list)], True
 
 
 def _spread(value: T | list[T] | None, default: T, count: int, name: str) -> list[T]:

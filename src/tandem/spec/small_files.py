@@ -22,15 +22,15 @@ def read_text(path: Path, most_bytes: int = CONFIG_BYTES) -> str:
     FileNotFoundError.
     """
     try:
-        data = _read_regular(path, most_bytes + 1)
+        content = _read_regular(path, most_bytes + 1)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise unreadable(path, error) from error
-    if len(data) > most_bytes:
+    if len(content) > most_bytes:
         raise CheckpointError(f"{path} has more than {most_bytes >> 20} MiB; fetch the model again")
     try:
-        return data.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8: {error}") from error
 

@@ -92,7 +92,7 @@ def _guarded(value: Any, sign: str, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, dict):
         return {_guarded(k, sign, pattern): _guarded(v, sign, pattern) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_guarded(item, sign, pattern) for item in value]
+        return [_guarded(element, sign, pattern) for element in value]
     if not isinstance(value, str):
         return value
     while pattern.search(value):  # markers may overlap

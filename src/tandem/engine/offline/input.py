@@ -37,9 +37,9 @@ def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)
-    if items and all(_is_id(item) for item in items):
+    if items and all(_is_id(prompt) for prompt in items):
         return [_ids(items)]
-    return [item if isinstance(item, str) else _ids(_items(item)) for item in items]
+    return [prompt if isinstance(prompt, str) else _ids(_items(prompt)) for prompt in items]
 
 
 def _items(prompts: Any) -> list[Any]:
@@ -49,10 +49,10 @@ def _items(prompts: Any) -> list[Any]:
 
 
 def _ids(items: list[Any]) -> list[int]:
-    for item in items:
-        if not _is_id(item):
-            raise _bad_prompt(item)
-    return [operator.index(item) for item in items]
+    for token in items:
+        if not _is_id(token):
+            raise _bad_prompt(token)
+    return [operator.index(token) for token in items]
 
 
 def _is_id(item: Any) -> bool:

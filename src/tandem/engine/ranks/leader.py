@@ -65,9 +65,9 @@ class Leader:
         return sorted(senders)
 
     def _tell(self, message: StartRank | StepList) -> None:
-        data = self._encoder.encode(message)
+        frame = self._encoder.encode(message)
         for other in self._others:
-            self._socket.send_multipart([other, data])
+            self._socket.send_multipart([other, frame])
 
 
 @contextmanager

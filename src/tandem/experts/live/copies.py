@@ -78,9 +78,9 @@ class CudaCopies:
         self._given = torch.cuda.Event()
 
     def hold(self, owner: object, address: int, nbytes: int) -> None:
-        (result,) = self._driver.cuMemHostRegister(address, nbytes, 0)
-        if result != self._success:
-            raise EngineError(f"CUDA does not register {nbytes / 2**30:.1f} GiB of CPU memory: {result.name}")
+        (status,) = self._driver.cuMemHostRegister(address, nbytes, 0)
+        if status != self._success:
+            raise EngineError(f"CUDA does not register {nbytes / 2**30:.1f} GiB of CPU memory: {status.name}")
         self._held[address] = owner
 
     def device_buffer(self, nbytes: int) -> Tensor:

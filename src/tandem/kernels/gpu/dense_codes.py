@@ -77,8 +77,8 @@ class GpuCodes:
         if not self._mma and len(x) == 1:
             return out.copy_(self._by_few(x.repeat(2, 1), out.new_empty((2, self.out_features)))[:1])
         kernel, most = (code_mma, code_mma.MOST_ROWS) if self._mma else (code_tiles, len(x))
-        for part, result in zip(x.split(most), out.split(most), strict=True):
-            kernel.multiply(part, self.pool, self.panels, self.bias, result)
+        for part, out_part in zip(x.split(most), out.split(most), strict=True):
+            kernel.multiply(part, self.pool, self.panels, self.bias, out_part)
         return out
 
     def activated(self, x: Tensor, how: Activation, ready: bool = False) -> Tensor | None:

@@ -175,8 +175,8 @@ class GpuMLP:
         if len(x) <= each:
             return self._down(self._between(x))
         out = torch.empty_like(x)
-        for part, result in zip(x.split(each), out.split(each), strict=True):
-            self._down(self._between(part), out=result)
+        for part, out_part in zip(x.split(each), out.split(each), strict=True):
+            self._down(self._between(part), out=out_part)
         return out
 
     def _between(self, x: Tensor) -> Tensor:

@@ -78,11 +78,11 @@ class PackedFile:
         if offset > self.nbytes or length > self.nbytes - offset:
             raise self._wrong(f"has {self.nbytes} bytes, but should have {offset + length}")
         file.seek(offset)
-        data = file.read(length)
-        if checksum_of(data) != checksum:
+        content = file.read(length)
+        if checksum_of(content) != checksum:
             raise self._wrong("has a damaged table")
         try:
-            return msgspec.msgpack.decode(data, type=SectionTable)
+            return msgspec.msgpack.decode(content, type=SectionTable)
         except msgspec.MsgspecError as error:
             raise self._wrong(f"has a table of another version ({error})") from error
 

@@ -91,9 +91,9 @@ def _in_turn(message: Message, results: list[Message]) -> Iterator[Message]:
         content: Content = message.content if index == 0 else ""
         thought = message.reasoning if index == 0 else None
         yield Message("assistant", content, message.name, thought, (call,))
-        for result in [r for r in left if r.tool_call_id == call.id]:
-            left.remove(result)
-            yield result
+        for reply in [r for r in left if r.tool_call_id == call.id]:
+            left.remove(reply)
+            yield reply
     yield from left
 
 

@@ -21,10 +21,10 @@ def fit_images(render: Render, encode: Encode, placeholder: int) -> frozenset[Ro
     `render` raises besides RequestError."""
     content: dict[str, Any] = {"content": list(_PARTS)}
     user, called = {"role": "user", "content": "Gamma"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    result = {"role": "tool", "tool_call_id": CALL["id"], "name": "probe"} | content
+    reply = {"role": "tool", "tool_call_id": CALL["id"], "name": "probe"} | content
     turns: dict[Role, list[dict[str, Any]]] = {
         "user": [{"role": "user"} | content],
-        "tool": [user, called, result],
+        "tool": [user, called, reply],
         "system": [{"role": "system"} | content, user],
     }
     return frozenset(role for role, messages in turns.items() if _shows(render, encode, placeholder, messages))

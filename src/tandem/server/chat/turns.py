@@ -35,7 +35,7 @@ def fit_turns(render: Render) -> TurnOrders:
     user, second_user, answer = _turn("user", "Alpha"), _turn("user", "Beta"), _turn("assistant", "Gamma")
     first, second = _turn("system", "Delta"), _turn("system", "Epsilon")
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    result = _turn("tool", "Zeta") | {"tool_call_id": CALL["id"], "name": "probe"}
+    reply = _turn("tool", "Zeta") | {"tool_call_id": CALL["id"], "name": "probe"}
     if not _shows(render, user):
         return TurnOrders()
     system = _shows(render, first, user)
@@ -46,8 +46,8 @@ def fit_turns(render: Render) -> TurnOrders:
         and _shows(render, first, user, second)
         and _shows(render, user, answer, second, second_user),
         repeated=_shows(render, user, second_user) and _shows(render, user, answer, answer, second_user),
-        user_after_results=not _shows(render, user, called, result)
-        or _shows(render, user, called, result, second_user),
+        user_after_results=not _shows(render, user, called, reply)
+        or _shows(render, user, called, reply, second_user),
     )
 
 

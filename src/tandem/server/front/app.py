@@ -123,9 +123,9 @@ class FrontApp:
         response: Response = error_response(ApiError(404, "no loaded model has this response", code="not_found"), scope)
         for child in self._models.loaded():
             answer = await child.wire.ask(scope["method"], scope["path"])
-            status, data = await answer.head(), await answer.whole()
+            status, body = await answer.head(), await answer.whole()
             if status != 404:
-                response = Response(data, status, media_type="application/json")
+                response = Response(body, status, media_type="application/json")
                 break
         await response(scope, _no_body, send)
 

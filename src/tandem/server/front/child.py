@@ -177,8 +177,8 @@ class Child:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Its lines are ours, with its name before them. From "error:" on they are the reason of a failed start."""
         assert process.stdout is not None
-        while data := await process.stdout.read(_READ_BYTES):
-            for line in data.decode(errors="replace").splitlines():
+        while output := await process.stdout.read(_READ_BYTES):
+            for line in output.decode(errors="replace").splitlines():
                 if line.startswith("error: ") or self._said:
                     self._said.append(line.removeprefix("error: "))
                 if line.strip():

@@ -55,8 +55,8 @@ class FrontRoutes:
         return json_response({"version": INTERFACE})
 
     async def _metrics(self, http: Request) -> Response:
-        data, media_type = await self._front.metrics.render(http.headers.get("accept", ""))
-        return Response(data, headers={"Content-Type": media_type})
+        text, media_type = await self._front.metrics.render(http.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": media_type})
 
     async def _cards(self, http: Request) -> Response:
         cards = [lists.card(child, self._front.started_at) for child in self._models.all()]
@@ -117,8 +117,8 @@ class FrontRoutes:
         headers = {"Cache-Control": "no-store"}
         if child.life is Life.LOADED:
             try:
-                status, data = await child.wire.get("/tandem/live")
-                return Response(data, status, headers, media_type="application/json")
+                status, body = await child.wire.get("/tandem/live")
+                return Response(body, status, headers, media_type="application/json")
             except EngineError as error:
                 raise as_api_error(error) from error
         return Response(lists.away(child), media_type="application/json", headers=headers)

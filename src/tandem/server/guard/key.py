@@ -38,11 +38,11 @@ def _read(path: Path) -> str:
     """The only line of a file, of which a pipe or a secret's mount is one, too."""
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"--api-key-file {path} cannot be read: {error.strerror}") from error
-    lines = data.decode(errors="replace").splitlines()
-    if len(data) > MOST_BYTES or len(lines) != 1:
+    lines = content.decode(errors="replace").splitlines()
+    if len(content) > MOST_BYTES or len(lines) != 1:
         raise ConfigError(f"--api-key-file {path} must have one line, the key")
     return lines[0].strip()
 

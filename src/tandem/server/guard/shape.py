@@ -33,8 +33,8 @@ class BodyShape:
     def find_unknown(self, value: Any, path: str, unknown: dict[str, Any]) -> None:
         """Adds the names that say something to `unknown`, each with its first value. `value` fits the type."""
         if isinstance(value, list) and self.items is not None:
-            for item in value:
-                self.items.find_unknown(item, f"{path}[]", unknown)
+            for element in value:
+                self.items.find_unknown(element, f"{path}[]", unknown)
         elif isinstance(value, dict) and self.fields is not None:
             for name, inner in value.items():
                 known = self.fields.get(name)
@@ -46,7 +46,7 @@ class BodyShape:
     def without_nulls(self, value: Any) -> Any:
         """The same where a null of such a field is left out: that is what clients mean by it."""
         if isinstance(value, list) and self.items is not None:
-            return [self.items.without_nulls(item) for item in value]
+            return [self.items.without_nulls(element) for element in value]
         if not isinstance(value, dict) or self.fields is None:
             return value
         return {

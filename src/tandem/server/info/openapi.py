@@ -62,13 +62,13 @@ def structs_in(bodies: Iterable[type]) -> list[type]:
     structs: dict[type, None] = {}
     waiting = list(inspect.multi_type_info(bodies))
     while waiting:
-        info = waiting.pop()
-        if isinstance(info, inspect.StructType):
-            if info.cls not in structs:
-                structs[info.cls] = None
-                waiting += [field.type for field in info.fields]
-        elif isinstance(info, inspect.ListType):
-            waiting.append(info.item_type)
+        kind = waiting.pop()
+        if isinstance(kind, inspect.StructType):
+            if kind.cls not in structs:
+                structs[kind.cls] = None
+                waiting += [field.type for field in kind.fields]
+        elif isinstance(kind, inspect.ListType):
+            waiting.append(kind.item_type)
         else:
-            waiting += [part for part in parts(info) if part is not info]
+            waiting += [part for part in parts(kind) if part is not kind]
     return list(structs)

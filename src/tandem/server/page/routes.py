@@ -106,8 +106,8 @@ def _read() -> Mapping[str, _PageFile]:
 
 
 def _file(path: Path) -> _PageFile:
-    data = path.read_bytes()
-    return _PageFile(data, _TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
+    content = path.read_bytes()
+    return _PageFile(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:16]}"')
 
 
 def _answer(http: Request, file: _PageFile) -> Response:

@@ -88,8 +88,8 @@ class ResponseStore:
         self._bytes -= stored.size
         for image in stored.images:
             self._drop_image(image.data)
-        for item in stored.items:
-            self._response_of.pop(item, None)
+        for each in stored.items:
+            self._response_of.pop(each, None)
 
 
     def _with_kept_images(self, message: Message) -> Message:

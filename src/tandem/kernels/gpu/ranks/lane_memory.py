@@ -74,7 +74,7 @@ class LaneMemory:
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        result, *values = getattr(self._driver, name)(*arguments)
-        if result != self._driver.CUresult.CUDA_SUCCESS:
-            raise EngineError(f"{name}: {result.name}")
+        status, *values = getattr(self._driver, name)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise EngineError(f"{name}: {status.name}")
         return values[0] if values else None
