@@ -35,6 +35,10 @@ HEADS = (
     "linear_value_head_dim",
 )  # fmt: skip
 MOST_PARAMETERS = 160e6
+TOWER = {
+    "depth": 27, "hidden_size": 48, "num_heads": 4, "intermediate_size": 44, "num_position_embeddings": 36,
+    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 HOW = {
     "native": "Tandem's own code: the fastest, with everything that these pages tell of",
     "paged": "Transformers' modules with Tandem's experts: many answers at once, shared prefixes",
@@ -56,7 +60,27 @@ def tried(model_type: str) -> Runs:
             return Runs(model_type, "refused", _reason(refused, path))
     if error >= CLOSE:
         return Runs(model_type, "refused", f"its results are not those of Transformers (by {error:.1g})")
-    return Runs(model_type, how, why, _why_no_gpu(model_type) if how == "native" else "")
+    native = how == "native"
+    return Runs(model_type, how, why, _why_no_gpu(model_type) if native else "", native and reads_images(model_type))
+
+
+def reads_images(model_type: str) -> bool:
+    """Whether a tower of `vision_config`, beside the keys of its text, is one that is computed."""
+    from every_type import PARTS_OF, TEXT_OF, tiny_config
+    from tandem.errors import ConfigError
+
+    keys = json.loads(tiny_config(TEXT_OF.get(model_type, model_type)).to_json_string(use_diff=False))
+    if "vision_config" not in keys and model_type not in TEXT_OF:
+        return False
+    text = keys.get("text_config", keys)
+    tower = TOWER | {"out_hidden_size": text["hidden_size"]}
+    nested = {"text_config": text, "vision_config": tower, "image_token_id": 1}
+    for key in reversed(PARTS_OF.get(model_type, ("text_config",))[:-1]):
+        nested = {key: nested}
+    try:
+        return config_from_dict(nested | {"model_type": model_type}).tower is not None
+    except ConfigError:
+        return False
 
 
 def _why_no_gpu(model_type: str) -> str:
@@ -215,10 +239,9 @@ def _head(by_how: dict[str, list[Runs]]) -> list[str]:
         "| --- | --- | --- | --- |",
         *(f"| {how} | {HOW[how]} | {WHERE[how]} | {len(rows)} |" for how, rows in by_how.items()),
         "",
-        "Towers of Qwen3-VL, -Omni and 3.5 are loaded ([images](design/images.md)). Others, and what reads sound, are",
-        "not: such models answer text. A type whose `text_config` names a native one is native. Any size and any",
-        "fine-tuned version runs as its type does. Which quantisations and GGUF files can be read is in",
-        "[formats.md](formats.md).",
+        "Some types read [images](images.md). Towers of others, and what reads sound, are not loaded: such models",
+        "answer text. A type whose `text_config` names a native one is native. Any size and any fine-tuned version runs",
+        "as its type does. Which quantisations and GGUF files can be read is in [formats.md](formats.md).",
         "",
         "Keys of `config.json` mean what they mean in Transformers 5. A key that would change an answer and is not",
         "computed is refused by its name. A key that nobody knows is a note at the start.",
@@ -239,14 +262,18 @@ def _named(rows: Sequence[Runs]) -> list[str]:
     return [
         "## By name",
         "",
-        "| models | type (`model_type` in `config.json`) | runs | beside a GPU |",
-        "| --- | --- | --- | --- |",
+        "| models | type (`model_type` in `config.json`) | runs | beside a GPU | images |",
+        "| --- | --- | --- | --- | --- |",
         *(
-            f"| {', '.join(PUBLISHED[row.model_type])} | `{row.model_type}` | {row.how} | {_where(row)} |"
+            f"| {', '.join(PUBLISHED[row.model_type])} | `{row.model_type}` | {row.how} | {_where(row)} | {_images(row)} |"
             for row in listed
         ),
         "",
     ]
+
+
+def _images(row: Runs) -> str:
+    return "yes" if row.images else ""
 
 
 def _where(row: Runs) -> str:

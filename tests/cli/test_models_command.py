@@ -83,6 +83,17 @@ def test_all_types_are_printed() -> None:
     assert listed["transformers"] == TABLE.transformers and len(listed["types"]) == len(TABLE.rows)
 
 
+def test_types_whose_images_are_read(script) -> None:
+    seeing = {"qwen3_5_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"}
+    assert {row.model_type for row in TABLE.rows if row.images} == seeing
+    assert all(script.reads_images(model_type) for model_type in seeing)
+    assert not any(script.reads_images(model_type) for model_type in ("glm4v_moe", "kimi_k25", "qwen3_5_moe_text"))
+    text, _ = told("qwen3_vl_moe")
+    assert text == "qwen3_vl_moe: native, Tandem's own code, on the CPU or beside a GPU; reads images\n"
+    assert json.loads(told("qwen3_vl_moe", "--json")[0])["images"] is True
+    assert "images" in told("qwen3")[0].splitlines()[0]
+
+
 def test_one_type_is_explained() -> None:
     assert told("qwen3_moe") == ("qwen3_moe: native, Tandem's own code, on the CPU or beside a GPU\n", 0)
     text, code = told("jetmoe")

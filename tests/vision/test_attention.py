@@ -35,6 +35,16 @@ def test_every_patch_sees_all(threads: int, shape: tuple[int, ...], dtype: torch
         assert (got.float() - wanted).abs().max() < 4 * near * scale * v.abs().max()
 
 
+@pytest.mark.parametrize("rows", [1, 4, 37])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_gelu_of_rows_is_torch_s_own(threads: int, rows: int) -> None:
+    """But for the last bit, where a row's end is another vector's."""
+    core = CpuOps(_core.WorkerPool([-1] * threads), "scalar").image_attention(ImageShape(64, 2, 8, 32), torch.float32)
+    x = 3 * torch.randn(rows, 68, generator=torch.Generator().manual_seed(1))
+    wanted = TorchOps().image_attention(ImageShape(64, 2, 8, 32), torch.float32).gelu(x)
+    assert torch.allclose(core.gelu(x), wanted, rtol=2**-22, atol=1e-7)
+
+
 def test_threads_may_run_where_the_engines_thread_could() -> None:
     """It has one CPU once it runs steps."""
     threads = ImageThreads(2)

@@ -12,6 +12,7 @@ from fake_model import run, token_ids
 from gpu import needs_cuda
 from seeing_requests import ONE, TWO, request
 from tandem.engine.engine import Engine
+from tandem.engine.vision.pace import DeviceWatch
 from tandem.flags.engine_config import EngineConfig
 from tiny_seeing import FAMILIES, IMAGE, Prompt, image, oracle, patches, prompt, reference, save_seeing, text
 from walking import encoded, pixels_of
@@ -87,3 +88,30 @@ def test_graphs_and_kernels_answer_alike_behind_an_image(path: Path) -> None:
         assert found["more", 0][-1].cached_tokens >= 48
     graphs.close()
     kernels.close()
+
+
+def test_pieces_are_measured_by_events() -> None:
+    """In their order, and none before it has ended."""
+    watch, x = DeviceWatch(), torch.randn(2048, 2048, device="cuda")
+    watch.begin()
+    for _ in range(3):
+        for _ in range(8):
+            x = (x @ x).clamp(-1, 1)
+        watch.mark()
+    measured = watch.measured()
+    watch.wait(0)
+    measured += watch.measured()
+    assert len(measured) == 3 and all(each > 0 for each in measured) and watch.pending() == 0
+
+
+def test_others_answer_the_same_while_an_image_is_read(path: Path) -> None:
+    """Its pieces lie between their graphs, and the tower's seconds are those of the GPU."""
+    plain = request("plain", prompt(text(14, 9)), max_tokens=40)
+    alone, beside = engine_of(path, "cuda"), engine_of(path, "cuda")
+    wanted = token_ids(run(alone, plain)["plain", 0])
+    found = run(beside, plain, request("image", LONG))
+    assert token_ids(found["plain", 0])[:2] == wanted[:2]
+    stats = beside.stats()
+    assert stats.images == 2 and 0 < stats.image_seconds < 60
+    alone.close()
+    beside.close()

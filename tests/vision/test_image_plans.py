@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from plans import machine, with_gpu
+from seeing_requests import ONE
 from tandem.architectures.load import config_from_dict, load_config
 from tandem.checkpoint import load_model_config
+from tandem.engine.vision.spans import check_images
+from tandem.errors import RequestError
 from tandem.flags.engine_config import EngineConfig
-from tandem.planner.choices.images import TEXT_ONLY
+from tandem.planner.choices.images import TEXT_ONLY, seeing, why_blind
 from tandem.planner.resolve import resolve
 from tandem.planner.vision_costs import (
     FEATURE_BYTES,
@@ -81,6 +84,16 @@ def test_a_plan_names_the_tower_and_its_memory(paths) -> None:
 @pytest.mark.parametrize("gib, mib", [(4, 256), (16, 512), (64, 2048), (1024, 2048)])
 def test_pixels_of_requests_have_a_share_of_memory(gib: int, mib: int) -> None:
     assert pixel_bytes(gib << 30) == mib << 20
+
+
+def test_ranks_refuse_images_by_name(paths) -> None:
+    """Text is served; a request with an image is told which flag stands in the way."""
+    config = EngineConfig.from_keywords(str(paths["qwen3_vl_moe"]), device="cpu", tensor_parallel_size=2)
+    model = load_model_config(paths["qwen3_vl_moe"])
+    why = why_blind(config, model)
+    assert why == "ranks read no images yet; leave --tp out" and seeing(config, model).vision is None
+    with pytest.raises(RequestError, match=r"images are not read: ranks read no images yet; leave --tp out"):
+        check_images(ONE.images, list(ONE.ids), None, why)
 
 
 def test_a_plan_of_text_says_nothing_of_images(tiny_models) -> None:

@@ -11,6 +11,7 @@ from tandem.engine.vision.pace import (
     DEVICE_SHARE,
     HOST_SHARE,
     IDLE_SECONDS,
+    MOST_SECONDS,
     DeviceWatch,
     HostWatch,
     TowerPace,
@@ -100,6 +101,22 @@ def test_a_step_is_told_what_it_waited_for() -> None:
     gpu.work(STEP)
     gpu.host = gpu.busy_until
     assert pace.delay() == pytest.approx(0.001) and pace.delay() == 0.0 and pace.ended()
+
+
+def test_a_gpu_never_has_more_to_do_than_some_milliseconds() -> None:
+    """Before any step has told how long one takes, a slice may take a quarter of a second."""
+    gpu = Gpu()
+    pace = TowerPace(DeviceWatch(gpu.event), DEVICE_SHARE)
+    pace.begin_image()
+    for _ in range(10):
+        pace.begin(0.25)
+        before = gpu.host
+        while pace.fits():
+            gpu.work(0.0003)
+            pace.given()
+        gpu.host = gpu.busy_until
+        assert gpu.host - before <= MOST_SECONDS + 1e-9
+    assert pace.seconds > 0.03
 
 
 def test_an_idle_gpu_always_has_something_to_do() -> None:

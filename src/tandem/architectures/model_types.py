@@ -75,12 +75,14 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class Runs:
     """how: "native", by code of ours; by Transformers' modules "paged", or "alone", one sequence at a time; or
-    "refused". why: of the last two. gpu: why a native one does not run beside a GPU."""
+    "refused". why: of the last two. gpu: why a native one does not run beside a GPU. images: whether its checkpoints'
+    towers are computed, too."""
 
     model_type: str
     how: How
     why: str = ""
     gpu: str = ""
+    images: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value}

@@ -50,7 +50,8 @@ def models(
         typer.echo(json.dumps(_entry(row)))
     else:
         why = f": {row.why or row.gpu}" if row.why or row.gpu else ""
-        typer.echo(f"{row.model_type}: {row.how}, {_means(row)}{why}")
+        images = "; reads images" if row.images else ""
+        typer.echo(f"{row.model_type}: {row.how}, {_means(row)}{images}{why}")
     raise typer.Exit(1 if row.how == "refused" else 0)
 
 
@@ -105,7 +106,7 @@ def _of_path(name: str) -> Runs:
     except ConfigError as error:
         return Runs(path.name, "refused", str(error))
     if config.foreign is None:
-        return Runs(config.model_type, "native", gpu=without_kernels(config))
+        return Runs(config.model_type, "native", gpu=without_kernels(config), images=config.tower is not None)
     why = why_alone(config)
     return Runs(config.model_type, "alone" if why else "paged", why)
 
@@ -151,9 +152,10 @@ def _show(rows: Sequence[Runs]) -> None:
     from tandem.architectures.model_types import PUBLISHED
 
     table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("type", "runs", "models, or why not"):
-        table.add_column(column, no_wrap=column in ("type", "runs"), overflow="fold")
+    for column in ("type", "runs", "images", "models, or why not"):
+        table.add_column(column, no_wrap=column in ("type", "runs", "images"), overflow="fold")
     for row in sorted(rows, key=lambda row: list(HOW).index(row.how)):
         text = row.why if row.how == "refused" else ", ".join(PUBLISHED.get(row.model_type, ()))
-        table.add_row(Text(row.model_type), Text(row.how, style=STYLES[row.how]), Text(text))
+        images = "yes" if row.images else ""
+        table.add_row(Text(row.model_type), Text(row.how, style=STYLES[row.how]), Text(images), Text(text))
     Console().print(table)

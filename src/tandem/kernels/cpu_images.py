@@ -1,4 +1,4 @@
-"""Attention of all patches of an image to all, on as many threads as there are workers.
+"""Attention of all patches of an image to all, and GELU, on as many threads as there are workers.
 
 PyTorch's kernel is faster than that of prompts for rows that see everything. Its own threads would spin between the
 operations of a step; these sleep.
@@ -53,3 +53,14 @@ class OnThreads:
             k, v = self._kv
             attention = F.scaled_dot_product_attention(q[:, heads], k[:, heads], v[:, heads])
             out[:, heads] = attention[0].transpose(0, 1)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        out, each = torch.empty_like(x), -(-len(x) // self._threads.count)
+        rows = [slice(first, first + each) for first in range(0, len(x), each)]
+        list(self._threads.pool().map(partial(_some_gelu, x, out), rows))
+        return out
+
+
+def _some_gelu(x: Tensor, out: Tensor, rows: slice) -> None:
+    with torch.inference_mode():
+        torch.ops.aten.gelu.out(x[rows], approximate="tanh", out=out[rows])

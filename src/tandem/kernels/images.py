@@ -29,6 +29,11 @@ class ImageAttention(Protocol):
         """Attention of some patches to the block shown, q [n, heads, channels] → [n, heads * channels]."""
         ...
 
+    def gelu(self, x: Tensor) -> Tensor:
+        """GELU, by tanh, of rows [n, width] between two products: where one thread computes, it takes longer than they
+        do."""
+        ...
+
 
 class ByTorch:
     """Where torch computes."""
@@ -41,3 +46,6 @@ class ByTorch:
 
     def attend(self, q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *self._kv)[0].transpose(0, 1).flatten(1)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")

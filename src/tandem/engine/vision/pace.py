@@ -19,6 +19,7 @@ from tandem.engine.pace import SLICE_OF_STEP
 DEVICE_SHARE = 0.35  # of a decoding step's time alone: 1.5 times is the most that others may wait beside an image
 HOST_SHARE = SLICE_OF_STEP  # a CPU takes seconds for an image: as for a prompt
 IDLE_SECONDS = 0.004  # of pieces that a device has to do while nobody decodes
+MOST_SECONDS = 0.01  # ... while somebody may: as long as no step says how long one takes
 _WEIGHT_OF_NEWEST = 0.3
 
 
@@ -150,7 +151,8 @@ class TowerPace:
         """A slice of so many seconds."""
         self._collect()
         self._most = max(1, 2 * self._given)
-        self._budget, self._ended, self._given = seconds, 0.0, 0
+        self._budget = min(seconds, MOST_SECONDS) if self._watch.waits else seconds
+        self._ended, self._given = 0.0, 0
         self._watch.begin()
 
     def fits(self) -> bool:

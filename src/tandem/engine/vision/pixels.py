@@ -13,25 +13,25 @@ from tandem.errors import EngineError
 
 def pixels_of(source: PixelSource) -> Tensor:
     """uint8 [height, width, 3]. Raises EngineError where they are gone."""
-    held = bytearray(_read(source) if source.inline is None else source.inline)
-    if len(held) != source.nbytes:
-        raise EngineError(f"pixels of an image are gone: {len(held)} of {source.nbytes} bytes are left; send it again")
+    held = bytearray(source.nbytes) if source.inline is None else bytearray(source.inline)
+    left = _read(source, held) if source.inline is None else len(held)
+    if left != source.nbytes:
+        raise EngineError(f"pixels of an image are gone: {left} of {source.nbytes} bytes are left; send it again")
     return torch.frombuffer(held, dtype=torch.uint8).view(source.height, source.width, 3)
 
 
-def _read(source: PixelSource) -> bytes:
-    """Bytes of them that are there."""
-    parts, left, place = list[bytes](), source.nbytes, source.offset
+def _read(source: PixelSource, held: bytearray) -> int:
+    """Bytes of them that are there, which `held` has then."""
+    view, done = memoryview(held), 0
     try:
         file = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise EngineError(f"the pixels of an image are gone ({error.strerror}); send it again") from error
     try:
         if source.inode not in (0, os.fstat(file).st_ino):  # the sender has let it go, and its number was given again
-            return b""
-        while left and (part := os.pread(file, left, place)):
-            parts.append(part)
-            left, place = left - len(part), place + len(part)
+            return 0
+        while done < len(view) and (count := os.preadv(file, [view[done:]], source.offset + done)):
+            done += count
     finally:
         os.close(file)
-    return b"".join(parts)
+    return done

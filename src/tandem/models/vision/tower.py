@@ -123,8 +123,7 @@ class _TowerBlock:
             yield
         parts.clear()
         for rows in tiles:
-            up = F.gelu(self._up(self._norms[1](x[rows])), approximate="tanh")
-            x[rows] += self._down(up)
+            x[rows] += self._down(attention.gelu(self._up(self._norms[1](x[rows]))))
             yield
 
 
