@@ -99,7 +99,6 @@ def test_layers_of_all_stages_are_the_whole_model() -> None:
         ({"speculative_algorithm": "NGRAM"}, "leave --speculative-algorithm out"),
         ({"kt_enable_dynamic_expert_update": True}, "leave --kt-enable-dynamic-expert-update out"),
         ({"kt_max_deferred_experts_per_token": 1}, "leave --kt-max-deferred-experts-per-token out"),
-        ({"kt_gpu_prefill_token_threshold": 512}, "leave --kt-gpu-prefill-token-threshold out"),
         ({"kt_expert_placement_strategy": "random"}, "leave --kt-expert-placement-strategy out"),
         ({"enable_deterministic_inference": True}, "leave --enable-deterministic-inference out"),
         ({"attention_backend": "flashinfer"}, "leave --attention-backend out"),
@@ -123,6 +122,21 @@ def test_experts_that_were_asked_for_and_do_not_fit_are_refused() -> None:
     asked = question(NEXT, "24GB,12GB", pipeline_parallel_size=2, kt_num_gpu_experts=400)
     with pytest.raises(DoesNotFit, match="--pipeline-parallel-size|--kt-num-gpu-experts"):
         asked.plan()
+
+
+def test_experts_travel_to_every_stage_where_that_is_asked_for() -> None:
+    """Each GPU has room for a ring and for long steps."""
+    plain, asked = (
+        question(NEXT, "24GB,12GB", pp=2, kt_gpu_prefill_token_threshold=least) for least in (None, 512)
+    )
+    without, plan = plain.plan(), asked.plan()
+    assert without.gpu is not None and plan.gpu is not None
+    assert (without.gpu.ring_bytes, without.max_step_tokens) == (0, 2048)
+    assert plan.gpu.ring_bytes > 0 and plan.gpu.stream_from == 512 and plan.max_step_tokens == 8192
+    assert "from how many rows" in decision(without, "streamed experts").reason
+    assert plan.gpu.experts < without.gpu.experts
+    for stage, gpu in zip(plan.gpu.stages, asked.machine.gpus, strict=True):
+        assert stage.nbytes + plan.gpu.ring_bytes < 0.9 * gpu.free_bytes
 
 
 def test_a_gpu_beyond_the_stages_is_named() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu import needs_cuda
-from gpu_sessions import DECODED, PROMPT, ROWS, Session, on_the_cpu, rms
+from gpu_sessions import DECODED, PROMPT, ROWS, Session, check_answers, on_the_cpu, rms
 from staged_gpu import StagedGpu
 from tandem import LLM, SamplingParams
 
@@ -82,3 +82,31 @@ def test_the_engine_answers_in_stages_on_one_gpu(monkeypatch, tiny_models, share
         answers.append([[each.token_ids for each in llm.generate(prompts, greedy)] for _ in range(2)])
         del llm
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_experts_travel_to_both_stages_for_long_prompts(monkeypatch, tiny_models, share: float) -> None:
+    """Where that is asked for; short prompts beside them have their experts computed on the CPU."""
+    monkeypatch.setenv("TANDEM_RANKS_SHARE_GPU", "1")
+    path = tiny_models["qwen3_moe-gpu"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+    llm = LLM(
+        str(path), device="cuda", pipeline_parallel_size=2, kt_cpuinfer=2, max_total_tokens=4096,
+        mem_fraction_static=0.3, kt_gpu_experts_ratio=share, kt_gpu_prefill_token_threshold=64,
+    )  # fmt: skip
+    streams = llm.engine.gpu_runner._start._streams
+    assert len(streams) == 2
+    begun: list[tuple[int, int]] = []
+    for number, stream in enumerate(streams):
+        begin = stream.begin
+
+        def noted(rows, shared=False, begin=begin, number=number, stream=stream) -> None:
+            begin(rows, shared=shared)
+            begun.append((number, len(stream.counts)))
+
+        monkeypatch.setattr(stream, "begin", noted)
+    prompts = [[7 + i % 90 for i in range(first, first + 200)] for first in range(2)]
+    check_answers(path, prompts, llm.generate(prompts, greedy))
+    layers = len(llm.engine.model_config.moe_layers)
+    assert any(count for number, count in begun if number == 0) and any(count for number, count in begun if number == 1)
+    assert all(count < layers for _, count in begun)

@@ -155,6 +155,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
     sums = min(GPU_WORKSPACE_BYTES, decode_sums_bytes(request.model, max(plan.graph_sizes, default=1)))
     unpacking = unpacking_bytes(gpu, request.model, step_rows(request, plan.step_tokens))
     others, stages = GPU_WORKSPACE_BYTES - sums + unpacking, max(1, len(plan.stages))
+    each_stage = workspace_bytes(request) + unpacking + scratch - scratch_bytes(request) + plan.ring_bytes
     entries = [
         LedgerEntry(
             "dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"
@@ -172,7 +173,7 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         LedgerEntry("prompt graphs", prompts, "themselves, rows between their kernels, and logits"),
         LedgerEntry("attention sums", sums, "of rows that decode, a part of their keys each"),
         LedgerEntry("workspace", others, "of one step, libraries, CUDA graphs"),
-        LedgerEntry("other stages", (stages - 1) * (workspace_bytes(request) + unpacking), "of each further GPU"),
+        LedgerEntry("other stages", (stages - 1) * each_stage, "of each further GPU"),
         LedgerEntry("ring", plan.ring_bytes, "of experts that travel to the GPU for a step"),
     ]
     return ledger(VRAM, entries, memory.budget_bytes, gpu.free_bytes)

@@ -143,7 +143,7 @@ def _short_steps(room: GpuRoom) -> GpuMemory:
 def _with_ring(room: GpuRoom) -> GpuMemory:
     """With a ring for experts that travel, if it fits; and graphs of the prompts that bring them."""
     ring, tokens = ring_for(room.request, room.gpu).nbytes, long_step_tokens(room.request.model)
-    extra = ring + room.scratch_beyond(tokens)
+    extra = (ring + room.scratch_beyond(tokens)) * room.request.config.pipeline_parallel_size  # on each GPU
     memory = fits(room, extra)
     if memory is None:
         why = f"{gib(ring)} of GPU memory for experts that travel are not there"

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.engine.step.hooks import Recorder
 from tandem.models.batch import ForwardBatch
 from tandem.models.staged import Stage
 
 
+class StageStream(Protocol):
+    """Part of `ExpertStream` that a step's begin calls. Layers are numbered through all stages."""
+
+    def begin(self, rows: int, shared: bool = False) -> None: ...
+
+    def begin_only(self, rows: int, layers: Iterable[int]) -> None: ...
+
+
 class StagedStart:
     """Hook before a step: each stage's operations prepare it. Nothing runs beside it."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], streams: Sequence[StageStream] = ()) -> None:
         self._ops: list[Any] = [stage.ops for stage in stages if hasattr(stage.ops, "begin_step")]
+        self._streams = streams
 
     def __call__(self, batch: ForwardBatch, captured: bool) -> None:
+        self._begin_ops(batch, captured)
+        for stream in self._streams:
+            stream.begin(0 if captured else len(batch.input_ids), shared=batch.single_rows > 0)
+
+    def _begin_ops(self, batch: ForwardBatch, captured: bool) -> None:
         for ops in self._ops:
             ops.begin_step(batch, captured)
 
     def load_kernels(self, batch: ForwardBatch, streamed: Sequence[int]) -> None:
-        self(batch, False)
+        self._begin_ops(batch, False)
+        for stream in self._streams:
+            stream.begin_only(len(batch.input_ids), streamed)
 
     def pausable(self) -> bool:
         return False

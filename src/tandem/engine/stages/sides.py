@@ -15,6 +15,7 @@ from tandem.experts.hybrid_experts import HybridExperts
 from tandem.experts.hybrid_store import HybridStore
 from tandem.experts.placement import ExpertPlacement
 from tandem.experts.stage_handoffs import StageHandoffs
+from tandem.experts.streams.stream import ExpertStream
 from tandem.experts.usage.staged_usage import StagedUsage
 from tandem.flags.engine_config import EngineConfig
 from tandem.kernels.cpu_ops import CpuOps
@@ -30,16 +31,16 @@ class StagedStore:
 
     def __init__(self, stores: Sequence[HybridStore], stages: Sequence[int]) -> None:
         """stages: of each layer with experts, its number."""
-        self._stores, self._stages = stores, stages
+        self.stores, self.stages = stores, stages
 
     def layer(self, index: int, *arguments: Any) -> HybridExperts:
         """As `HybridStore.layer`."""
-        return self._stores[self._stages[index]].layer(index, *arguments)
+        return self.stores[self.stages[index]].layer(index, *arguments)
 
     @property
     def layers(self) -> list[HybridExperts]:
         """In the model's order, once it was built."""
-        return [store.layers[index] for store in self._stores for index in sorted(store.layers)]
+        return [store.layers[index] for store in self.stores for index in sorted(store.layers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,11 @@ def staged_usage(config: EngineConfig, plan: Plan, model: ModelConfig, sides: St
     return StagedUsage(counting, sides.placement.gpu_experts) if counting else None
 
 
-def staged_parts(parts: EngineParts, sides: StagedSides) -> EngineParts:
-    """parts: with a model that was built."""
+def staged_parts(parts: EngineParts, sides: StagedSides, streams: Sequence[ExpertStream] = ()) -> EngineParts:
+    """parts: with a model that was built. streams: bring experts to the stages that have some in CPU memory."""
     end_posts(sides)
-    return replace(parts, handoff=sides.handoffs, begin_step=StagedStart(sides.stages), stages=sides.stages)
+    begin_step = StagedStart(sides.stages, streams)
+    return replace(parts, handoff=sides.handoffs, begin_step=begin_step, stages=sides.stages)
 
 
 def end_posts(sides: StagedSides) -> None:

@@ -27,7 +27,7 @@ from tandem.experts.placement import ExpertPlacement
 from tandem.experts.residency import Residency
 from tandem.experts.streams.bus import CudaBus
 from tandem.experts.streams.measured import measured_rates
-from tandem.experts.streams.stream import Cuts, ExpertStream, Followed, Layers, streamed_layer
+from tandem.experts.streams.stream import Cuts, ExpertStream, Followed, Layers, StreamedLayer, streamed_layer
 from tandem.experts.usage.expert_usage import ExpertUsage
 from tandem.kernels.cpu_ops import CpuOps
 from tandem.kernels.gpu.attention_backends import attention_of
@@ -153,26 +153,39 @@ def expert_stream(
     if plan.gpu is None or not plan.gpu.ring_bytes or copies is None:
         return None
     layers = [streamed_layer(experts.cpu, experts.gpu, side.ops.device) for experts in side.hybrids]
-    travelling = [layer for layer in layers if layer is not None]
-    if not travelling:
-        return None
-    bus, device = CudaBus(side.ops.device, copies), side.ops.device
-    largest = max(layer.cpu.bytes_per_expert for layer in travelling)
-    ring = ring_of(largest, min(layer.prompts.at_once for layer in travelling))
-    rates = measured_rates(travelling, ring, bus, device, side.handoff.sizes.top_k)
-    rates.least_rows = plan.gpu.stream_from
-    _log.info("experts travel to the GPU %s", rates.text(plan.max_step_tokens))
-    if not rates.least(plan.max_step_tokens):
-        return None
     followed = Followed(served=lambda: side.handoff.times().serve_seconds)
     if live is not None:
         followed = followed._replace(moves=live.moves)
     if usage is not None:
         followed = followed._replace(ask=usage.ask)
-    stream = ExpertStream(layers, ring, bus, rates, device, followed)
-    for index, experts in enumerate(side.hybrids):
-        experts.stream, experts.index = stream, index
+    stream = stream_of(plan, side.ops.device, layers, copies, side.handoff.sizes.top_k, followed)
+    if stream is not None:
+        for index, experts in enumerate(side.hybrids):
+            experts.stream, experts.index = stream, index
     return stream
+
+
+def stream_of(
+    plan: Plan,
+    device: torch.device,
+    layers: Sequence[StreamedLayer | None],
+    copies: CudaCopies,
+    top_k: int,
+    followed: Followed,
+) -> ExpertStream | None:
+    """A stream of these layers to a GPU; None where none of them can travel there, or it is never faster."""
+    travelling = [layer for layer in layers if layer is not None]
+    if plan.gpu is None or not travelling:
+        return None
+    bus = CudaBus(device, copies)
+    largest = max(layer.cpu.bytes_per_expert for layer in travelling)
+    ring = ring_of(largest, min(layer.prompts.at_once for layer in travelling))
+    rates = measured_rates(travelling, ring, bus, device, top_k)
+    rates.least_rows = plan.gpu.stream_from
+    _log.info("experts travel to the GPU %s", rates.text(plan.max_step_tokens))
+    if not rates.least(plan.max_step_tokens):
+        return None
+    return ExpertStream(layers, ring, bus, rates, device, followed)
 
 
 def without_stream(side: GpuSide) -> None:

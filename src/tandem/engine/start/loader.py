@@ -255,6 +255,7 @@ class Start:
             staged_sides,
             staged_usage,
         )
+        from tandem.engine.stages.streams import stage_streams, step_seconds
         from tandem.models.staged import StagedBuilder, StagedModel
 
         sides = staged_sides(self.plan, self.model_config, self.ops)
@@ -264,7 +265,12 @@ class Start:
             sides.stages, self.model_config, self.plan, self.checkpoint, sides.stages[0].ops, self.progress,
             sides.store, self.packed.cache, usage,
         )  # fmt: skip
-        return staged_parts(self.parts(StagedModel(builder), usage), sides)
+        parts = self.parts(StagedModel(builder), usage)
+        streams = stage_streams(self.plan, sides, usage, self.progress)
+        parts = staged_parts(parts, sides, streams)
+        if not streams:
+            return replace(parts, plan=without_streams(self.config, self.plan))
+        return replace(parts, stream_seconds=step_seconds(streams))
 
     def cpu_store(self) -> ExpertStore | None:
         """Where routed experts live without a GPU; None: where the operations compute. Benches have their own."""

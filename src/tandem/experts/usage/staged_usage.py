@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.experts.usage.expert_usage import ExpertUsage, UsageTotals
+from tandem.experts.usage.expert_usage import CopiedCounts, ExpertUsage, UsageTotals
 from tandem.kernels.ops import Tally
+
+
+class StageCounts:
+    """Counts of one stage's layers on their way, as those of a model that has no others."""
+
+    def __init__(self, copied: CopiedCounts, first: int, layers: int) -> None:
+        """first: of the stage's layers, among all."""
+        self._copied, self._first, self._layers = copied, first, layers
+
+    def tokens(self) -> npt.NDArray[Any]:
+        """As `CopiedCounts.tokens`."""
+        own = self._copied.tokens()
+        counts = np.zeros((self._layers, own.shape[1]), own.dtype)
+        counts[self._first : self._first + len(own)] = own
+        return counts
 
 
 class StagedUsage(ExpertUsage):
@@ -34,6 +52,11 @@ class StagedUsage(ExpertUsage):
     def begin_part(self, number: int, rows: Tensor) -> None:
         """In the graph of one stage."""
         self._parts[number].begin(rows)
+
+    def ask_part(self, number: int) -> StageCounts:
+        """Counts of one stage until now, which arrive beside the next step."""
+        first = sum(part.shape[0] for part in self._parts[:number])
+        return StageCounts(self._parts[number].ask(), first, self.shape[0])
 
     def read(self) -> UsageTotals:
         totals = [part.read() for part in self._parts]

@@ -17,7 +17,7 @@ from tandem.spec.gpu_scratch import (
 from tandem.spec.model_config import STORED, ModelConfig
 from tandem.spec.stored import StoredFormats
 
-NO_STREAMS = "stages bring no experts to their GPUs yet"
+NO_STREAMS = "stages stream only where --kt-gpu-prefill-token-threshold says from how many rows"
 
 
 def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredFormats) -> str:
@@ -32,7 +32,7 @@ def experts_kept_off(model: ModelConfig, expert_format: str, stored: StoredForma
 def streams_not(request: MemoryRequest, gpu: Gpu) -> str:
     """Why experts in CPU memory do not travel to the GPU for steps of many rows; "" where they can."""
     experts, channels = request.model.moe.experts, request.model.expert_channels
-    if request.config.pipeline_parallel_size > 1:
+    if request.config.pipeline_parallel_size > 1 and not request.config.kt_gpu_prefill_token_threshold:
         return NO_STREAMS
     if request.config.enable_deterministic_inference:
         return "an expert's place decides its last bits"

@@ -81,9 +81,6 @@ def _missing(config: EngineConfig) -> dict[str, tuple[object, str]]:
         "--kt-max-deferred-experts-per-token": (
             config.kt_max_deferred_experts_per_token, "experts do not come late across stages"
         ),
-        "--kt-gpu-prefill-token-threshold": (
-            config.kt_gpu_prefill_token_threshold, "experts are not streamed to stages yet"
-        ),
         "--kt-expert-placement-strategy": (strategy, "stages are planned for as many experts in each layer"),
         "--enable-deterministic-inference": (
             config.enable_deterministic_inference, "the same bits in every batch were not shown for stages"

@@ -23,11 +23,12 @@ from tandem.spec.model_config import ModelConfig, embedding_bytes
 
 @dataclass(frozen=True)
 class StageSizes:
-    """A request, the GPUs of its stages, and tokens of the KV cache."""
+    """A request, the GPUs of its stages, and tokens of the KV cache. extra: bytes on each GPU beyond the workspace."""
 
     request: MemoryRequest
     gpus: tuple[Gpu, ...]
     kv_tokens: int
+    extra: int = 0
 
     def rooms(self) -> list[int]:
         """Bytes for layers on each GPU."""
@@ -67,7 +68,7 @@ class StageSizes:
     def _workspace(self) -> int:
         """Bytes of steps on each GPU, without sequences' own states."""
         stages = len(self.gpus)
-        return GpuRoom(self.request, self.gpus[0]).workspace // stages - self.request.slot_bytes
+        return GpuRoom(self.request, self.gpus[0]).workspace // stages - self.request.slot_bytes + self.extra
 
     def _dense(self, model: ModelConfig) -> int:
         """Without the embedding."""
@@ -87,7 +88,8 @@ def in_stages(
     if request.config.pipeline_parallel_size == 1:
         return memory, ()
     gpus = gpus_of_stages(request.config, request.machine)
-    sizes = StageSizes(request, gpus, memory.memory.kv_tokens)
+    extra = memory.ring_bytes and memory.ring_bytes + GpuRoom(request, gpus[0]).scratch_beyond(memory.step_tokens)
+    sizes = StageSizes(request, gpus, memory.memory.kv_tokens, extra)
     experts = _most_experts(sizes, memory)
     weights = sizes.weights(experts)
     borders = split(weights, sizes.rooms(), [_gbps(gpu) for gpu in gpus])
