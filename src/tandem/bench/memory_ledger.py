@@ -13,6 +13,7 @@ import torch
 from tandem import _core
 from tandem.kernels.free_memory import return_free_memory
 from tandem.planner.choices.beside_gpu import host_share
+from tandem.planner.expert_sizes import sizes_of
 from tandem.planner.gpu_plan import dense_bytes
 from tandem.planner.host_memory import host_memory
 from tandem.planner.plan import Plan
@@ -87,15 +88,17 @@ def planned(plan: Plan, model: ModelConfig, stored: StoredFormats = UNQUANTISED)
         return Taken(model.weight_bytes(plan.dtype, plan.expert_format, stored), 0)
     workers, steps, in_place = len(plan.cpus), plan.max_step_tokens, plan.experts_in_place
     pages = -(-plan.context_length // plan.page_size)
+    sizes = sizes_of(model, plan.expert_format, stored.experts, plan.gpu.placement == "front-loading")
     share = host_share(model, plan.gpu, expert, workers, steps, pages, plan.fuse_shared_experts, in_place)
-    host = host_memory(model, dataclasses.replace(share, tables=2 if plan.num_window_pages else 1))
+    tables, routed_bytes = 2 if plan.num_window_pages else 1, sizes.ram_bytes(plan.gpu.experts)
+    host = host_memory(model, dataclasses.replace(share, tables=tables, routed_bytes=routed_bytes))
     layout = model.state_layout(plan.dtype, draft_tokens=plan.draft_tokens)
     states = plan.num_pages * plan.page_size * layout.token_bytes + plan.num_slots * layout.slot_bytes
     if plan.num_window_pages:
         states -= (plan.num_pages - plan.num_window_pages) * plan.page_size * layout.window_token_bytes
-    experts = plan.gpu.experts + plan.gpu.draft_experts * draft_experts(model)
+    experts = sizes.gpu_bytes(plan.gpu.experts) + plan.gpu.draft_experts * draft_experts(model) * expert
     dense = dense_bytes(model, plan.dtype, stored, plan.gpu.embedding_in_ram)
-    gpu_bytes = dense + experts * expert + states
+    gpu_bytes = dense + experts + states
     gpu_bytes += rope_bytes(model, plan.context_length)
     logits = (sum(plan.gpu.graph_sizes) + sum(plan.gpu.settled_sizes)) * model.vocab * 4
     sums = plan.max_step_tokens * model.hidden * 4 if host.handoff else 0  # the CPU's sums

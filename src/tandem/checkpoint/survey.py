@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ Survey = Mapping[str, tuple[StoredMatrix, int]]
 """Module → how one of its matrices is stored, and how many weights it has in all experts together."""
 
 
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 KINDS = ("experts", "shared", "dense", "embedding")
 NUMBERS = ("kv_b_proj", ".k_b_proj", ".v_b_proj", "o_a_proj", "_hc.fn", "hc_fn")  # as `model_config.number_params`
 
@@ -77,10 +79,13 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
     sums: dict[
         tuple[str, int], tuple[QuantFormat, int]
     ] = {}  # few formats, many matrices: told apart by identity first
+    by_layer: dict[int, Counter[float]] = defaultdict(Counter)  # of experts: weights by bytes per weight
     for module, fmt, weights in matrices:
         key = kind, _ = _kind(module), id(fmt)
         sums[key] = fmt, weights + (sums[key][1] if key in sums else 0)
-        if kind != "experts" and fmt.along > 1:
+        if kind == "experts":
+            by_layer[_layer(module)][fmt.bytes_per_weight] += weights
+        elif fmt.along > 1:
             output = module.rpartition(".")[2]
             units[kind][output] = lcm(fmt.along, units[kind].get(output, 1))
     for (kind, _), (fmt, weights) in sums.items():
@@ -88,7 +93,22 @@ def stored_formats(matrices: Iterable[tuple[str, QuantFormat, int]]) -> StoredFo
     experts, shared, dense, embedding = (
         replace(_summed(counts[kind], kind == "experts"), outputs=tuple(units[kind].items())) for kind in KINDS
     )
-    return StoredFormats(experts, shared, dense, embedding)
+    return StoredFormats(replace(experts, layers=_layer_means(by_layer)), shared, dense, embedding)
+
+
+def _layer(module: str) -> int:
+    """-1: its name has no number."""
+    number = _LAYER.search(module)
+    return int(number[1]) if number else -1
+
+
+def _layer_means(by_layer: dict[int, Counter[float]]) -> tuple[float, ...]:
+    """Bytes per weight of each layer's experts, in order; (): all layers have the same."""
+    means = [
+        sum(each * weights for each, weights in by_layer[layer].items()) / by_layer[layer].total()
+        for layer in sorted(by_layer)
+    ]
+    return tuple(means) if len(set(means)) > 1 else ()
 
 
 def _kind(module: str) -> str:

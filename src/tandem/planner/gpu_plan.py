@@ -17,6 +17,7 @@ from tandem.planner.choices.deterministic import depends_on_others
 from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.choices.travelling import graph_bytes
 from tandem.planner.cuda_graphs import captured_sizes, settled_sizes
+from tandem.planner.expert_sizes import expert_sizes
 from tandem.planner.forecast.ledger import VRAM, Ledger, LedgerEntry, ledger
 from tandem.planner.memory import (
     GPU_PREFILL_TOKENS,
@@ -146,7 +147,7 @@ def needs_gpu(config: EngineConfig) -> str:
 def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPlan, kv_bytes: int) -> Ledger:
     """Ledger of the GPU's memory."""
     experts, each, scratch = plan.experts, expert_bytes(request), scratch_bytes(request, plan.step_tokens)
-    images = request.image_entries(gpu=True)
+    images, sizes = request.image_entries(gpu=True), expert_sizes(request)
     fixed = GPU_WORKSPACE_BYTES + request.slot_bytes + request.rope_bytes + scratch_bytes(request)
     fixed += sum(entry.nbytes for entry in images)
     logits = workspace_bytes(request) - fixed
@@ -160,7 +161,9 @@ def gpu_ledger(request: MemoryRequest, gpu: Gpu, plan: GpuPlan, memory: MemoryPl
         LedgerEntry(
             "dense weights", dense, "without the embedding" if request.embedding_in_ram else "embedding included"
         ),
-        LedgerEntry("experts", experts * each, f"{experts} of {request.model.routed_experts}, {gib(each)} each"),
+        LedgerEntry(
+            "experts", sizes.gpu_bytes(experts), f"{experts} of {request.model.routed_experts}, {sizes.text()}"
+        ),
         LedgerEntry(
             "draft experts", draft_experts(request.model) * plan.draft_experts * each, "of the layer that guesses"
         ),

@@ -31,7 +31,7 @@ class HostShare:
     """Input of the sum: sizes that CPU memory next to a GPU depends on."""
 
     gpu_experts: int  # (layer, expert) pairs
-    expert_bytes: int
+    expert_bytes: int  # of one, a mean over the layers
     workers: int
     step_tokens: int  # of the largest step
     graph_sizes: tuple[int, ...]  # rows of each graph
@@ -42,6 +42,7 @@ class HostShare:
     late: bool = False  # some are added one layer later, for which graphs' hand-off has two halves
     tables: int = 1  # kinds of pages: 2 where layers that see a window have their own
     drafts: int = 0  # a draft layer's experts that are in CPU memory
+    routed_bytes: int | None = None  # of the routed experts in CPU memory; None: all layers' are alike
     embedding_bytes: int = 0  # of the table whose rows a GPU reads there
 
     @property
@@ -86,10 +87,12 @@ def host_memory(model: ModelConfig, share: HostShare) -> HostMemory:
     embedding = pinned_bytes(share.embedding_bytes) if share.embedding_bytes else 0
     if ram_experts <= 0:
         return HostMemory(0, 0, 0, 0, inputs, graphs, embedding)
-    packed = 0 if share.in_place else ram_experts
+    packed = ram_experts * share.expert_bytes
+    if share.routed_bytes is not None:
+        packed = share.routed_bytes + share.drafts * share.expert_bytes
     spare = len(model.moe_layers) if share.live else 0
     return HostMemory(
-        packed * share.expert_bytes + model.expert_bias_bytes, spare * share.expert_bytes,
+        (0 if share.in_place else packed) + model.expert_bias_bytes, spare * share.expert_bytes,
         share.workers * SCRATCH_BYTES_PER_WORKER, _handoff_bytes(model.expert_channels, share), inputs, graphs,
         embedding,
     )  # fmt: skip

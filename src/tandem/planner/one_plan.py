@@ -24,6 +24,7 @@ from tandem.planner.choices.speculation import most_draft_tokens, speculation, s
 from tandem.planner.choices.tables import IN_RAM, table_bytes, table_text, where_tables
 from tandem.planner.choices.threads import ThreadPlan, plan_threads
 from tandem.planner.expert_format import dense_choice, dtype_of, stored_or_asked
+from tandem.planner.expert_sizes import expert_sizes
 from tandem.planner.forecast.ledger import Ledger
 from tandem.planner.gpu_plan import GpuPlan, gpu_ledger
 from tandem.planner.host_memory import HostMemory, host_ledger, host_memory
@@ -152,7 +153,8 @@ def _beside_gpu(
     """pages: of the longest sequence; tables: kinds of pages."""
     fused, each = _fuse_shared(request, True, []), expert_bytes(request)
     share = host_share(request.model, gpu, each, workers, step_tokens, pages, fused, request.experts_in_place)
-    return host_memory(request.model, replace(share, tables=tables))
+    routed_bytes = expert_sizes(request).ram_bytes(gpu.experts)
+    return host_memory(request.model, replace(share, tables=tables, routed_bytes=routed_bytes))
 
 
 def _notices(wish: PlanRequest, device: Device, gpu: GpuPlan | None) -> list[str]:

@@ -19,6 +19,7 @@ from tandem.planner.choices.left_to_ram import asked_experts, expert_bytes, shor
 from tandem.planner.choices.speculation import check_gpu_drafts
 from tandem.planner.choices.travelling import experts_kept_off, graph_bytes, ring_for, streams_not
 from tandem.planner.cuda_graphs import prompt_sizes
+from tandem.planner.expert_sizes import ExpertSizes, expert_sizes
 from tandem.planner.gpu_plan import (
     GPU_FRACTION,
     SHARE_FIELDS,
@@ -93,10 +94,9 @@ class GpuRoom:
         """Bytes of the workspace, in steps of the usual length."""
         return scratch_bytes(self.request)
 
-    @property
-    def each(self) -> int:
-        """Bytes of an expert."""
-        return max(1, expert_bytes(self.request))
+    @cached_property
+    def sizes(self) -> ExpertSizes:
+        return expert_sizes(self.request)
 
     @cached_property
     def left_by_short_steps(self) -> int:
@@ -213,10 +213,10 @@ def explained(error: DoesNotFit) -> DoesNotFit:
 def _divided(room: GpuRoom, extra: int) -> GpuMemory:
     """Raises ConfigError where something does not fit, or was asked for in vain."""
     request = room.request
-    model, left = request.model, room.budget - room.dense - room.workspace - extra
+    left = room.budget - room.dense - room.workspace - extra
     context, context_reason = wanted_context(request)
     experts, expert_reason = _experts_asked(request)
-    kv_room = left - (experts or 0) * room.each
+    kv_room = left - room.sizes.gpu_bytes(experts or 0)
     drafts = _draft_bytes(request, kv_room)
     kv_room -= drafts
     if kv_room < request.kv_bytes(min(context, LEAST_CONTEXT)):
@@ -224,15 +224,15 @@ def _divided(room: GpuRoom, extra: int) -> GpuMemory:
     least, way_out = _least_tokens(request, context, kv_room), ""
     if experts is None:
         way_out = "; --context-length takes it from experts"
-        experts = min(model.routed_experts, (kv_room - request.kv_bytes(least)) // room.each)
+        experts = room.sizes.fitting(kv_room - request.kv_bytes(least))
         expert_reason = "what fits beside dense weights and KV cache"
-        kv_room -= experts * room.each
+        kv_room -= room.sizes.gpu_bytes(experts)
     tokens, kv_reason = _kv_tokens(request, context, kv_room, least)
     if tokens < context:
         context, context_reason = tokens, _shortened(request, context, tokens) + way_out
     if short := short_of_ram(request, experts, bool(drafts)):
         raise RamTooSmall(short, room, experts)
-    weights = room.dense + experts * expert_bytes(request) + drafts
+    weights = room.dense + room.sizes.gpu_bytes(experts) + drafts
     memory = MemoryPlan(weights, room.budget, context, tokens, context_reason, kv_reason)
     return GpuMemory(experts, expert_reason, memory, draft_experts=bool(drafts))
 
@@ -303,8 +303,8 @@ def _shortened(request: MemoryRequest, context: int, tokens: int) -> str:
 
 def _too_small(room: GpuRoom, extra: int, left: int, experts: int) -> str:
     none = "no KV cache fits beside them"
-    most = f"at most {max(0, left) // room.each} experts fit without a KV cache"
-    rest = f", {experts} experts {gib(experts * room.each)}; {most}" if experts else f"; {none}"
+    most = f"at most {room.sizes.fitting(max(0, left))} experts fit without a KV cache"
+    rest = f", {experts} experts {gib(room.sizes.gpu_bytes(experts))}; {most}" if experts else f"; {none}"
     return (
         f"{room.gpu.name} is too small: {gib(room.budget)} may be used, dense weights take {gib(room.dense)}, "
         f"workspace {gib(room.workspace + extra)}{rest}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from tandem.flags.engine_config import EngineConfig
+from tandem.planner.expert_sizes import expert_sizes
 from tandem.planner.host_memory import HostShare, host_memory
 from tandem.planner.memory import (
     DEFAULT_FRACTION,
@@ -54,7 +55,7 @@ def ram_needed(request: MemoryRequest, gpu_experts: int, drafts_there: bool, liv
     embedding = embedding_bytes(request.model, request.dtype) if request.embedding_in_ram else 0
     share = HostShare(
         gpu_experts, expert_bytes(request), 0, 0, (), 0, 0, live, request.experts_are_there, drafts=drafts,
-        embedding_bytes=embedding,
+        routed_bytes=expert_sizes(request).ram_bytes(gpu_experts), embedding_bytes=embedding,
     )  # fmt: skip
     host = host_memory(request.model, share)
     return host.experts + host.spare + host.embedding

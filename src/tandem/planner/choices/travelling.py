@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tandem.flags.engine_config import EngineConfig
 from tandem.machine.gpus import Gpu
-from tandem.planner.choices.left_to_ram import expert_bytes
 from tandem.planner.cuda_graphs import prompt_graph_bytes
+from tandem.planner.expert_sizes import expert_sizes
 from tandem.planner.memory import MemoryRequest, long_step_tokens
 from tandem.spec.gpu_scratch import (
     StagingRing,
@@ -63,7 +63,7 @@ def ring_for(request: MemoryRequest, gpu: Gpu) -> StagingRing:
     """Where experts travel to."""
     model, scratch = request.model, expert_scratch_bytes(gpu.memory_bytes)
     at_once = experts_at_once(model.expert_channels, model.moe.experts.width, scratch)
-    return ring_of(expert_bytes(request), at_once)
+    return ring_of(expert_sizes(request).largest, at_once)
 
 
 def graph_bytes(request: MemoryRequest, gpu: Gpu, sizes: tuple[int, ...], streamed: bool, reserved_sms: int) -> int:
